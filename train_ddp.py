@@ -1,0 +1,97 @@
+"""Train an image classifier with DistributedDataParallel: one process per device.
+
+    torchrun --standalone --nproc_per_node=4 train_ddp.py --config configs/cifar10.yaml
+
+Since train_1gpu.py: the process joins a process group, a DistributedSampler gives each rank its
+share of every batch, and DistributedDataParallel averages the gradients during backward().
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.config import load_config
+from utils.datasets import build_datasets
+from utils.distributed import init_distributed, settle_buckets
+from utils.loaders import build_loader
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.models import build_model, convert_sync_batchnorm
+from utils.optim import build_optimizer, build_scheduler
+from utils.plan import announce
+from utils.runtime import progress, seed_epoch, seed_everything
+
+
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device):
+    model.train()
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+
+        outputs = model(images)
+        loss = criterion(outputs, labels)
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+    return meter.compute()
+
+
+@record  # torchrun reports the first rank that failed
+def main():
+    cfg = load_config()
+    device = init_distributed(cfg.device, cfg.timeout)
+    seed_everything(cfg.seed)
+
+    # Data
+    train_set, val_set = build_datasets(cfg)
+    train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, shuffle=False)
+    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
+    val_loader = build_loader(val_set, val_sampler, cfg, device)
+
+    # Model
+    model = build_model(cfg, len(train_set.classes)).to(device)
+    if cfg.sync_bn:
+        model = convert_sync_batchnorm(model, device)
+    model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
+    settle_buckets(model, cfg.image_size)  # so that a resumed run adds up in the same order
+
+    # Optimization
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+
+    # Everything a restarted run needs; load_checkpoint fills it in.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "config": vars(cfg),
+        "data": train_set.meta(),
+    }
+    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    announce(cfg, model, train_loader, val_loader, start_epoch, cfg.dtype)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        seed_epoch(cfg.seed, epoch)
+        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        loader = progress(train_loader, epoch)
+        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device)
+        val = evaluate(model, val_loader, device)
+        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
+        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last)
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit

@@ -1,0 +1,90 @@
+"""Train an image classifier with DataParallel: one process drives every visible GPU.
+
+    python train_dp.py --config configs/cifar10.yaml
+
+Since train_1gpu.py: one line, and not the line to use. At every step one Python thread per GPU
+receives a fresh copy of the model, and the outputs gather on the first GPU; BatchNorm sees each
+GPU's share alone. train_ddp.py has none of these costs. Without a GPU this is train_1gpu.py.
+"""
+
+import torch
+from torch.utils.data import SequentialSampler
+
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.config import load_config
+from utils.datasets import build_datasets
+from utils.distributed import get_device
+from utils.loaders import EpochSampler, build_loader
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.models import build_model
+from utils.optim import build_optimizer, build_scheduler
+from utils.plan import announce
+from utils.runtime import progress, seed_epoch, seed_everything
+
+
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device):
+    model.train()
+    meter = Meter(device)
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+
+        outputs = model(images)
+        loss = criterion(outputs, labels)
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+    return meter.compute()
+
+
+def main():
+    cfg = load_config()
+    device = get_device(cfg.device)
+    seed_everything(cfg.seed)
+
+    # Data
+    train_set, val_set = build_datasets(cfg)
+    train_sampler = EpochSampler(train_set, seed=cfg.seed)
+    val_sampler = SequentialSampler(val_set)
+    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
+    val_loader = build_loader(val_set, val_sampler, cfg, device)
+
+    # Model
+    model = build_model(cfg, len(train_set.classes)).to(device)
+    model = torch.nn.DataParallel(model)  # splits each batch over the visible GPUs
+
+    # Optimization
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+
+    # Everything a restarted run needs; load_checkpoint fills it in.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "config": vars(cfg),
+        "data": train_set.meta(),
+    }
+    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    announce(cfg, model, train_loader, val_loader, start_epoch, cfg.dtype)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        seed_epoch(cfg.seed, epoch)
+        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        loader = progress(train_loader, epoch)
+        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device)
+        val = evaluate(model, val_loader, device)
+        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
+        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last)
+
+
+if __name__ == "__main__":
+    main()

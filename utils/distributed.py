@@ -1,0 +1,312 @@
+"""Who am I, how many are we, what only one process does.
+
+Every helper also works without a process group, as if the world had one rank. Needs only torch.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_store = None  # reachable while ranks fail, so that only the first of them speaks
+_control_group = None  # gloo with a long timeout: waits for downloads and saves, not for a step
+
+
+class UserError(Exception):
+    """Something outside the code is wrong. The message says what, where and what to do about it,
+    and is shown without a traceback."""
+
+
+class PeerError(Exception):
+    """Another rank failed and says why; this rank leaves without a word."""
+
+
+def get_rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_local_rank():
+    """This process's number on its node: LOCAL_RANK, set by torchrun."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
+
+
+def get_local_world_size():
+    """Processes on this node: LOCAL_WORLD_SIZE, set by torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
+
+
+def is_main_process():
+    return get_rank() == 0
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    """`tensor`, reduced in place over all ranks, and returned."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+def all_gather_object(value):
+    """The `value` of every rank (small and picklable), in the order of the ranks."""
+    values = [None] * get_world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value, group=_control_group)
+        return values
+    return [value]
+
+
+def get_device(device="auto"):
+    """The device of a script that runs as one process.
+
+    device: auto, cpu, cuda, or one device such as "cuda:1".
+    """
+    _report_errors()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"{_script()} runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
+            f"start it with  python {_script()}, or start train_ddp.py with torchrun"
+        )
+    return _use_device(device, local_rank=0, local_world_size=1)
+
+
+def init_distributed(device="auto", timeout=300.0):
+    """Join the process group that torchrun's environment describes; return this rank's device.
+
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). The backend follows the device: NCCL
+    for CUDA, gloo for the CPU and where ranks share the one GPU that `device` names.
+
+    device: auto, cpu, cuda (GPU number LOCAL_RANK), or one device such as "cuda:0" for all ranks.
+    timeout: seconds that a collective waits for the other ranks.
+    Raises UserError where the environment is incomplete or contradicts itself.
+    """
+    global _store, _control_group
+    _report_errors()
+    rank, local_rank, world_size, local_world_size = _read_environment()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
+    shared = device.startswith("cuda:") and local_world_size > 1
+    device = _use_device(device, local_rank, local_world_size)
+    wait = timedelta(seconds=timeout)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=wait))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"rank {rank} cannot meet the others at {where}: {error}") from None
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # torchrun keeps one store over its restarts: without a new prefix a restarted rank
+        # dials the addresses of the dead ones (pytorch/pytorch#135712).
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", store)
+    _store = store
+    nccl = device.type == "cuda" and not shared
+    dist.init_process_group(
+        "nccl" if nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=wait,
+        device_id=device if nccl else None,
+    )
+    _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    return device
+
+
+def _read_environment():
+    """-> rank, local rank, world size, local world size, each checked."""
+    launch = f"torchrun --standalone --nproc_per_node=N {_script()}"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if len(missing) == len(names):
+        raise UserError(f"{_script()} runs as one process a device: start it with  {launch}")
+    if missing:
+        raise UserError(
+            f"the environment sets some of {', '.join(names)} but not {', '.join(missing)}: "
+            f"set all five, or start with  {launch}"
+        )
+    numbers = {"LOCAL_WORLD_SIZE": 1}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name)
+        if text is not None:
+            if not text.isdecimal():
+                raise UserError(f"{name}={text!r} is not a whole number: start with  {launch}")
+            numbers[name] = int(text)
+    rank, local_rank = numbers["RANK"], numbers["LOCAL_RANK"]
+    world_size = numbers["WORLD_SIZE"]
+    local_world_size = max(numbers["LOCAL_WORLD_SIZE"], local_rank + 1)
+    if rank >= world_size or local_rank > rank or local_world_size > world_size:
+        raise UserError(
+            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size} contradict each "
+            f"other (LOCAL_RANK <= RANK < WORLD_SIZE): start with  {launch}"
+        )
+    return rank, local_rank, world_size, local_world_size
+
+
+def _use_device(name, local_rank, local_world_size):
+    """The torch.device that `name` means for this process, made the current one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
+    if device.type == "cpu":
+        # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
+        torch.set_num_threads(max(1, available_cores() // local_world_size))
+        return device
+    visible = torch.cuda.device_count()
+    needed = local_world_size if device.index is None else device.index + 1
+    if needed > visible:
+        raise UserError(
+            f"{local_world_size} processes on this node with --device {name} need {needed} CUDA "
+            f"devices, but {visible} are visible "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')}): "
+            f"start with --nproc_per_node={max(visible, 1)}, or pass --device cpu"
+        )
+    if device.index is None:
+        device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)  # or every rank would also allocate on GPU 0
+    return device
+
+
+def available_cores():
+    """The cores that this process may use: its affinity, cut by a cgroup's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or "max": no quota
+        pass
+    return cores
+
+
+@contextmanager
+def fail_together():
+    """If the body raises on one rank, every rank raises at its end: that rank its own error, the
+    others PeerError. Without it, the others would wait in their next collective for the timeout.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed = [r for r, failed in enumerate(all_gather_object(error is not None)) if failed]
+    if error is not None:
+        raise error
+    if failed:
+        raise PeerError(f"rank {failed[0]} failed")
+
+
+@contextmanager
+def main_process_first():
+    """Run the body on the first process of every node, then on the node's other processes.
+
+    For what one process a node should do, and the others should find done: a download, a cache.
+    If it raises there, the others raise PeerError and never run it.
+    """
+    first = get_local_rank() == 0
+    if first:
+        with fail_together():
+            yield
+    else:
+        with fail_together():
+            pass  # meets the first processes at the end of their body
+        yield
+
+
+def settle_buckets(model, image_size):
+    """Make a fresh and a resumed run add up gradients in the same order, bit for bit.
+
+    DistributedDataParallel rebuilds its buckets after the first backward pass, in the order in
+    which gradients came, so the very first step sums in another order than all later ones. This
+    takes that first step: forward and backward on blank images, leaving weights and buffers alone.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    first = next(model.parameters())
+    model(first.new_zeros(2, 3, image_size, image_size)).sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+
+
+def save_on_master(obj, path):
+    """torch.save(obj, path) by rank 0 alone, whole or not at all; every rank waits for it.
+
+    Written to a temporary file, flushed to the disk and renamed, so that a crash at any moment
+    leaves the previous file or the new one. OSError (disk full, read-only) raises UserError on
+    rank 0 and PeerError on the others.
+    """
+    with fail_together():
+        if is_main_process():
+            _save_atomically(obj, Path(path))
+
+
+def _save_atomically(obj, path):
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:  # a path would turn "disk full" into a RuntimeError
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename itself
+        os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot save {path}: {error.strerror}; what was saved before is still there"
+        ) from error
+
+
+def _script():
+    return Path(sys.argv[0]).name
+
+
+def die_with_parent():
+    """Ask Linux to kill this process when the one that started it dies, however that happens."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _report_errors():
+    """From here on only the first rank that fails speaks; UserError shows just its message."""
+    sys.excepthook = _report
+
+
+def _report(kind, error, traceback):
+    if issubclass(kind, PeerError) or not _first_to_fail():
+        return
+    if issubclass(kind, UserError):
+        os.write(2, f"error: {error}\n".encode())  # one write: ranks do not interleave
+    elif issubclass(kind, KeyboardInterrupt):
+        os.write(2, b"interrupted\n")
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _first_to_fail():
+    if _store is None:  # before the process group every rank of a node sees the same error
+        return os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+    try:
+        return _store.add("failures", 1) == 1
+    except Exception:  # the store went down with its host: better twice than not at all
+        return True

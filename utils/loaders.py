@@ -1,0 +1,225 @@
+"""Loaders: one interface, `for images, labels in loader`, two ways to fill it.
+
+WorkersLoader reads in worker processes; DeviceLoader keeps the whole set on the training device.
+Both give the same batches, bit for bit, whatever the number of ranks and workers: the sampler
+decides the order, augment.py the crops. Images come normalised, float, channels_last, on `device`.
+"""
+
+import os
+import signal
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+from torchvision.transforms.v2 import functional as F
+
+from utils.augment import crop_flip, resized_crop_boxes
+from utils.distributed import (
+    UserError,
+    all_gather_object,
+    available_cores,
+    die_with_parent,
+    get_local_world_size,
+    get_world_size,
+    main_process_first,
+)
+from utils.images import cache_folder
+
+
+class EpochSampler(Sampler):
+    """RandomSampler whose order depends on (seed, epoch) alone, as DistributedSampler's does.
+
+    The same permutation, so that one process and many see the same global batches.
+    """
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(len(self.dataset), generator=generator).tolist())
+
+
+def build_loader(dataset, sampler, cfg, device, train=False):
+    """The loader that the config asks for, with this rank's share of the global batch.
+
+    train: augment, and drop the samples that do not fill a global batch.
+    Raises UserError where the global batch cannot be shared out or the set cannot fill one.
+    """
+    ranks, batch = get_world_size(), cfg.global_batch(get_world_size())
+    if batch % ranks:
+        near = ", ".join(str(b) for b in (batch // ranks * ranks, -(-batch // ranks) * ranks) if b)
+        raise UserError(
+            f"global_batch_size {batch} cannot be shared by {ranks} processes: "
+            f"pass --global-batch-size {near.replace(', ', ' or ')}"
+        )
+    if train and len(dataset) < batch:
+        raise UserError(
+            f"the training set has {len(dataset)} samples, fewer than one global batch of "
+            f"{batch}: pass a smaller --global-batch-size"
+        )
+    kind = DeviceLoader if _resident(dataset, cfg, device) else WorkersLoader
+    return kind(dataset, sampler, cfg, device, batch // ranks, train)
+
+
+def _resident(dataset, cfg, device):
+    """Whether the set shall lie on the device; the same answer on every rank."""
+    if cfg.loader != "auto":
+        return cfg.loader == "device"
+    folder = cache_folder(cfg)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    fits = dataset.nbytes() < _free_memory(device) / 4
+    writable = cfg.dataset != "imagefolder" or os.access(existing, os.W_OK)
+    return all(all_gather_object(fits and writable and cfg.augment != "resized_crop"))
+
+
+def _free_memory(device):
+    """Bytes that this process may hope for."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_PHYS_PAGES")  # all of them: what is free counts no cached files
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2 / get_local_world_size()
+
+
+class _Loader:
+    """What both have in common: how many batches, and the last step to the model's input."""
+
+    def __init__(self, dataset, sampler, cfg, device, batch_size, train):
+        self.dataset, self.sampler, self.device = dataset, sampler, device
+        self.batch_size, self.train, self.seed = batch_size, train, cfg.seed
+        self.crop_flip = train and cfg.augment == "crop_flip"
+        self.resized_crop = train and cfg.augment == "resized_crop"
+        dtype = getattr(torch, cfg.dtype)
+        std = torch.tensor(dataset.std, dtype=dtype, device=device).view(1, 3, 1, 1)
+        mean = torch.tensor(dataset.mean, dtype=dtype, device=device).view(1, 3, 1, 1)
+        self.scale, self.shift = 1 / (255 * std), -mean / std
+
+    def __len__(self):
+        """Batches an epoch, on this rank and on every other."""
+        samples, batch = len(self.sampler), self.batch_size
+        return samples // batch if self.train else -(-samples // batch)
+
+    @property
+    def epoch(self):
+        return getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
+
+    def _normalize(self, images):
+        """uint8 (n, 3, h, w) -> (pixel / 255 - mean) / std in one pass."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        return torch.addcmul(self.shift, images, self.scale)
+
+
+class DeviceLoader(_Loader):
+    """The whole set as uint8 on the training device; whole batches are cut and mirrored there."""
+
+    name = "device"
+
+    def __init__(self, dataset, sampler, cfg, device, batch_size, train):
+        super().__init__(dataset, sampler, cfg, device, batch_size, train)
+        with main_process_first():  # one process a node decodes a folder, the others map its file
+            images = dataset.resident(cache_folder(cfg))
+        self.images, self.labels = images.to(device), dataset.labels.to(device)
+
+    def __iter__(self):
+        order = torch.tensor(list(self.sampler), device=self.device)
+        for indices in order.split(self.batch_size)[: len(self)]:
+            images = self.images[indices]
+            if self.crop_flip:
+                images = crop_flip(images, indices, self.seed, self.epoch)
+            yield self._normalize(images), self.labels[indices]
+
+
+class WorkersLoader(_Loader):
+    """A DataLoader: worker processes read, decode and augment; pixels stay uint8 until the device.
+
+    That is a quarter of the bytes of float32 on the way there.
+    """
+
+    name = "workers"
+
+    def __init__(self, dataset, sampler, cfg, device, batch_size, train):
+        super().__init__(dataset, sampler, cfg, device, batch_size, train)
+        workers, cores = cfg.num_workers, available_cores() // get_local_world_size()
+        if workers < 0:
+            workers = min(8, cores - 1) if device.type == "cuda" else cores // 2
+        if device.type == "cpu":  # leave the workers their cores
+            torch.set_num_threads(max(1, cores - workers))
+        self.batches = DataLoader(
+            _Reader(self),
+            sampler=_Batches(self),  # a sample of this DataLoader is a whole batch
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            worker_init_fn=_follow_the_rank,
+            generator=torch.Generator(),  # leaves the global random numbers alone
+        )
+
+    def __iter__(self):
+        for batch in self.batches:
+            if isinstance(batch, UserError):
+                raise batch
+            images, labels = (t.to(self.device, non_blocking=True) for t in batch)
+            yield self._normalize(images), labels
+
+
+class _Batches:
+    """(epoch, indices) batch by batch. The epoch travels with the indices, because persistent
+    workers keep the copy of the data set that they were started with."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        indices = torch.tensor(list(self.loader.sampler))
+        for batch in indices.split(self.loader.batch_size)[: len(self)]:
+            yield self.loader.epoch, batch
+
+
+class _Reader:
+    """Makes a batch in a worker: uint8 images (n, 3, size, size) and int64 labels (n,)."""
+
+    def __init__(self, loader):
+        self.dataset, self.seed = loader.dataset, loader.seed
+        self.crop_flip, self.resized_crop = loader.crop_flip, loader.resized_crop
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, batch):
+        epoch, indices = batch
+        try:
+            return self._images(indices, epoch), self.dataset.labels[indices]
+        except UserError as error:
+            return error  # raised, it would arrive with the worker's traceback in its message
+
+    def _images(self, indices, epoch):
+        if self.resized_crop:
+            return self._resized_crops(indices, epoch)
+        images = self.dataset.stack(indices)
+        return crop_flip(images, indices, self.seed, epoch) if self.crop_flip else images
+
+    def _resized_crops(self, indices, epoch):
+        stored = [self.dataset.load(int(index)) for index in indices]
+        boxes = resized_crop_boxes([i.shape[1:] for i in stored], indices, self.seed, epoch)
+        size, images = [self.dataset.size] * 2, []
+        for image, (*box, mirror) in zip(stored, boxes, strict=True):
+            image = F.resized_crop(image, *box, size, antialias=True)
+            images.append(F.horizontal_flip(image) if mirror else image)
+        return torch.stack(images)
+
+
+def _follow_the_rank(worker):
+    """Ctrl-C and SIGTERM reach the whole process group; the rank ends its own workers. One that is
+    killed takes them along."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent()

@@ -1,0 +1,38 @@
+"""The optimizer and the learning rate of every step, from the config."""
+
+import math
+
+import torch
+
+from utils.distributed import get_world_size
+
+
+def build_optimizer(model, cfg):
+    """SGD over the model's parameters. Fused: one kernel for all of them, on CUDA and the CPU."""
+    return torch.optim.SGD(
+        model.parameters(),
+        lr=cfg.peak_lr(get_world_size()),
+        momentum=cfg.momentum,
+        nesterov=cfg.nesterov,
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
+
+
+def build_scheduler(optimizer, cfg, steps_per_epoch):
+    """Linear warm-up, then cfg.lr_schedule down to 0. Call step() after every optimizer step.
+
+    A function of the step alone, so that a resumed run needs only to know where it is.
+    """
+    total = cfg.epochs * steps_per_epoch
+    warmup = round(cfg.warmup_epochs * steps_per_epoch)
+
+    def factor(step):
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        if cfg.lr_schedule == "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        return 1 - done if cfg.lr_schedule == "linear" else 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,0 +1,57 @@
+"""What a run is about to do, checked over all ranks and said in one line before it starts."""
+
+from pathlib import Path
+
+import torch
+
+from utils.distributed import UserError, all_gather_object, get_world_size, is_main_process
+
+
+def announce(cfg, model, train_loader, val_loader, start_epoch, precision):
+    """Print the plan line and write the resolved config to output_dir/config.yaml.
+
+    Raises UserError on every rank where ranks disagree about the config or the data, which would
+    end in a hang or in a model of two minds.
+    """
+    ranks, device = get_world_size(), train_loader.device
+    mine = cfg.must_match() | {
+        "number of training images": len(train_loader.dataset),
+        "number of validation images": len(val_loader.dataset),
+        "classes": train_loader.dataset.classes,
+    }
+    for rank, theirs in enumerate(all_gather_object(mine)):
+        other = [
+            f"{what} {theirs[what]!r}, not {mine[what]!r}"
+            for what in mine
+            if theirs[what] != mine[what]
+        ]
+        if other:
+            raise UserError(
+                f"rank {rank} has {'; '.join(other)}: give every node the same files and flags"
+            )
+    if not is_main_process():
+        return
+    (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
+    samples, batch = len(train_loader.dataset), cfg.global_batch(ranks)
+    per_process = cfg.per_process_batch_size > 0
+    rule = f"{cfg.lr_scaling} lr rule" if per_process else "at any world size"
+    threads = f" ({torch.get_num_threads()} threads a rank)" if device.type == "cpu" else ""
+    parts = [
+        f"{cfg.model} ({sum(p.numel() for p in model.parameters()):,} parameters)",
+        f"{cfg.dataset} ({samples:,} + {len(val_loader.dataset):,} images, "
+        f"{len(val_loader.dataset.classes)} classes, loader={train_loader.name})",
+        f"world size {ranks} on {device.type}{threads}",
+        f"global batch {batch} = {ranks} x {batch // ranks}, peak lr {cfg.peak_lr(ranks):g} "
+        f"({rule})",
+        f"{len(train_loader)} steps an epoch, {samples - len(train_loader) * batch} samples "
+        f"dropped in each",
+        precision,
+        f"epochs {start_epoch} to {cfg.epochs - 1}, into {cfg.output_dir}",
+    ]
+    print(f"plan: {'; '.join(parts)}", flush=True)
+    if start_epoch >= cfg.epochs:
+        print(
+            f"nothing left to do: {cfg.output_dir} holds all {cfg.epochs} epochs "
+            f"(--resume never starts anew, in another --output-dir both are kept)",
+            flush=True,
+        )

@@ -1,0 +1,53 @@
+"""Random seeds, and showing how far an epoch is. Needs torch and distributed.py."""
+
+import random
+import sys
+import time
+
+import torch
+
+from utils.distributed import get_rank, is_main_process
+
+SECONDS_BETWEEN_LINES = 15
+
+
+def seed_everything(seed):
+    """The same weights on every rank. (FSDP would not broadcast rank 0's as DDP does.)"""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_epoch(seed, epoch):
+    """Random numbers inside the model (dropout): others on each rank, the same after a restart."""
+    torch.manual_seed(hash((seed, epoch, get_rank())))  # of integers, so alike in all processes
+
+
+def progress(loader, epoch):
+    """The batches of `loader`, with a progress bar where a person is looking.
+
+    On the main process alone: tqdm's bar on a terminal where tqdm is installed, otherwise a plain
+    line now and then, for a log.
+    """
+    if not is_main_process():
+        return iter(loader)
+    bar = _tqdm() if sys.stderr.isatty() else None
+    if bar:
+        return iter(bar(loader, desc=f"epoch {epoch}", leave=False, unit="batch"))
+    return _lines(loader, epoch)
+
+
+def _tqdm():
+    try:
+        from tqdm import tqdm
+    except ImportError:  # optional: requirements-extras.txt
+        return None
+    return tqdm
+
+
+def _lines(loader, epoch):
+    said = time.monotonic()
+    for step, batch in enumerate(loader):
+        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            print(f"epoch {epoch}: step {step} of {len(loader)}", file=sys.stderr, flush=True)
+        yield batch

@@ -1,0 +1,101 @@
+"""Batch normalisation with statistics over all ranks, on any device. Needs only torch."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class SyncBatchNorm(_BatchNorm):
+    """torch.nn.SyncBatchNorm's numbers, also for CPU tensors, which that one refuses.
+
+    With it, N ranks on shares of a batch compute what one process computes on the whole of it.
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
+    """
+
+    def _check_input_dim(self, images):
+        if images.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {images.dim()}")
+
+    def forward(self, images):
+        """images: (n, channels, ...) -> the same shape; n may differ from rank to rank."""
+        synced = self.training and dist.is_initialized() and dist.get_world_size() > 1
+        if not synced:
+            return super().forward(images)
+        outputs, mean, var, count = _Normalize.apply(images, self.weight, self.bias, self.eps)
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked += 1
+                step = self.momentum
+                if step is None:  # the mean over all batches
+                    step = 1 / self.num_batches_tracked.item()
+                self.running_mean.lerp_(mean, step)
+                self.running_var.lerp_(var * (count / (count - 1)), step)  # unbiased
+        return outputs
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module):
+        """`module` with each BatchNorm in it replaced; parameters, buffers and names stay."""
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            synced = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+            )
+            synced.__dict__.update(module.__dict__)
+            return synced
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child))
+        return module
+
+
+class _Normalize(torch.autograd.Function):
+    """(images - mean) / sqrt(var + eps) * weight + bias; mean and var over all ranks' images.
+
+    Forward: the ranks' means and variances are merged by count (Chan et al. 1979), which loses no
+    digits where E[x^2] - E[x]^2 would. Backward: the two sums in BatchNorm's gradient are reduced.
+    """
+
+    @staticmethod
+    def forward(ctx, images, weight, bias, eps):
+        channels = images.shape[1]
+        others = [d for d in range(images.dim()) if d != 1]
+        exact = torch.promote_types(images.dtype, torch.float32)  # statistics of bfloat16 too
+        local_var, local_mean = torch.var_mean(images.to(exact), others, correction=0)
+        local_count = local_mean.new_tensor([images.numel() // channels])
+        stats = torch.cat([local_mean, local_var, local_count])
+        gathered = [torch.empty_like(stats) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, stats)
+        means, variances, counts = torch.stack(gathered).split([channels, channels, 1], dim=1)
+        count = counts.sum()
+        mean = (means * counts).sum(0) / count
+        var = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        if weight is None:
+            weight, bias = torch.ones_like(mean), torch.zeros_like(mean)
+        outputs = nn.functional.batch_norm(images, mean, var, weight, bias, eps=eps)
+        ctx.save_for_backward(images, weight, mean, var, count)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(mean, var, count)
+        return outputs, mean, var, count
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        images, weight, mean, var, count = ctx.saved_tensors
+        invstd = torch.rsqrt(var + ctx.eps)
+        # PyTorch's kernel for fixed statistics gives this rank's sum(grad * normalised), sum(grad).
+        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, images, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+        )
+        sums = torch.stack([grad_weight, grad_bias])
+        dist.all_reduce(sums)
+        # weight * invstd * (grad - mean(grad) - normalised * mean(grad * normalised)), regrouped
+        # to three passes over the images: scale * grad + slope * images + offset.
+        scale = weight * invstd
+        slope = -scale * invstd * sums[0] / count
+        offset = -slope * mean - scale * sums[1] / count
+        shape = (1, -1) + (1,) * (images.dim() - 2)
+        scale, slope, offset = (t.view(shape) for t in (scale, slope, offset))
+        grad_images = torch.addcmul(torch.addcmul(offset, images, slope), grad, scale)
+        return grad_images.to(images.dtype), grad_weight, grad_bias, None
