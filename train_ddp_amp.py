@@ -8,14 +8,13 @@ keeps small gradients from vanishing (for bfloat16, whose range is float32's, it
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import load_config
 from utils.datasets import build_datasets
-from utils.distributed import init_distributed, settle_buckets
+from utils.distributed import init_distributed, report_errors, settle_buckets
 from utils.loaders import build_loader
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model, convert_sync_batchnorm
@@ -49,7 +48,7 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, scaler, cfg,
     return meter.compute()
 
 
-@record  # torchrun reports the first rank that failed
+@report_errors  # one message, from the first rank that fails
 def main():
     cfg = load_config()
     device = init_distributed(cfg.device, cfg.timeout)

@@ -13,7 +13,7 @@ from torch.utils.data import SequentialSampler
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import load_config
 from utils.datasets import build_datasets
-from utils.distributed import get_device
+from utils.distributed import get_device, report_errors
 from utils.loaders import EpochSampler, build_loader
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model
@@ -43,6 +43,7 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device)
     return meter.compute()
 
 
+@report_errors  # one message, from the first rank that fails
 def main():
     cfg = load_config()
     device = get_device(cfg.device)

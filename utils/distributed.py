@@ -9,10 +9,12 @@ import signal
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 _store = None  # reachable while ranks fail, so that only the first of them speaks
 _control_group = None  # gloo with a long timeout: waits for downloads and saves, not for a step
@@ -25,6 +27,32 @@ class UserError(Exception):
 
 class PeerError(Exception):
     """Another rank failed and says why; this rank leaves without a word."""
+
+
+def report_errors(main):
+    """Decorate main() with this: of all ranks only the first that fails speaks.
+
+    A UserError shows its message, anything else one traceback: by torchrun, in its report of the
+    root cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), or else by Python.
+    The ranks that fail because of it leave with exit code 1 as well.
+    """
+
+    @record
+    @wraps(main)
+    def wrapper(*args, **kwargs):
+        try:
+            return main(*args, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, PeerError) or not _first_to_fail():
+                sys.exit(1)
+            if not isinstance(error, UserError | KeyboardInterrupt):
+                raise
+            name = f"error (rank {get_rank()})" if get_world_size() > 1 else "error"
+            text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{name}: {error}"
+            os.write(2, f"{text}\n".encode())  # one write: ranks do not interleave
+            sys.exit(1)
+
+    return wrapper
 
 
 def get_rank():
@@ -75,7 +103,6 @@ def get_device(device="auto"):
 
     device: auto, cpu, cuda, or one device such as "cuda:1".
     """
-    _report_errors()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"{_script()} runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
@@ -96,7 +123,6 @@ def init_distributed(device="auto", timeout=300.0):
     Raises UserError where the environment is incomplete or contradicts itself.
     """
     global _store, _control_group
-    _report_errors()
     rank, local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
@@ -285,22 +311,6 @@ def die_with_parent():
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _report_errors():
-    """From here on only the first rank that fails speaks; UserError shows just its message."""
-    sys.excepthook = _report
-
-
-def _report(kind, error, traceback):
-    if issubclass(kind, PeerError) or not _first_to_fail():
-        return
-    if issubclass(kind, UserError):
-        os.write(2, f"error: {error}\n".encode())  # one write: ranks do not interleave
-    elif issubclass(kind, KeyboardInterrupt):
-        os.write(2, b"interrupted\n")
-    else:
-        sys.__excepthook__(kind, error, traceback)
 
 
 def _first_to_fail():

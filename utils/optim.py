@@ -9,7 +9,7 @@ from utils.distributed import get_world_size
 
 def build_optimizer(model, cfg):
     """SGD over the model's parameters. Fused: one kernel for all of them, on CUDA and the CPU."""
-    return torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         model.parameters(),
         lr=cfg.peak_lr(get_world_size()),
         momentum=cfg.momentum,
@@ -17,6 +17,12 @@ def build_optimizer(model, cfg):
         weight_decay=cfg.weight_decay,
         fused=True,
     )
+    if cfg.momentum:
+        # Fused SGD makes these at its first step and, where a GradScaler skips that step, leaves
+        # them uninitialised (torch 2.15): the next step then adds what lay in memory.
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def build_scheduler(optimizer, cfg, steps_per_epoch):
