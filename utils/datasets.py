@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from utils.augment import random_bits
-from utils.distributed import UserError, get_local_rank, main_process_first
+from utils.distributed import UserError, get_local_rank, is_main_process, main_process_first
 from utils.images import cache_folder, check_classes, decode, decoded, find_bad, find_images
 
 # Mean and standard deviation of the pixels, in [0, 1], a number a channel.
@@ -173,6 +173,9 @@ def _imagefolder(cfg):
     check_classes(train, val)
     skip = cfg.on_bad_sample == "skip"
     bad = set(find_bad(train.paths + val.paths, cache_folder(cfg))) if skip else ()
+    if bad and is_main_process():
+        files = len(train.paths + val.paths)
+        print(f"left out: {len(bad)} of {files} files cannot be decoded: {', '.join(sorted(bad))}")
     # The standard test crop is the middle of an image 256 / 224 times as large.
     resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
     return tuple(_folder_set(files, bad, cfg.image_size, resize) for files in (train, val))

@@ -4,7 +4,7 @@ import torch
 import torchvision
 from torch import nn
 
-from utils.distributed import UserError
+from utils.distributed import UserError, all_gather_object
 from utils.sync_batchnorm import SyncBatchNorm
 
 
@@ -13,7 +13,8 @@ def build_model(cfg, num_classes):
 
     cfg.model: a name from torchvision.models.list_models(module=torchvision.models).
     Takes images (n, 3, image_size, image_size) of cfg.dtype, gives outputs (n, num_classes).
-    Raises UserError for an unknown name, or a stem that the model does not have.
+    Raises UserError for an unknown name, a stem that the model does not have, or ranks that drew
+    different weights.
     """
     names = torchvision.models.list_models(module=torchvision.models)
     if cfg.model not in names:
@@ -28,6 +29,10 @@ def build_model(cfg, num_classes):
     )
     if cfg.stem == "cifar":
         _shrink_stem(model, cfg.model)
+    # DistributedDataParallel would hide a seed per rank, other ways to share a model would not.
+    sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
+    if any(other != sums[0] for other in sums):
+        raise UserError("the ranks drew different weights: call seed_everything(cfg.seed) on all")
     return model.to(dtype=getattr(torch, cfg.dtype), memory_format=torch.channels_last)
 
 

@@ -1,0 +1,59 @@
+# make train, make test: on a machine with nothing but Python (3.11 or newer) and make.
+# PYTHON=python3 uses an existing environment instead of setting up .venv.
+
+ifdef PYTHON
+python := $(PYTHON)
+env :=
+dev :=
+else
+python := .venv/bin/python
+env := .venv/.train
+dev := .venv/.dev
+endif
+
+NPROC ?= 2
+CONFIG ?= configs/quickstart.yaml
+SCRIPT ?= train_ddp.py
+ARGS ?=
+FROM ?= 1gpu
+TO ?= ddp
+
+.PHONY: help train test coverage lint format diff readme clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
+
+# The scripts set their threads themselves; OMP_NUM_THREADS only spares torchrun's warning.
+train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp.py ARGS="--epochs 3"
+	OMP_NUM_THREADS=1 $(python) -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) \
+	    $(SCRIPT) --config $(CONFIG) $(ARGS)
+
+test: $(dev)  ## everything: the tests, several processes included, and the coverage of utils/
+	$(python) -m coverage erase
+	$(python) -m coverage run -m pytest $(ARGS)
+	$(python) -m coverage combine --quiet
+	$(python) -m coverage report
+
+lint: $(dev)  ## ruff check and ruff format --check
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+
+diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
+	@git --no-pager diff --no-index --color=auto train_$(FROM).py train_$(TO).py || true
+
+readme: $(env)  ## write the generated blocks of README.md anew
+	$(python) -m tools.readme
+
+clean:  ## remove the environment and the caches; runs/ and data/ stay
+	rm -rf .venv .pytest_cache .ruff_cache .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.train: requirements.txt requirements-extras.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	test -x .venv/bin/python || python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet -r requirements.txt -r requirements-extras.txt
+	touch $@
+
+.venv/.dev: requirements-dev.txt .venv/.train
+	.venv/bin/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
