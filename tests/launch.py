@@ -60,6 +60,8 @@ def _words(script):
 def start_script(script, nproc=None, environment=None, **flags):
     """Popen of a script with SMALL's settings and `flags`; its whole family carries run_tag()."""
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RUN_TAG": uuid.uuid4().hex}
+    # One thread a rank: many threads on a busy machine wait for each other for minutes.
+    cores = sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(
         command(script, nproc, {**SMALL, **flags}),
         cwd=ROOT,
@@ -69,6 +71,7 @@ def start_script(script, nproc=None, environment=None, **flags):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     process.run_tag = env["RUN_TAG"]
     return process

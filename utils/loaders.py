@@ -104,10 +104,6 @@ class _Loader:
         samples, batch = len(self.sampler), self.batch_size
         return samples // batch if self.train else -(-samples // batch)
 
-    @property
-    def epoch(self):
-        return getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-
     def _normalize(self, images):
         """uint8 (n, 3, h, w) -> (pixel / 255 - mean) / std in one pass."""
         images = images.contiguous(memory_format=torch.channels_last)
@@ -130,7 +126,7 @@ class DeviceLoader(_Loader):
         for indices in order.split(self.batch_size)[: len(self)]:
             images = self.images[indices]
             if self.crop_flip:
-                images = crop_flip(images, indices, self.seed, self.epoch)
+                images = crop_flip(images, indices, self.seed, _epoch(self.sampler))
             yield self._normalize(images), self.labels[indices]
 
 
@@ -151,7 +147,9 @@ class WorkersLoader(_Loader):
             torch.set_num_threads(max(1, cores - workers))
         self.batches = DataLoader(
             _Reader(self),
-            sampler=_Batches(self),  # a sample of this DataLoader is a whole batch
+            sampler=_Batches(
+                sampler, batch_size, len(self)
+            ),  # a sample of this DataLoader is a whole batch
             batch_size=None,
             num_workers=workers,
             pin_memory=device.type == "cuda",
@@ -168,20 +166,24 @@ class WorkersLoader(_Loader):
             yield self._normalize(images), labels
 
 
+def _epoch(sampler):
+    return getattr(sampler, "epoch", 0)  # as set by set_epoch(); evaluation has none
+
+
 class _Batches:
     """(epoch, indices) batch by batch. The epoch travels with the indices, because persistent
     workers keep the copy of the data set that they were started with."""
 
-    def __init__(self, loader):
-        self.loader = loader
+    def __init__(self, sampler, batch_size, count):
+        self.sampler, self.batch_size, self.count = sampler, batch_size, count
 
     def __len__(self):
-        return len(self.loader)
+        return self.count
 
     def __iter__(self):
-        indices = torch.tensor(list(self.loader.sampler))
-        for batch in indices.split(self.loader.batch_size)[: len(self)]:
-            yield self.loader.epoch, batch
+        indices = torch.tensor(list(self.sampler))
+        for batch in indices.split(self.batch_size)[: self.count]:
+            yield _epoch(self.sampler), batch
 
 
 class _Reader:
@@ -218,8 +220,7 @@ class _Reader:
 
 
 def _follow_the_rank(worker):
-    """Ctrl-C and SIGTERM reach the whole process group; the rank ends its own workers. One that is
-    killed takes them along."""
+    """Ctrl-C reaches the whole process group, but is for the rank to answer; a rank that is
+    killed takes its workers along."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent()
