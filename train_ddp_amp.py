@@ -14,10 +14,10 @@ from torch.utils.data import DistributedSampler
 from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import load_config
 from utils.datasets import build_datasets
-from utils.distributed import init_distributed, report_errors, settle_buckets
+from utils.distributed import init_distributed, report_errors
 from utils.loaders import build_loader
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model, convert_sync_batchnorm
+from utils.models import build_model, convert_sync_batchnorm, settle_buckets
 from utils.optim import build_optimizer, build_scheduler
 from utils.plan import announce
 from utils.runtime import progress, seed_epoch, seed_everything

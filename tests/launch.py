@@ -59,7 +59,7 @@ def _words(script):
 
 def start_script(script, nproc=None, environment=None, **flags):
     """Popen of a script with SMALL's settings and `flags`; its whole family carries run_tag()."""
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "RUN_TAG": uuid.uuid4().hex}
+    env = {**os.environ, "RUN_TAG": uuid.uuid4().hex}
     # One thread a rank: many threads on a busy machine wait for each other for minutes.
     cores = sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(

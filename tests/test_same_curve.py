@@ -1,7 +1,6 @@
 """Every rung and every world size trains the same weights; a classic bug makes the check red."""
 
 import pytest
-import torch
 
 from tests.launch import ROOT, run_script
 from utils.checkpoint import read_checkpoint
@@ -95,20 +94,14 @@ def test_a_model_seeded_per_rank_is_refused(tmp_path):
     assert "the ranks drew different weights" in run.stderr
 
 
-def test_float32_stays_within_rounding_of_one_process(reference, tmp_path):
-    """The bound is derived: float64's own difference, times the ratio of the two roundings.
+def test_float32_stays_within_rounding_of_one_process(tmp_path):
+    """One epoch, 12 steps: float32's rounding (6e-8) may grow by 10 a step and reach the loss.
 
-    Training amplifies rounding alike in both; a factor of 100 covers that summation orders differ
-    by luck. Over the first epoch only, because the amplification grows with every step.
+    In float64 the same run shows a growth of 1e4 in 24 steps, so 1e-3 leaves room for luck; a
+    run that sees other samples is off by more than 1e-2 (the planted bugs above).
     """
-    wide = run_script("train_ddp.py", 2, output_dir=tmp_path / "wide", **CURVE)
-    narrow = CURVE | {"dtype": "float32"}
-    one = run_script("train_1gpu.py", output_dir=tmp_path / "one", **narrow)
-    two = run_script("train_ddp.py", 2, output_dir=tmp_path / "two", **narrow)
-
-    def gap(run, other):
-        return abs(run.rows[0]["train_loss"] / other.rows[0]["train_loss"] - 1)
-
-    rounding = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
-    bound = 100 * rounding * max(gap(wide, reference), torch.finfo(torch.float64).eps)
-    assert gap(two, one) < min(bound, 1e-2)
+    flags = CURVE | {"dtype": "float32", "epochs": 1}
+    one = run_script("train_1gpu.py", output_dir=tmp_path / "one", **flags)
+    two = run_script("train_ddp.py", 2, output_dir=tmp_path / "two", **flags)
+    assert (one.code, two.code) == (0, 0), two.stderr
+    assert abs(two.rows[0]["train_loss"] / one.rows[0]["train_loss"] - 1) < 1e-3

@@ -5,6 +5,7 @@ Every helper also works without a process group, as if the world had one rank. N
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from contextlib import contextmanager
@@ -32,14 +33,13 @@ class PeerError(Exception):
 def report_errors(main):
     """Decorate main() with this: of all ranks only the first that fails speaks.
 
-    A UserError shows its message, anything else one traceback: by torchrun, in its report of the
-    root cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), or else by Python.
+    A UserError shows its message, anything else one traceback: in torchrun's report of the root
+    cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), without torchrun by Python.
     The ranks that fail because of it leave with exit code 1 as well.
     """
 
-    @record
-    @wraps(main)
-    def wrapper(*args, **kwargs):
+    @record  # writes the traceback where torchrun looks for it
+    def first_speaks(*args, **kwargs):
         try:
             return main(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
@@ -51,6 +51,15 @@ def report_errors(main):
             text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{name}: {error}"
             os.write(2, f"{text}\n".encode())  # one write: ranks do not interleave
             sys.exit(1)
+
+    @wraps(main)
+    def wrapper(*args, **kwargs):
+        try:
+            return first_speaks(*args, **kwargs)
+        except Exception:
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                sys.exit(1)  # torchrun will show it
+            raise
 
     return wrapper
 
@@ -257,21 +266,6 @@ def main_process_first():
         yield
 
 
-def settle_buckets(model, image_size):
-    """Make a fresh and a resumed run add up gradients in the same order, bit for bit.
-
-    DistributedDataParallel rebuilds its buckets after the first backward pass, in the order in
-    which gradients came, so the very first step sums in another order than all later ones. This
-    takes that first step: forward and backward on blank images, leaving weights and buffers alone.
-    """
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    first = next(model.parameters())
-    model(first.new_zeros(2, 3, image_size, image_size)).sum().backward()
-    model.zero_grad(set_to_none=True)
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
-
-
 def save_on_master(obj, path):
     """torch.save(obj, path) by rank 0 alone, whole or not at all; every rank waits for it.
 
@@ -287,7 +281,7 @@ def save_on_master(obj, path):
 def _save_atomically(obj, path):
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:  # a path would turn "disk full" into a RuntimeError
+        with open(temporary, "wb") as file:
             torch.save(obj, file)
             file.flush()
             os.fsync(file.fileno())
@@ -295,11 +289,17 @@ def _save_atomically(obj, path):
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # the rename itself
         os.close(folder)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
+        # torch.save hides "disk full" behind a RuntimeError about positions in the file.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        free = shutil.disk_usage(path.parent).free // 2**20
         raise UserError(
-            f"cannot save {path}: {error.strerror}; what was saved before is still there"
-        ) from error
+            f"cannot save {path}: {reason.strerror} ({free} MiB free); "
+            f"what was saved before is still there"
+        ) from None
 
 
 def _script():
@@ -314,9 +314,10 @@ def die_with_parent():
 
 
 def _first_to_fail():
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
     if _store is None:  # before the process group every rank of a node sees the same error
-        return os.environ.get("LOCAL_RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+        return os.environ.get("LOCAL_RANK", "0") == "0" or not launched
     try:
         return _store.add("failures", 1) == 1
-    except Exception:  # the store went down with its host: better twice than not at all
-        return True
+    except Exception:  # the store went down with rank 0, of which torchrun reports
+        return not launched

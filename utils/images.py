@@ -25,6 +25,8 @@ SPLITS = {
 
 
 class Files(NamedTuple):
+    """What a split consists of: paths[i] shows classes[labels[i]]."""
+
     folder: Path
     classes: list
     paths: list

@@ -53,3 +53,18 @@ def convert_sync_batchnorm(model, device):
     """
     kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
     return kind.convert_sync_batchnorm(model)
+
+
+def settle_buckets(model, image_size):
+    """Make a fresh and a resumed run add up gradients in the same order, bit for bit.
+
+    DistributedDataParallel rebuilds its buckets after the first backward pass, in the order in
+    which gradients came, so the very first step sums in another order than all later ones. This
+    takes that first step: forward and backward on blank images, leaving weights and buffers alone.
+    """
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    first = next(model.parameters())
+    model(first.new_zeros(2, 3, image_size, image_size)).sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
