@@ -38,8 +38,9 @@ BLOCKS = {"ladder": ladder, "lessons": lessons}
 def generate(text):
     """README's text with every block as it should be."""
     for name, make in BLOCKS.items():
-        pattern = f"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        text = re.sub(pattern, lambda m, make=make: m[1] + make() + m[2], text, flags=re.DOTALL)
+        pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        block = make() + "\n"
+        text = re.sub(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.DOTALL)
     return text
 
 

@@ -174,16 +174,13 @@ def _read_environment():
             f"the environment sets some of {', '.join(names)} but not {', '.join(missing)}: "
             f"set all five, or start with  {launch}"
         )
-    numbers = {"LOCAL_WORLD_SIZE": 1}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        text = os.environ.get(name)
-        if text is not None:
-            if not text.isdecimal():
-                raise UserError(f"{name}={text!r} is not a whole number: start with  {launch}")
-            numbers[name] = int(text)
-    rank, local_rank = numbers["RANK"], numbers["LOCAL_RANK"]
-    world_size = numbers["WORLD_SIZE"]
-    local_world_size = max(numbers["LOCAL_WORLD_SIZE"], local_rank + 1)
+    numbers = {name: os.environ[name] for name in names if name != "MASTER_ADDR"}
+    numbers["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise UserError(f"{name}={text!r} is not a whole number: start with  {launch}")
+    rank, local_rank, world_size = (int(numbers[name]) for name in names[:3])
+    local_world_size = max(int(numbers["LOCAL_WORLD_SIZE"]), local_rank + 1)
     if rank >= world_size or local_rank > rank or local_world_size > world_size:
         raise UserError(
             f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size} contradict each "
