@@ -5,10 +5,9 @@ Every helper also works without a process group, as if the world had one rank. N
 
 import ctypes
 import os
-import shutil
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -278,6 +277,7 @@ def save_on_master(obj, path):
 def _save_atomically(obj, path):
     temporary = path.with_name(f"{path.name}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             torch.save(obj, file)
             file.flush()
@@ -287,15 +287,14 @@ def _save_atomically(obj, path):
         os.fsync(folder)  # the rename itself
         os.close(folder)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         # torch.save hides "disk full" behind a RuntimeError about positions in the file.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
-        free = shutil.disk_usage(path.parent).free // 2**20
         raise UserError(
-            f"cannot save {path}: {reason.strerror} ({free} MiB free); "
-            f"what was saved before is still there"
+            f"cannot save {path}: {reason.strerror}; what was saved before is still there"
         ) from None
 
 

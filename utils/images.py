@@ -6,6 +6,7 @@ A folder holds one folder per class in each split: data_dir/train/<class>/*.jpg 
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,7 +183,8 @@ def _write(path, data):
         temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(
             f"cannot write {path}: {error.strerror}; pass --cache-dir, or --loader workers"
         ) from None

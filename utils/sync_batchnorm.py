@@ -98,4 +98,6 @@ class _Normalize(torch.autograd.Function):
         shape = (1, -1) + (1,) * (images.dim() - 2)
         scale, slope, offset = (t.view(shape) for t in (scale, slope, offset))
         grad_images = torch.addcmul(torch.addcmul(offset, images, slope), grad, scale)
+        if not ctx.needs_input_grad[1]:  # affine=False
+            grad_weight = grad_bias = None
         return grad_images.to(images.dtype), grad_weight, grad_bias, None
