@@ -46,9 +46,9 @@ def report_errors(main):
                 sys.exit(1)
             if not isinstance(error, UserError | KeyboardInterrupt):
                 raise
-            name = f"error (rank {get_rank()})" if get_world_size() > 1 else "error"
-            text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{name}: {error}"
-            os.write(2, f"{text}\n".encode())  # one write: ranks do not interleave
+            where = f" (rank {get_rank()})" if get_world_size() > 1 else ""
+            line = f"error{where}: {str(error) or 'interrupted'}\n"
+            os.write(2, line.encode())  # one write: ranks do not interleave
             sys.exit(1)
 
     @wraps(main)
@@ -99,11 +99,10 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
 
 def all_gather_object(value):
     """The `value` of every rank (small and picklable), in the order of the ranks."""
-    values = [None] * get_world_size()
+    values = [value] * get_world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value, group=_control_group)
-        return values
-    return [value]
+    return values
 
 
 def get_device(device="auto"):
@@ -131,14 +130,14 @@ def init_distributed(device="auto", timeout=300.0):
     Raises UserError where the environment is incomplete or contradicts itself.
     """
     global _store, _control_group
+    timeout = timedelta(seconds=timeout)
     rank, local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
     shared = device.startswith("cuda:") and local_world_size > 1
     device = _use_device(device, local_rank, local_world_size)
-    wait = timedelta(seconds=timeout)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=wait))
+        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(f"rank {rank} cannot meet the others at {where}: {error}") from None
@@ -154,7 +153,7 @@ def init_distributed(device="auto", timeout=300.0):
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=wait,
+        timeout=timeout,
         device_id=device if nccl else None,
     )
     _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
@@ -238,11 +237,11 @@ def fail_together():
         yield
     except Exception as caught:
         error = caught
-    failed = [r for r, failed in enumerate(all_gather_object(error is not None)) if failed]
+    failed = all_gather_object(error is not None)
     if error is not None:
         raise error
-    if failed:
-        raise PeerError(f"rank {failed[0]} failed")
+    if any(failed):
+        raise PeerError(f"rank {failed.index(True)} failed")
 
 
 @contextmanager
