@@ -191,10 +191,9 @@ def _use_device(name, local_rank, local_world_size):
     """The torch.device that `name` means for this process, made the current one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    device = None
+    with suppress(RuntimeError):
         device = torch.device(name)
-    except RuntimeError:
-        device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
     if device.type == "cpu":
@@ -219,11 +218,9 @@ def _use_device(name, local_rank, local_world_size):
 def available_cores():
     """The cores that this process may use: its affinity, cut by a cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
+    with suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup v2, or "max": no quota
-        pass
     return cores
 
 
