@@ -31,6 +31,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 test: $(dev)  ## everything: the tests, several processes included, and the coverage of utils/
 	$(python) -m coverage erase
 	$(python) -m coverage run -m pytest $(ARGS)
+	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
