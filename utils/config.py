@@ -58,11 +58,17 @@ class Config:
         "", "where decoded image folders are kept; empty: data_dir/.cache", free=True
     )
 
-    model: str = _field("resnet18", "any torchvision classification model, by name")
+    model: str = _field("resnet18", "any torchvision classification model, by name; or resnet20")
     stem: str = _field(
         "imagenet",
         "cifar: a 3x3 first convolution of stride 1 and no max-pooling, for small images (ResNets)",
         choices=("imagenet", "cifar"),
+    )
+    norm: str = _field(
+        "batch",
+        "group puts GroupNorm in place of BatchNorm, so that no sample depends on the others of "
+        "its batch",
+        choices=("batch", "group"),
     )
     sync_bn: bool = _field(True, "BatchNorm statistics over all ranks; off: of each rank alone")
     dtype: str = _field(

@@ -1,8 +1,11 @@
 """Models by name: torchvision's classification models, with a stem for small images."""
 
+import math
+
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.resnet import BasicBlock
 
 from utils.distributed import UserError, all_gather_object
 from utils.sync_batchnorm import SyncBatchNorm
@@ -11,29 +14,104 @@ from utils.sync_batchnorm import SyncBatchNorm
 def build_model(cfg, num_classes):
     """The model that the config names, with random weights from the global seed.
 
-    cfg.model: a name from torchvision.models.list_models(module=torchvision.models).
+    cfg.model: resnet20, or a name from torchvision.models.list_models(module=torchvision.models).
     Takes images (n, 3, image_size, image_size) of cfg.dtype, gives outputs (n, num_classes).
     Raises UserError for an unknown name, a stem that the model does not have, or ranks that drew
     different weights.
     """
-    names = torchvision.models.list_models(module=torchvision.models)
-    if cfg.model not in names:
-        raise UserError(f"model {cfg.model!r} is not one of torchvision's: {', '.join(names)}")
-    options = {}
-    if cfg.model.startswith("vit_"):
-        options = {"image_size": cfg.image_size}
-    if cfg.model in ("googlenet", "inception_v3"):  # one output, as all others
-        options = {"aux_logits": False, "init_weights": True}
-    model = torchvision.models.get_model(
-        cfg.model, weights=None, num_classes=num_classes, **options
-    )
-    if cfg.stem == "cifar":
+    model = _plain_model(cfg, num_classes)
+    if cfg.norm == "group":
+        model = _convert_groupnorm(model)
+    if cfg.stem == "cifar" and cfg.model != "resnet20":  # which has no other stem
         _shrink_stem(model, cfg.model)
     # DistributedDataParallel would hide a seed per rank, other ways to share a model would not.
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):
         raise UserError("the ranks drew different weights: call seed_everything(cfg.seed) on all")
     return model.to(dtype=getattr(torch, cfg.dtype), memory_format=torch.channels_last)
+
+
+def _plain_model(cfg, num_classes):
+    if cfg.model == "resnet20":
+        return ResNet20(num_classes)
+    names = torchvision.models.list_models(module=torchvision.models)
+    if cfg.model not in names:
+        raise UserError(
+            f"model {cfg.model!r} is neither resnet20 nor one of torchvision's: {', '.join(names)}"
+        )
+    options = {}
+    if cfg.model.startswith("vit_"):
+        options = {"image_size": cfg.image_size}
+    if cfg.model in ("googlenet", "inception_v3"):  # one output, as all others
+        options = {"aux_logits": False, "init_weights": True}
+    return torchvision.models.get_model(cfg.model, weights=None, num_classes=num_classes, **options)
+
+
+class ResNet20(nn.Module):
+    """The ResNet of 20 layers for 32x32 images: He et al. 2016, section 4.2 (arXiv 1512.03385).
+
+    270,000 parameters in torchvision's blocks and under torchvision's names, but for a 1x1
+    convolution in the two shortcuts that change shape.
+    """
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, kernel_size=3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = self._layer(16, 16, stride=1)
+        self.layer2 = self._layer(16, 32, stride=2)
+        self.layer3 = self._layer(32, 64, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    @staticmethod
+    def _layer(inputs, width, stride):
+        shortcut = None
+        if stride > 1:
+            convolution = nn.Conv2d(inputs, width, kernel_size=1, stride=stride, bias=False)
+            shortcut = nn.Sequential(convolution, nn.BatchNorm2d(width))
+        first = BasicBlock(inputs, width, stride, shortcut)
+        return nn.Sequential(first, BasicBlock(width, width), BasicBlock(width, width))
+
+    def forward(self, images):
+        """images: (n, 3, height, width) -> outputs (n, num_classes)."""
+        x = self.relu(self.bn1(self.conv1(images)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(self.avgpool(x).flatten(1))
+
+
+def _convert_groupnorm(module):
+    """`module` with GroupNorm (Wu and He 2018, arXiv 1803.08494) in place of each BatchNorm.
+
+    32 groups, or the most that divide the channels. Parameters keep their names.
+    """
+    if isinstance(module, nn.BatchNorm2d):
+        channels = module.num_features
+        return nn.GroupNorm(math.gcd(32, channels), channels, module.eps)
+    for name, child in module.named_children():
+        setattr(module, name, _convert_groupnorm(child))
+    return module
+
+
+def blocks_of(model):
+    """The layers of a model that run one after another, in that order: a list of modules.
+
+    Blocks of a ResNet or a ViT, and what stands before and after them. Their parameters are all
+    of the model's but a ViT's class token and position embedding. UserError for other models.
+    """
+    if isinstance(model, torchvision.models.VisionTransformer):
+        encoder = model.encoder
+        return [model.conv_proj, *encoder.layers, encoder.ln, model.heads]
+    if isinstance(model, torchvision.models.ResNet | ResNet20):
+        stages = [child for name, child in model.named_children() if name.startswith("layer")]
+        return [model.conv1, model.bn1, *(block for s in stages for block in s), model.fc]
+    raise UserError(
+        f"a {type(model).__name__} is neither a ResNet nor a ViT: its layers are unknown"
+    )
 
 
 def _shrink_stem(model, name):
