@@ -19,12 +19,13 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
 from utils.plan import announce
-from utils.runtime import progress, seed_epoch, seed_everything
+from utils.runtime import seed_everything
+from utils.supervise import finish_epoch, supervise
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device):
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
     model.train()
-    meter = Meter(device)
+    meter.start()
     for images, labels in loader:
         images = images.to(device, non_blocking=True)
         labels = labels.to(device, non_blocking=True)
@@ -64,27 +65,30 @@ def main():
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+    meter = Meter(device)
 
     # Everything a restarted run needs; load_checkpoint fills it in.
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
+        "loader": train_loader,
+        "meter": meter,
         "config": vars(cfg),
         "data": train_set.meta(),
     }
     start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
     metrics = MetricLogger(cfg.output_dir, start_epoch)
-    announce(cfg, model, train_loader, val_loader, start_epoch, cfg.dtype)
+    announce(cfg, state, val_loader, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        seed_epoch(cfg.seed, epoch)
         train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
-        loader = progress(train_loader, epoch)
-        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, cfg, device)
+        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
+        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
         val = evaluate(model, val_loader, device)
+        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
         is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last)
+        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
 
 
 if __name__ == "__main__":

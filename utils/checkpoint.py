@@ -1,12 +1,13 @@
-"""One checkpoint format for every script. Needs torch and distributed.py.
+"""One checkpoint format for every script. Needs torch, distributed.py and sharded.py.
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
 weights_only=True: "model" (plain names, no "module." or "_orig_mod."), "optimizer", "scheduler",
 whatever else `state` holds, and "epoch" (epochs done), "world_size", "torch", "format".
 
 output_dir/epoch-0007.pt   after 7 epochs; the newest keep_last of them are kept
-output_dir/last.pt         the newest of them
+output_dir/last.pt         the newest of them, or a newer one from within an epoch
 output_dir/best.pt         the one with the best validation accuracy
+output_dir/*.parts/        tensors of sharded checkpoints, whose .pt holds all the rest
 """
 
 import fcntl
@@ -14,6 +15,7 @@ import os
 import shutil
 import socket
 import sys
+import uuid
 import zipfile
 from pathlib import Path
 
@@ -27,6 +29,16 @@ from utils.distributed import (
     is_main_process,
     save_on_master,
 )
+from utils.sharded import (
+    check_parts,
+    join_tensors,
+    load_parts,
+    placed_like,
+    save_parts,
+    split_tensors,
+    stored_tensors,
+    whole,
+)
 
 FORMAT = 1
 _locks = {}  # held while this process lives
@@ -39,10 +51,14 @@ def unwrap(model):
     return model
 
 
-def save_checkpoint(output_dir, state, epoch, is_best=False, keep_last=2):
+def save_checkpoint(
+    output_dir, state, epoch, is_best=False, keep_last=2, sharded=False, between_steps=False
+):
     """Write `state` after `epoch` epochs, by rank 0; every rank waits, and raises if it fails.
 
-    state: {name: an object with state_dict(), or a plain value}.
+    state: {name: an object with state_dict(), or a plain value}; "model" and "optimizer" may be
+    sharded. sharded: each rank writes its part of their tensors. between_steps: in the middle of
+    the next epoch, into last.pt alone. All ranks call it together.
     """
     checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
     checkpoint |= {"torch": str(torch.__version__)}
@@ -50,15 +66,24 @@ def save_checkpoint(output_dir, state, epoch, is_best=False, keep_last=2):
         value = unwrap(value) if name == "model" else value
         checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
     folder = Path(output_dir)
-    path = folder / f"epoch-{epoch:04d}.pt"
+    path = folder / ("last.pt" if between_steps else f"epoch-{epoch:04d}.pt")
+    if sharded:
+        # Always a new folder: parts written over older ones and cut short would load as a mix.
+        parts = all_gather_object(folder / f"epoch-{epoch:04d}-{uuid.uuid4().hex[:8]}.parts")[0]
+        tensors, checkpoint = split_tensors(checkpoint)
+        checkpoint["parts"] = {"folder": parts.name, "files": save_parts(parts, tensors)}
+    else:
+        checkpoint = whole(checkpoint)
     save_on_master(checkpoint, path)
     with fail_together():
         if is_main_process():
-            _point(folder / "last.pt", path)
+            if not between_steps:
+                _point(folder / "last.pt", path)
             if is_best:
                 _point(folder / "best.pt", path)
             for old in sorted(folder.glob("epoch-*.pt"), key=_number)[:-keep_last]:
                 old.unlink()
+            _remove_unused_parts(folder)
 
 
 def load_checkpoint(output_dir, state, resume="auto", must_match=None):
@@ -93,11 +118,11 @@ def load_checkpoint(output_dir, state, resume="auto", must_match=None):
     return checkpoint["epoch"]
 
 
-def read_checkpoint(path):
+def read_checkpoint(path, join=True):
     """A checkpoint as a dict on the CPU. UserError where it is damaged or none of ours.
 
     The checksum of each record is verified: torch.load alone would take a flipped bit for a
-    weight.
+    weight. join: the parts of a sharded checkpoint, too, are checked and put together.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -112,7 +137,28 @@ def read_checkpoint(path):
         raise UserError(f"{path} cannot be read as a checkpoint: {reason}") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
+    if join and "parts" in checkpoint:
+        folder = _check_parts(path, checkpoint)
+        tensors = {n: torch.empty_like(t, device="cpu") for n, t in stored_tensors(folder).items()}
+        load_parts(folder, tensors)
+        checkpoint = join_tensors(tensors, checkpoint)
     return checkpoint
+
+
+def _check_parts(path, checkpoint):
+    parts = checkpoint["parts"]
+    check_parts(path.parent / parts["folder"], parts["files"])
+    return path.parent / parts["folder"]
+
+
+def _remove_unused_parts(folder):
+    """Of checkpoints that are gone, and of runs that were killed while saving."""
+    unused = set(folder.glob("*.parts"))
+    for path in folder.glob("*.pt") if unused else ():
+        parts = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("parts")
+        unused -= {folder / parts["folder"]} if parts else set()
+    for path in unused:
+        shutil.rmtree(path)
 
 
 def _number(path):
@@ -127,7 +173,9 @@ def _newest_good(folder):
     problems = []
     for path in paths:
         try:
-            checkpoint = read_checkpoint(path)
+            checkpoint = read_checkpoint(path, join=False)
+            if "parts" in checkpoint:
+                _check_parts(path, checkpoint)
         except UserError as error:
             problems.append(str(error))
             continue
@@ -145,7 +193,7 @@ def _read_like_rank_0(path):
             f"{socket.gethostname()} does not see {path}, which rank 0 resumes from: "
             f"output_dir must lie on a file system that all nodes share"
         )
-    return read_checkpoint(path)
+    return read_checkpoint(path, join=False)
 
 
 def _check_config(path, saved, must_match):
@@ -163,7 +211,26 @@ def _check_config(path, saved, must_match):
 
 
 def _fill(state, checkpoint, path):
-    _check_model(unwrap(state["model"]).state_dict(), checkpoint["model"], path)
+    model, optimizer = unwrap(state["model"]).state_dict(), state["optimizer"]
+    tensors, rest = split_tensors(checkpoint)
+    folder = path.parent / checkpoint["parts"]["folder"] if "parts" in checkpoint else None
+    if folder:
+        tensors = stored_tensors(folder)
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    _check_model(model, weights, path)
+    like = {f"model.{name}": tensor for name, tensor in model.items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            parameter = parameters[int(name.split(".")[1])].detach()
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype)  # a count of steps, say
+            like[name] = parameter if parameter.shape == tensor.shape else whole
+    if folder:
+        placed = {name: torch.empty_like(like[name], dtype=t.dtype) for name, t in tensors.items()}
+        load_parts(folder, placed)
+    else:
+        placed = {name: placed_like(tensor, like[name]) for name, tensor in tensors.items()}
+    checkpoint = join_tensors(placed, rest)
     for name, value in state.items():
         value = unwrap(value) if name == "model" else value
         if hasattr(value, "load_state_dict") and name in checkpoint:
@@ -203,7 +270,8 @@ def _claim(folder):
 
 
 def _set_aside(folder):
-    old = [path for path in folder.iterdir() if path.is_file() and path.name != ".lock"]
+    keep = (".lock", "previous-")
+    old = [path for path in folder.iterdir() if not path.name.startswith(keep)]
     if old:
         number = 1 + len(list(folder.glob("previous-*")))
         aside = folder / f"previous-{number}"

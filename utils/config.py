@@ -82,6 +82,39 @@ class Config:
         choices=("bfloat16", "float16"),
     )
 
+    micro_batches: int = _field(
+        1,
+        "parts that a process computes its batch in: train_ddp_accum.py one after another to save "
+        "memory, train_mp.py and train_ddp_mp.py to keep all devices busy. Changes numerics where "
+        "the model has BatchNorm, whose statistics are a part's (--norm group has none)",
+        low=1,
+    )
+    devices: str = _field(
+        "auto",
+        "train_mp.py and train_ddp_mp.py: where a process has the stages of its model, such as "
+        "cuda:0,cuda:1 or cpu,cpu; cuda,cuda: the next two of this node, process by process; "
+        "auto: an equal share of the visible GPUs, or cpu,cpu",
+        free=True,
+    )
+    split: str = _field(
+        "",
+        "train_mp.py and train_ddp_mp.py: layers a stage, such as 6,4; empty: about as many "
+        "parameters in each",
+        free=True,
+    )
+    nproc: int = _field(
+        0, "train_ddp_spawn.py: processes to start; 0: one a visible GPU", low=0, free=True
+    )
+    fsdp_dtype: str = _field(
+        "none",
+        "train_fsdp.py: gather parameters and compute in bfloat16 (changes numerics); gradients "
+        "are summed in float32, weights stay as they are",
+        choices=("none", "bfloat16"),
+    )
+    fsdp_offload: bool = _field(
+        False, "train_fsdp.py: keep the shards in the CPU's memory", free=True
+    )
+
     epochs: int = _field(10, "passes over the training set", low=1)
     global_batch_size: int = _field(256, "samples an optimizer step, over all ranks", low=1)
     per_process_batch_size: int = _field(
@@ -123,6 +156,28 @@ class Config:
     )
     allow_config_change: bool = _field(
         False, "resume although a setting differs that changes the trajectory", free=True
+    )
+    save_steps: int = _field(
+        0, "save also within an epoch, after every so many steps; 0: off", low=0, free=True
+    )
+    save_minutes: float = _field(
+        10.0, "save also within an epoch, every so many minutes; 0: off", low=0.0, free=True
+    )
+    save_sharded: bool = _field(
+        False,
+        "each rank writes its own part, through torch.distributed.checkpoint: for models too large "
+        "for one process. Every script reads both kinds",
+        free=True,
+    )
+    check_replicas_every: int = _field(
+        0,
+        "steps between two checks that all ranks hold the same parameters, buffers and optimizer "
+        "state; 0: at every epoch's end only",
+        low=0,
+        free=True,
+    )
+    audit: bool = _field(
+        False, "state at every epoch's end which samples were trained, and how often", free=True
     )
     keep_last: int = _field(
         2, "epoch checkpoints kept beside last.pt and best.pt", low=1, free=True

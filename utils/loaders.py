@@ -3,6 +3,7 @@
 WorkersLoader reads in worker processes; DeviceLoader keeps the whole set on the training device.
 Both give the same batches, bit for bit, whatever the number of ranks and workers: the sampler
 decides the order, augment.py the crops. Images come normalised, float, channels_last, on `device`.
+A loader is part of a checkpoint: the run that loads it goes on with the very next global batch.
 """
 
 import os
@@ -20,9 +21,11 @@ from utils.distributed import (
     die_with_parent,
     get_local_world_size,
     get_world_size,
+    is_main_process,
     main_process_first,
 )
 from utils.images import cache_folder
+from utils.runtime import seed_step
 
 
 class EpochSampler(Sampler):
@@ -63,6 +66,11 @@ def build_loader(dataset, sampler, cfg, device, train=False):
             f"the training set has {len(dataset)} samples, fewer than one global batch of "
             f"{batch}: pass a smaller --global-batch-size"
         )
+    if train and cfg.micro_batches > batch // ranks:
+        raise UserError(
+            f"the {batch // ranks} samples that a process has in a step do not make "
+            f"{cfg.micro_batches} micro-batches: pass a smaller --micro-batches"
+        )
     kind = DeviceLoader if _resident(dataset, cfg, device) else WorkersLoader
     return kind(dataset, sampler, cfg, device, batch // ranks, train)
 
@@ -87,7 +95,11 @@ def _free_memory(device):
 
 
 class _Loader:
-    """What both have in common: how many batches, and the last step to the model's input."""
+    """What both have in common: where the epoch stands, and the last step to the model's input.
+
+    step: batches given out in this epoch; start: where the next iteration starts, after a restart;
+    seen: indices of the samples given out (int64 tensors), kept with cfg.audit, else None.
+    """
 
     def __init__(self, dataset, sampler, cfg, device, batch_size, train):
         self.dataset, self.sampler, self.device = dataset, sampler, device
@@ -98,6 +110,45 @@ class _Loader:
         std = torch.tensor(dataset.std, dtype=dtype, device=device).view(1, 3, 1, 1)
         mean = torch.tensor(dataset.mean, dtype=dtype, device=device).view(1, 3, 1, 1)
         self.scale, self.shift = 1 / (255 * std), -mean / std
+        self.step = self.start = 0
+        self.audit, self.seen = train and cfg.audit, None
+
+    def __iter__(self):
+        self.step, self.start = self.start, 0
+        if self.audit and self.step == 0:
+            self.seen = []
+        for images, labels, indices in self._batches(self.step):
+            if self.train:
+                seed_step(self.seed, _epoch(self.sampler), self.step)
+            if self.seen is not None:
+                self.seen.append(indices)
+            self.step += 1
+            yield self._normalize(images), labels
+        self.step = 0
+
+    def state_dict(self):
+        """Where the epoch stands, in global batches and samples; all ranks call it together."""
+        batch = self.batch_size * get_world_size()
+        state = {"step": self.step, "global_batch": batch, "samples": self.step * batch}
+        if self.step and self.seen is not None:
+            ranks = all_gather_object([indices.cpu() for indices in self.seen])
+            state["seen"] = torch.cat([indices for rank in ranks for indices in rank])
+        return state
+
+    def load_state_dict(self, state):
+        """Go on with the next global batch, whatever the number of ranks was. UserError where the
+        rest of the epoch cannot be cut into batches of the size it was begun with."""
+        batch = self.batch_size * get_world_size()
+        if state["step"] and state["global_batch"] != batch:
+            raise UserError(
+                f"the run stopped after {state['step']} global batches of {state['global_batch']} "
+                f"samples, in the middle of an epoch, and a global batch is {batch} here: finish "
+                f"that epoch with as many processes as before, or pass --global-batch-size "
+                f"{state['global_batch']}"
+            )
+        self.start, self.seen = state["step"], None
+        if self.audit and "seen" in state:
+            self.seen = [state["seen"]] if is_main_process() else []
 
     def __len__(self):
         """Batches an epoch, on this rank and on every other."""
@@ -121,13 +172,13 @@ class DeviceLoader(_Loader):
             images = dataset.resident(cache_folder(cfg))
         self.images, self.labels = images.to(device), dataset.labels.to(device)
 
-    def __iter__(self):
+    def _batches(self, start):
         order = torch.tensor(list(self.sampler), device=self.device)
-        for indices in order.split(self.batch_size)[: len(self)]:
+        for indices in order.split(self.batch_size)[start : len(self)]:
             images = self.images[indices]
             if self.crop_flip:
                 images = crop_flip(images, indices, self.seed, _epoch(self.sampler))
-            yield self._normalize(images), self.labels[indices]
+            yield images, self.labels[indices], indices
 
 
 class WorkersLoader(_Loader):
@@ -142,15 +193,13 @@ class WorkersLoader(_Loader):
         super().__init__(dataset, sampler, cfg, device, batch_size, train)
         workers, cores = cfg.num_workers, available_cores() // get_local_world_size()
         if workers < 0:
-            workers = min(8, cores - 1) if device.type == "cuda" else cores // 2
+            workers = min(8, max(0, cores - 1)) if device.type == "cuda" else cores // 2
         if device.type == "cpu":  # leave the workers their cores
             torch.set_num_threads(max(1, cores - workers))
-        self.batches = DataLoader(
-            _Reader(self),
-            sampler=_Batches(
-                sampler, batch_size, len(self)
-            ),  # a sample of this DataLoader is a whole batch
-            batch_size=None,
+        self.reader = DataLoader(
+            _Reader(dataset, self.seed, self.crop_flip, self.resized_crop),
+            sampler=_Batches(sampler, batch_size, len(self)),
+            batch_size=None,  # a sample of this DataLoader is a whole batch
             num_workers=workers,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
@@ -158,12 +207,17 @@ class WorkersLoader(_Loader):
             generator=torch.Generator(),  # leaves the global random numbers alone
         )
 
-    def __iter__(self):
-        for batch in self.batches:
+    def _batches(self, start):
+        self.reader.sampler.start = start
+        for batch in self.reader:
             if isinstance(batch, UserError):
                 raise batch
-            images, labels = (t.to(self.device, non_blocking=True) for t in batch)
-            yield self._normalize(images), labels
+            images, labels, indices = batch
+            yield (
+                images.to(self.device, non_blocking=True),
+                labels.to(self.device, non_blocking=True),
+                indices,
+            )
 
 
 def _epoch(sampler):
@@ -176,22 +230,23 @@ class _Batches:
 
     def __init__(self, sampler, batch_size, count):
         self.sampler, self.batch_size, self.count = sampler, batch_size, count
+        self.start = 0
 
     def __len__(self):
         return self.count
 
     def __iter__(self):
         indices = torch.tensor(list(self.sampler))
-        for batch in indices.split(self.batch_size)[: self.count]:
+        for batch in indices.split(self.batch_size)[self.start : self.count]:
             yield _epoch(self.sampler), batch
 
 
 class _Reader:
-    """Makes a batch in a worker: uint8 images (n, 3, size, size) and int64 labels (n,)."""
+    """Makes a batch in a worker: uint8 images (n, 3, size, size), int64 labels and indices (n,)."""
 
-    def __init__(self, loader):
-        self.dataset, self.seed = loader.dataset, loader.seed
-        self.crop_flip, self.resized_crop = loader.crop_flip, loader.resized_crop
+    def __init__(self, dataset, seed, crop_flip, resized_crop):
+        self.dataset, self.seed = dataset, seed
+        self.crop_flip, self.resized_crop = crop_flip, resized_crop
 
     def __len__(self):
         return len(self.dataset)
@@ -199,7 +254,7 @@ class _Reader:
     def __getitem__(self, batch):
         epoch, indices = batch
         try:
-            return self._images(indices, epoch), self.dataset.labels[indices]
+            return self._images(indices, epoch), self.dataset.labels[indices], indices
         except UserError as error:
             return error  # raised, it would arrive with the worker's traceback in its message
 

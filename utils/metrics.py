@@ -9,19 +9,35 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from utils.distributed import UserError, all_reduce, get_rank, get_world_size, is_main_process
+from utils.distributed import (
+    UserError,
+    all_gather_object,
+    all_reduce,
+    get_rank,
+    get_world_size,
+    is_main_process,
+)
 
 
 class Meter:
     """Running sums of loss and correct predictions, kept on the device.
 
-    No .item() a step, which would make the CPU wait for the GPU; one reduction an epoch.
+    No .item() a step, which would make the CPU wait for the GPU; one reduction an epoch. A
+    checkpoint within an epoch holds the sums so far, so that a resumed epoch counts all of it.
     """
 
     def __init__(self, device):
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self.samples = 0
-        self.start = time.perf_counter()
+        self.device = device
+        self._set(0.0, 0.0, 0, 0.0)
+
+    def _set(self, loss, correct, samples, seconds):
+        self.sums = torch.tensor([loss, correct], dtype=torch.float64, device=self.device)
+        self.samples, self.seconds = samples, seconds
+        self.start()
+
+    def start(self):
+        """Start the clock: the time before this call does not count."""
+        self.clock = time.perf_counter()
 
     def update(self, loss, outputs, labels):
         """loss: mean over this batch; outputs: (n, classes); labels: int64 (n,)."""
@@ -31,19 +47,48 @@ class Meter:
         self.samples += len(labels)
 
     def compute(self):
-        """Over the samples of all ranks: loss and accuracy (means), samples, seconds.
+        """Over the samples of all ranks: loss and accuracy (means), samples, seconds; then from 0.
 
         The sums are reduced, not the ranks' means: those would count a short shard's samples
         for more than the others'.
         """
         samples = self.sums.new_tensor([self.samples])
         loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()
+        seconds = self.seconds + time.perf_counter() - self.clock
+        self._set(0.0, 0.0, 0, 0.0)
         return {
             "loss": loss / samples,
             "accuracy": correct / samples,
             "samples": int(samples),
-            "seconds": time.perf_counter() - self.start,
+            "seconds": seconds,
         }
+
+    def state_dict(self):
+        """The sums of every rank; all ranks call it together.
+
+        Raises UserError, on all of them, where the loss is not a number.
+        """
+        seconds = self.seconds + time.perf_counter() - self.clock
+        ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
+        _refuse_nan(sum(loss for loss, *_ in ranks))
+        return {"ranks": ranks}
+
+    def load_state_dict(self, state):
+        """Each rank takes its own sums; where the number of ranks has changed, rank 0 takes all."""
+        rank, ranks = get_rank(), state["ranks"]
+        if len(ranks) == get_world_size():
+            self._set(*ranks[rank])
+        elif rank == 0:
+            loss, correct, samples, seconds = zip(*ranks, strict=True)
+            self._set(sum(loss), sum(correct), sum(samples), max(seconds))
+
+
+def _refuse_nan(loss):
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the training loss is {loss}: the last checkpoint stays as it is; try a smaller --lr, "
+            f"or --clip-norm 1"
+        )
 
 
 @torch.no_grad()
@@ -53,6 +98,7 @@ def evaluate(model, loader, device):
     DistributedSampler repeats samples until every rank has as many as the others: they are
     computed, because a forward pass may communicate and so must happen on all ranks alike, and
     not counted. Rank r holds the samples r, r + world size, ...; its repeats come last.
+    Raises RuntimeError where that did not count each sample once.
     """
     model.eval()
     meter = Meter(device)
@@ -64,7 +110,12 @@ def evaluate(model, loader, device):
         left -= len(labels)
         if len(labels):
             meter.update(cross_entropy(outputs, labels), outputs, labels)
-    return meter.compute()
+    result = meter.compute()
+    if result["samples"] != len(loader.dataset):
+        raise RuntimeError(
+            f"evaluation counted {result['samples']} samples of a set of {len(loader.dataset)}"
+        )
+    return result
 
 
 class MetricLogger:
@@ -91,11 +142,7 @@ class MetricLogger:
         Raises UserError, on all ranks, where the loss is not a number: such weights are no
         checkpoint.
         """
-        if not math.isfinite(train["loss"]):
-            raise UserError(
-                f"the training loss of epoch {epoch} is {train['loss']}: the last checkpoint "
-                f"stays as it is; try a smaller --lr, or --clip-norm 1"
-            )
+        _refuse_nan(train["loss"])
         row = {"epoch": epoch, "world_size": get_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}

@@ -3,19 +3,21 @@
 import math
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from utils.distributed import get_world_size
 
 
 def build_optimizer(model, cfg):
-    """SGD over the model's parameters. Fused: one kernel for all of them, on CUDA and the CPU."""
+    """SGD over the model's parameters. Fused: one kernel for all of them, on CUDA and the CPU;
+    FSDP's sharded parameters have no such kernel (torch 2.15)."""
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=cfg.peak_lr(get_world_size()),
         momentum=cfg.momentum,
         nesterov=cfg.nesterov,
         weight_decay=cfg.weight_decay,
-        fused=True,
+        fused=not any(isinstance(p, DTensor) for p in model.parameters()),
     )
     if cfg.momentum:
         # Fused SGD makes these at its first step and, where a GradScaler skips that step, leaves

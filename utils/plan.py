@@ -5,18 +5,24 @@ from pathlib import Path
 import torch
 
 from utils.distributed import UserError, all_gather_object, get_world_size, is_main_process
+from utils.replicas import checksum
 
 
-def announce(cfg, model, train_loader, val_loader, start_epoch, precision):
+def announce(cfg, state, val_loader, start_epoch):
     """Print the plan line and write the resolved config to output_dir/config.yaml.
+
+    state: what the checkpoints hold, filled in already where a run is resumed.
 
     Raises UserError on every rank where ranks disagree about the config or the data, which would
     end in a hang or in a model of two minds.
     """
+    model, train_loader = state["model"], state["loader"]
     ranks, device = get_world_size(), train_loader.device
     mine = cfg.must_match() | {
         "number of training images": len(train_loader.dataset),
         "number of validation images": len(val_loader.dataset),
+        "checksum of the training labels": checksum(train_loader.dataset.labels).item(),
+        "checksum of the validation labels": checksum(val_loader.dataset.labels).item(),
         "classes": train_loader.dataset.classes,
     }
     for rank, theirs in enumerate(all_gather_object(mine)):
@@ -36,6 +42,7 @@ def announce(cfg, model, train_loader, val_loader, start_epoch, precision):
     per_process = cfg.per_process_batch_size > 0
     rule = f"{cfg.lr_scaling} lr rule" if per_process else "at any world size"
     threads = f" ({torch.get_num_threads()} threads a rank)" if device.type == "cpu" else ""
+    resumed = f" (from step {train_loader.start})" if train_loader.start else ""
     parts = [
         f"{cfg.model} ({sum(p.numel() for p in model.parameters()):,} parameters)",
         f"{cfg.dataset} ({samples:,} + {len(val_loader.dataset):,} images, "
@@ -45,8 +52,8 @@ def announce(cfg, model, train_loader, val_loader, start_epoch, precision):
         f"({rule})",
         f"{len(train_loader)} steps an epoch, {samples - len(train_loader) * batch} samples "
         f"dropped in each",
-        precision,
-        f"epochs {start_epoch} to {cfg.epochs - 1}, into {cfg.output_dir}",
+        f"{cfg.amp_dtype} autocast" if "scaler" in state else cfg.dtype,
+        f"epochs {start_epoch}{resumed} to {cfg.epochs - 1}, into {cfg.output_dir}",
     ]
     print(f"plan: {'; '.join(parts)}", flush=True)
     if start_epoch >= cfg.epochs:

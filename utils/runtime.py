@@ -17,23 +17,24 @@ def seed_everything(seed):
     torch.manual_seed(seed)
 
 
-def seed_epoch(seed, epoch):
-    """Random numbers inside the model (dropout): others on each rank, the same after a restart."""
-    torch.manual_seed(hash((seed, epoch, get_rank())))  # of integers, so alike in all processes
+def seed_step(seed, epoch, step):
+    """Random numbers inside the model (dropout): others on each rank and at each step, the same
+    after a restart in the middle of an epoch."""
+    torch.manual_seed(hash((seed, epoch, step, get_rank())))  # of integers, so alike everywhere
 
 
-def progress(loader, epoch):
+def progress(loader, epoch, start=0):
     """The batches of `loader`, with a progress bar where a person is looking.
 
     On the main process alone: tqdm's bar on a terminal where tqdm is installed, otherwise a plain
-    line now and then, for a log.
+    line now and then, for a log. start: batches of this epoch that an earlier run has done.
     """
     if not is_main_process():
         return iter(loader)
     bar = _tqdm() if sys.stderr.isatty() else None
     if bar:
-        return iter(bar(loader, desc=f"epoch {epoch}", leave=False, unit="batch"))
-    return _lines(loader, epoch)
+        return iter(bar(loader, desc=f"epoch {epoch}", leave=False, unit="batch", initial=start))
+    return _lines(loader, epoch, start)
 
 
 def _tqdm():
@@ -44,9 +45,9 @@ def _tqdm():
     return tqdm
 
 
-def _lines(loader, epoch):
+def _lines(loader, epoch, start):
     said = time.monotonic()
-    for step, batch in enumerate(loader):
+    for step, batch in enumerate(loader, start):
         if time.monotonic() - said > SECONDS_BETWEEN_LINES:
             said = time.monotonic()
             print(f"epoch {epoch}: step {step} of {len(loader)}", file=sys.stderr, flush=True)

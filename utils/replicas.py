@@ -1,0 +1,66 @@
+"""Do all ranks still hold the same model? Needs torch and distributed.py."""
+
+import re
+from collections import Counter
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.distributed import UserError, all_gather_object, get_world_size
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(model, optimizer, between_steps=False):
+    """Raise UserError, on all ranks, where they differ in a bit of what should be the same: the
+    parameters, buffers and optimizer state. All ranks call it together.
+
+    Shards (FSDP's DTensors) differ by design and are left out. So are, between_steps, the buffers
+    of a BatchNorm that is not synchronised: each rank's own until DistributedDataParallel
+    broadcasts them at the next forward pass.
+    """
+    if get_world_size() == 1:
+        return
+    names, sums = zip(*_checksums(model, optimizer, between_steps), strict=True)
+    ranks = all_gather_object(torch.stack(sums).tolist())  # the only time that the device waits
+    different = [i for i, own in enumerate(zip(*ranks, strict=True)) if len(set(own)) > 1]
+    if different:
+        first = [rank[different[0]] for rank in ranks]
+        usual = Counter(first).most_common(1)[0][0]
+        rank = next(rank for rank, own in enumerate(first) if own != usual)
+        raise UserError(
+            f"the ranks no longer hold the same model: rank {rank} differs from the others in "
+            f"{names[different[0]]}, the first of {len(different)} different tensors (of "
+            f"{len(names)}). Was each gradient and buffer synchronised, was each rank seeded alike?"
+        )
+
+
+def _checksums(model, optimizer, between_steps):
+    """(name, int64 scalar tensor) of each replicated tensor, all on one device, in model order."""
+    device = next(model.parameters()).device
+    for name, tensor in _tensors(model, optimizer, between_steps):
+        if not hasattr(tensor, "full_tensor"):
+            yield re.sub(r"^((module|_orig_mod)\.)+", "", name), checksum(tensor).to(device)
+
+
+def _tensors(model, optimizer, between_steps):
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        synchronised = not isinstance(module, _BatchNorm) or "Sync" in type(module).__name__
+        if synchronised or not between_steps:
+            for name, buffer in module.named_buffers(recurse=False):
+                yield f"{path}.{name}", buffer
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name} ({key})", value
+
+
+def checksum(tensor):
+    """An int64 scalar on the tensor's device that changes with any bit of any one element.
+
+    The sum of the elements' bits times odd numbers, modulo 2**64: an odd number has an inverse.
+    """
+    bits = tensor.detach().reshape(-1).contiguous().view(_INTEGERS[tensor.element_size()])
+    odd = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return (bits.long() * odd).sum()
