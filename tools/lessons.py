@@ -25,6 +25,11 @@ LADDER = [
         "`DistributedDataParallel`: one process a device, on one node or many",
     ),
     Rung("train_ddp_amp.py", "train_ddp.py", 20, "mixed precision: autocast, `GradScaler`"),
+    Rung("train_mp.py", "train_1gpu.py", 28, "model parallel: one model over several devices"),
+    Rung("train_ddp_mp.py", "train_mp.py", 22, "data parallel x model parallel"),
+    Rung("train_fsdp.py", "train_ddp.py", 12, "`fully_shard` (FSDP2): sharded parameters"),
+    Rung("train_ddp_accum.py", "train_ddp.py", 28, "gradient accumulation with `no_sync`"),
+    Rung("train_ddp_spawn.py", "train_ddp.py", 16, "started from Python, without torchrun"),
 ]
 
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
@@ -33,7 +34,7 @@ def report_errors(main):
     """Decorate main() with this: of all ranks only the first that fails speaks.
 
     A UserError shows its message, anything else one traceback: in torchrun's report of the root
-    cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), without torchrun by Python.
+    cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), without torchrun at once.
     The ranks that fail because of it leave with exit code 1 as well.
     """
 
@@ -56,9 +57,9 @@ def report_errors(main):
         try:
             return first_speaks(*args, **kwargs)
         except Exception:
-            if "TORCHELASTIC_ERROR_FILE" in os.environ:
-                sys.exit(1)  # torchrun will show it
-            raise
+            if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else torchrun will show it
+                traceback.print_exc()
+            sys.exit(1)
 
     return wrapper
 
@@ -83,11 +84,6 @@ def get_local_world_size():
 
 def is_main_process():
     return get_rank() == 0
-
-
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
@@ -118,7 +114,7 @@ def get_device(device="auto"):
     return _use_device(device, local_rank=0, local_world_size=1)
 
 
-def init_distributed(device="auto", timeout=300.0):
+def init_distributed(device="auto", timeout=300.0, per_process=1):
     """Join the process group that torchrun's environment describes; return this rank's device.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -127,15 +123,16 @@ def init_distributed(device="auto", timeout=300.0):
 
     device: auto, cpu, cuda (GPU number LOCAL_RANK), or one device such as "cuda:0" for all ranks.
     timeout: seconds that a collective waits for the other ranks.
+    per_process: GPUs that a process owns; local rank r has number r * per_process and the next.
     Raises UserError where the environment is incomplete or contradicts itself.
     """
     global _store, _control_group
     timeout = timedelta(seconds=timeout)
     rank, local_rank, world_size, local_world_size = _read_environment()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if _launched():
         die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
     shared = device.startswith("cuda:") and local_world_size > 1
-    device = _use_device(device, local_rank, local_world_size)
+    device = _use_device(device, local_rank, local_world_size, per_process)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except dist.DistError as error:
@@ -154,7 +151,7 @@ def init_distributed(device="auto", timeout=300.0):
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if nccl else None,
+        device_id=device if nccl and per_process == 1 else None,
     )
     _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     return device
@@ -187,7 +184,7 @@ def _read_environment():
     return rank, local_rank, world_size, local_world_size
 
 
-def _use_device(name, local_rank, local_world_size):
+def _use_device(name, local_rank, local_world_size, per_process=1):
     """The torch.device that `name` means for this process, made the current one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,16 +198,16 @@ def _use_device(name, local_rank, local_world_size):
         torch.set_num_threads(max(1, available_cores() // local_world_size))
         return device
     visible = torch.cuda.device_count()
-    needed = local_world_size if device.index is None else device.index + 1
+    needed = local_world_size * per_process if device.index is None else device.index + 1
     if needed > visible:
         raise UserError(
             f"{local_world_size} processes on this node with --device {name} need {needed} CUDA "
             f"devices, but {visible} are visible "
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')}): "
-            f"start with --nproc_per_node={max(visible, 1)}, or pass --device cpu"
+            f"start with --nproc_per_node={max(visible // per_process, 1)}, or pass --device cpu"
         )
     if device.index is None:
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", local_rank * per_process)
     torch.cuda.set_device(device)  # or every rank would also allocate on GPU 0
     return device
 
@@ -305,11 +302,14 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _launched():
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # by torchrun, or spawn.py
+
+
 def _first_to_fail():
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
     if _store is None:  # before the process group every rank of a node sees the same error
-        return os.environ.get("LOCAL_RANK", "0") == "0" or not launched
+        return os.environ.get("LOCAL_RANK", "0") == "0" or not _launched()
     try:
         return _store.add("failures", 1) == 1
     except Exception:  # the store went down with rank 0, of which torchrun reports
-        return not launched
+        return not _launched()

@@ -5,9 +5,11 @@ import math
 import torch
 import torchvision
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchvision.models.resnet import BasicBlock
 
-from utils.distributed import UserError, all_gather_object
+from utils.distributed import UserError, all_gather_object, get_world_size
 from utils.sync_batchnorm import SyncBatchNorm
 
 
@@ -97,7 +99,7 @@ def _convert_groupnorm(module):
     return module
 
 
-def blocks_of(model):
+def layers_of(model):
     """The layers of a model that run one after another, in that order: a list of modules.
 
     Blocks of a ResNet or a ViT, and what stands before and after them. Their parameters are all
@@ -112,6 +114,25 @@ def blocks_of(model):
     raise UserError(
         f"a {type(model).__name__} is neither a ResNet nor a ViT: its layers are unknown"
     )
+
+
+def blocks_of(model):
+    """The composite ones of layers_of(model): what is worth sharding on its own."""
+    return [layer for layer in layers_of(model) if any(layer.children())]
+
+
+def fsdp_options(cfg, device):
+    """The keyword arguments for fully_shard(): the ranks, the precision, where the shards live.
+
+    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
+    """
+    options = {"mesh": init_device_mesh(device.type, (get_world_size(),))}
+    if cfg.fsdp_dtype != "none":
+        compute = getattr(torch, cfg.fsdp_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(compute, torch.float32, torch.float32)
+    if cfg.fsdp_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    return options
 
 
 def _shrink_stem(model, name):

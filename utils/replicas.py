@@ -50,10 +50,11 @@ def _tensors(model, optimizer, between_steps):
         if synchronised or not between_steps:
             for name, buffer in module.named_buffers(recurse=False):
                 yield f"{path}.{name}", buffer
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                yield f"{name} ({key})", value
+                yield f"{names.get(parameter, 'a parameter')} ({key})", value
 
 
 def checksum(tensor):

@@ -1,0 +1,110 @@
+"""Train an image classifier with DistributedDataParallel, started from Python without torchrun.
+
+    CUDA_VISIBLE_DEVICES=2,3 python train_ddp_spawn.py --config configs/cifar10.yaml
+
+Since train_ddp.py: mp.spawn starts a process for each visible GPU and tells it its rank. On one
+machine only, and nothing restarts a rank that dies: torchrun does both.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.config import load_config
+from utils.datasets import build_datasets
+from utils.distributed import init_distributed, report_errors
+from utils.loaders import build_loader
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.models import build_model, convert_sync_batchnorm, settle_buckets
+from utils.optim import build_optimizer, build_scheduler
+from utils.plan import announce
+from utils.runtime import seed_everything
+from utils.spawn import host_store, set_environment, wait_for_ranks
+from utils.supervise import finish_epoch, supervise
+
+
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
+    model.train()
+    meter.start()
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+
+        outputs = model(images)
+        loss = criterion(outputs, labels)
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+    return meter.compute()
+
+
+@report_errors  # one message, from the first rank that fails
+def main():
+    cfg = load_config()
+    device = init_distributed(cfg.device, cfg.timeout)
+    seed_everything(cfg.seed)
+
+    # Data
+    train_set, val_set = build_datasets(cfg)
+    train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, shuffle=False)
+    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
+    val_loader = build_loader(val_set, val_sampler, cfg, device)
+
+    # Model
+    model = build_model(cfg, len(train_set.classes)).to(device)
+    if cfg.sync_bn:
+        model = convert_sync_batchnorm(model, device)
+    model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
+    settle_buckets(model, cfg.image_size)  # so that a resumed run adds up in the same order
+
+    # Optimization
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+    meter = Meter(device)
+
+    # Everything a restarted run needs; load_checkpoint fills it in.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": train_loader,
+        "meter": meter,
+        "config": vars(cfg),
+        "data": train_set.meta(),
+    }
+    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    announce(cfg, state, val_loader, start_epoch)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
+        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
+        val = evaluate(model, val_loader, device)
+        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
+        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
+        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
+
+
+def run_rank(local_rank, world_size, port):
+    set_environment(local_rank, world_size, port)  # what torchrun tells its processes
+    main()
+    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
+
+
+if __name__ == "__main__":
+    world_size = load_config().spawn_processes or max(1, torch.cuda.device_count())
+    store = host_store()  # on a free port
+    ranks = mp.spawn(run_rank, (world_size, store.port), world_size, join=False)
+    wait_for_ranks(ranks)  # Ctrl-C and the first failure end them all

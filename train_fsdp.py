@@ -1,0 +1,103 @@
+"""Train an image classifier with FSDP2: parameters, gradients and optimizer state are sharded.
+
+    torchrun --standalone --nproc_per_node=4 train_fsdp.py --config configs/cifar10.yaml
+
+Since train_ddp.py: fully_shard replaces DistributedDataParallel. Each rank keeps 1/N of everything;
+a block's parameters are gathered when it is their turn and given up again.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+
+from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.config import load_config
+from utils.datasets import build_datasets
+from utils.distributed import init_distributed, report_errors
+from utils.loaders import build_loader
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.models import blocks_of, build_model, convert_sync_batchnorm, fsdp_options
+from utils.optim import build_optimizer, build_scheduler
+from utils.plan import announce
+from utils.runtime import seed_everything
+from utils.supervise import finish_epoch, supervise
+
+
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
+    model.train()
+    meter.start()
+    for images, labels in loader:
+        images = images.to(device, non_blocking=True)
+        labels = labels.to(device, non_blocking=True)
+
+        outputs = model(images)
+        loss = criterion(outputs, labels)
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+    return meter.compute()
+
+
+@report_errors  # one message, from the first rank that fails
+def main():
+    cfg = load_config()
+    device = init_distributed(cfg.device, cfg.timeout)
+    seed_everything(cfg.seed)
+
+    # Data
+    train_set, val_set = build_datasets(cfg)
+    train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, shuffle=False)
+    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
+    val_loader = build_loader(val_set, val_sampler, cfg, device)
+
+    # Model
+    model = build_model(cfg, len(train_set.classes)).to(device)
+    if cfg.sync_bn:
+        model = convert_sync_batchnorm(model, device)
+    model = model.to(memory_format=torch.contiguous_format)  # or FSDP refuses the parameters
+    options = fsdp_options(cfg, device)
+    for block in blocks_of(model):  # each gathered just before it is used
+        fully_shard(block, **options)
+    fully_shard(model, **options)  # the layers outside of the blocks
+
+    # Optimization
+    criterion = torch.nn.CrossEntropyLoss()
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+    meter = Meter(device)
+
+    # Everything a restarted run needs; load_checkpoint fills it in.
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": train_loader,
+        "meter": meter,
+        "config": vars(cfg),
+        "data": train_set.meta(),
+    }
+    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    announce(cfg, state, val_loader, start_epoch)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
+        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
+        val = evaluate(model, val_loader, device)
+        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
+        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
+        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
