@@ -5,6 +5,7 @@ Needs torch and distributed.py. The parts are torch.distributed.checkpoint's
 only folders that you trust.
 """
 
+import warnings
 import zlib
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def stored_tensors(folder):
 
 def load_parts(folder, tensors):
     """Fill `tensors` (by name; whole or in any parts) from the folder, each rank on its own."""
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():  # that it is not distributed, which is what is asked for
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
 
 
 def _checksum(path):
