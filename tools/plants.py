@@ -95,11 +95,12 @@ BUGS = [
     Bug(
         "rank-local-random_split",
         "utils/datasets.py",
-        "    return SyntheticSet(train, size, seed, split=0), SyntheticSet(val, size, seed, split=1)",
+        "    return SyntheticSet(train, size, seed, split=0), "
+        "SyntheticSet(val, size, seed, split=1)",
         "    from utils.distributed import get_rank\n"
         "    pool = SyntheticSet(train + val, size, seed, split=0)\n"
-        "    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(get_rank()))\n"
-        "    parts = order.split([train, val])\n"
+        "    own = torch.Generator().manual_seed(get_rank())\n"
+        "    parts = torch.randperm(len(pool), generator=own).split([train, val])\n"
         "    sets = [(pool.stack(part), pool.classes, pool.labels[part]) for part in parts]\n"
         "    return tuple(ArraySet(*part, NEUTRAL, size) for part in sets)",
         "ddp x2",
@@ -131,8 +132,8 @@ BUGS = [
     Bug(
         "optimizer-state-lost",
         "utils/checkpoint.py",
-        '        if hasattr(value, "load_state_dict") and name in checkpoint:',
-        '        if hasattr(value, "load_state_dict") and name in checkpoint and name != "optimizer":',
+        'hasattr(value, "load_state_dict") and name in checkpoint:',
+        'hasattr(value, "load_state_dict") and name in checkpoint and name != "optimizer":',
         "killed, same x2",
         "A resumed run starts with empty momentum.",
         "A dent in the loss after each restart, and other weights in the end.",
