@@ -45,6 +45,7 @@ def start_run(script, nproc, flags, environment=None, cwd=ROOT, cores=None):
     busy machine wait for each other for minutes.)
     """
     env = {**os.environ, "RUN_TAG": uuid.uuid4().hex}
+    env.setdefault("OMP_NUM_THREADS", "1")  # or torchrun warns
     cores = cores or sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(
         command(script, nproc, flags),

@@ -223,7 +223,7 @@ class Verifier:
         row = row._replace(savers=" ".join(savers), verdict="green")
         if case.killed and "(from step" not in run.stdout:
             row = row._replace(verdict="did not resume in the middle of the epoch")
-        if savers != ["0"]:
+        if savers != ["0"] and not case.flags.get("save_sharded"):
             row = row._replace(verdict=f"ranks {', '.join(savers)} wrote files")
         if not once:
             row = row._replace(verdict="samples were missed or counted twice")
@@ -268,11 +268,11 @@ def reason(stderr):
     """The line of a failed run's output that says why."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = [line for line in lines if re.match(r"error( \(rank \d+\))?: |\w*Error: ", line)]
-    return (said or lines or ["nothing was said"])[0]
+    return (said or lines[-1:] or ["nothing was said"])[0]
 
 
-def matrix(folder, report):
-    """Begun by each script, one epoch, and finished by each: a row a pair."""
+def matrix(folder, report, scripts=None):
+    """Begun by each script (default: all), one epoch, and finished by each: a row a pair."""
     flags = GROUP | {"micro_batches": 2}
     nproc = {rung.script: None for rung in LADDER}
     two = ("train_ddp.py", "train_ddp_amp.py", "train_ddp_mp.py", "train_ddp_accum.py")
@@ -287,6 +287,7 @@ def matrix(folder, report):
     cases = {
         script: Case(script[6:-3], script, n, flags | special.get(script, {}), reference=None)
         for script, n in nproc.items()
+        if script in (scripts or nproc)
     }
     begin = Verifier(folder / "begin")
     begin.folder.mkdir()

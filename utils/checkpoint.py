@@ -211,30 +211,40 @@ def _check_config(path, saved, must_match):
 
 
 def _fill(state, checkpoint, path):
-    model, optimizer = unwrap(state["model"]).state_dict(), state["optimizer"]
+    groups = state["optimizer"].param_groups if "optimizer" in state else []
     tensors, rest = split_tensors(checkpoint)
     folder = path.parent / checkpoint["parts"]["folder"] if "parts" in checkpoint else None
     if folder:
         tensors = stored_tensors(folder)
-    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    _check_model(model, weights, path)
-    like = {f"model.{name}": tensor for name, tensor in model.items()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            parameter = parameters[int(name.split(".")[1])].detach()
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype)  # a count of steps, say
-            like[name] = parameter if parameter.shape == tensor.shape else whole
+    like = _like(tensors, unwrap(state["model"]).state_dict(), groups, path)
     if folder:
-        placed = {name: torch.empty_like(like[name], dtype=t.dtype) for name, t in tensors.items()}
+        placed = {n: torch.empty_like(like[n], dtype=tensors[n].dtype) for n in like}
         load_parts(folder, placed)
     else:
-        placed = {name: placed_like(tensor, like[name]) for name, tensor in tensors.items()}
+        placed = {name: placed_like(tensors[name], like[name]) for name in like}
     checkpoint = join_tensors(placed, rest)
+    for saved, own in zip(
+        checkpoint["optimizer"]["param_groups"] if groups else (), groups, strict=True
+    ):
+        # How to compute is for this run to say: FSDP's parameters have no fused step.
+        saved |= {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
     for name, value in state.items():
         value = unwrap(value) if name == "model" else value
         if hasattr(value, "load_state_dict") and name in checkpoint:
             value.load_state_dict(checkpoint[name])
+
+
+def _like(tensors, model, groups, path):
+    """{name: what the tensor of that name shall be like}, for all that this run can use."""
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    _check_model(model, weights, path)
+    like = {f"model.{name}": tensor for name, tensor in model.items()}
+    parameters = [parameter.detach() for group in groups for parameter in group["params"]]
+    for name in (name for name in tensors if groups and name.startswith("optimizer.")):
+        parameter, tensor = parameters[int(name.split(".")[1])], tensors[name]
+        number = torch.empty(tensor.shape, dtype=tensor.dtype)  # Adam's count of steps, say
+        like[name] = parameter if parameter.shape == tensor.shape else number
+    return like
 
 
 def _check_model(ours, theirs, path):

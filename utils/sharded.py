@@ -40,7 +40,7 @@ def placed_like(tensor, reference):
 def split_tensors(checkpoint):
     """-> the tensors of "model" and of "optimizer" by name, and the checkpoint without them."""
     tensors = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
-    optimizer = checkpoint["optimizer"]
+    optimizer = checkpoint.get("optimizer", {"state": {}})
     for number, values in optimizer["state"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):  # SGD without momentum holds None
