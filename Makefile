@@ -18,7 +18,7 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test coverage lint format diff readme clean
+.PHONY: help train test verify verify-all lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -35,6 +35,12 @@ test: $(dev)  ## everything: the tests, several processes included, and the cove
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
+verify: $(env)  ## prove that all scripts train the same model: ARGS="--plant list" and more
+	$(python) -m tools.verify $(ARGS)
+
+verify-all: $(env)  ## the same for a run begun by each script and finished by each
+	$(python) -m tools.verify --matrix $(ARGS)
+
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
@@ -42,7 +48,7 @@ lint: $(dev)  ## ruff check and ruff format --check
 diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
 	@git --no-pager diff --no-index --color=auto train_$(FROM).py train_$(TO).py || true
 
-readme: $(env)  ## write the generated blocks of README.md anew
+readme: $(env)  ## write the generated blocks of README.md and docs/ anew
 	$(python) -m tools.readme
 
 clean:  ## remove the environment and the caches; runs/ and data/ stay

@@ -63,10 +63,10 @@ def main():
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model, device)
     model = model.to(memory_format=torch.contiguous_format)  # or FSDP refuses the parameters
-    options = fsdp_options(cfg, device)
+    options, root_options = fsdp_options(cfg, device, model)
     for block in blocks_of(model):  # each gathered just before it is used
         fully_shard(block, **options)
-    fully_shard(model, **options)  # the layers outside of the blocks
+    fully_shard(model, **root_options)  # the layers outside of the blocks
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()

@@ -23,7 +23,7 @@ from utils.config import load_config
 from utils.datasets import SyntheticSet, build_datasets
 from utils.distributed import PeerError, UserError
 from utils.images import decode, find_bad, find_images
-from utils.loaders import EpochSampler, build_loader
+from utils.loaders import EpochSampler, WorkersLoader, build_loader
 
 CPU = torch.device("cpu")
 
@@ -353,6 +353,48 @@ def test_both_loaders_and_any_world_give_the_same_batches(dataset, workers, tmp_
             assert numpy.array_equal(shares[rank][step], images[rank::3].numpy())
 
 
+def test_a_resumed_epoch_goes_on_with_the_very_next_batch_at_any_world_size():
+    """Six batches of an epoch, cut after 2 on two ranks and after 4 on one; three finish."""
+
+    def body(rank, world_size, state, steps, kind):
+        flags = ["--global-batch-size=6", "--synthetic-samples=40", "--image-size=8", "--audit"]
+        cfg = config(*flags, f"--loader={kind}", "--num-workers=1")
+        train_set, _ = build_datasets(cfg)
+        sampler = DistributedSampler(train_set, world_size, rank, seed=cfg.seed, drop_last=True)
+        loader = build_loader(train_set, sampler, cfg, CPU, train=True)
+        if state:
+            loader.load_state_dict(state)
+        batches = []
+        for images, _ in loader:
+            batches.append(images.sum((1, 2, 3)).tolist())
+            if len(batches) == steps:
+                break
+        return batches, loader.state_dict(), torch.cat(loader.seen).tolist(), len(list(loader))
+
+    straight = run_ranks(body, 1, 1, None, None, "device")[0]
+    found, state, seen = [], None, []
+    for world_size, steps, kind in ((2, 2, "device"), (1, 2, "workers"), (3, None, "device")):
+        ranks = run_ranks(body, world_size, world_size, state, steps, kind)
+        for shares in zip(*(rank[0] for rank in ranks), strict=True):
+            found.append(sorted(number for share in shares for number in share))
+        state, seen = ranks[0][1], [index for rank in ranks for index in rank[2]]
+        assert [rank[3] for rank in ranks] == [6] * world_size  # the next epoch is a whole one
+    assert found == [sorted(batch) for batch in straight[0]]
+    assert sorted(seen) == sorted(straight[2]) and len(set(seen)) == 36
+    assert state["step"] == 0
+
+
+def test_an_epoch_cannot_go_on_with_another_global_batch():
+    cfg = config("--global-batch-size=10")
+    train_set, _ = build_datasets(cfg)
+    loader = build_loader(train_set, EpochSampler(train_set, 0), cfg, CPU, train=True)
+    state = {"step": 3, "global_batch": 5, "samples": 15}
+    with pytest.raises(UserError, match=r"3 global batches of 5 samples.*--global-batch-size 5"):
+        loader.load_state_dict(state)
+    loader.load_state_dict(state | {"step": 0})
+    assert len(list(loader)) == 5
+
+
 def test_planted_set_epoch_forgotten_repeats_the_first_epoch():
     cfg = config("--global-batch-size=10", "--image-size=16")
     first, second = batches(cfg, build_datasets(cfg)[0], epochs=(0, 0))
@@ -430,5 +472,11 @@ def test_cuda_memory_and_workers_by_the_cores(monkeypatch):
     cfg = config("--loader=workers", "--global-batch-size=10")
     train_set, _ = build_datasets(cfg)
     loader = build_loader(train_set, EpochSampler(train_set, 0), cfg, CPU, train=True)
-    assert loader.batches.num_workers == utils.loaders.available_cores() // 2
+    assert loader.reader.num_workers == utils.loaders.available_cores() // 2
     torch.set_num_threads(1)
+    monkeypatch.setattr(utils.loaders, "available_cores", lambda: 1)
+    monkeypatch.setattr(utils.loaders, "get_local_world_size", lambda: 2)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)  # no GPU here
+    monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **kw: torch.ones(3))
+    cuda = WorkersLoader(train_set, range(50), cfg, torch.device("cuda"), 10, train=True)
+    assert cuda.reader.num_workers == 0

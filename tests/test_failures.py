@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.launch import family, run_script, start_script, wait_for_family
-from tests.test_same_curve import planted
+from tests.launch import planted, run_script, start_script
+from tools.runs import family, wait_for_family
 from utils.checkpoint import read_checkpoint
 
 

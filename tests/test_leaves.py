@@ -88,6 +88,7 @@ def test_activations_follow_the_layers(make):
     model, images = make(), torch.randn(2, 3, 16, 16)
     expected = model.eval()(images)
     torch.testing.assert_close(place(model, [CPU, CPU, CPU], "")(images), expected)
+    model = make().eval()
     outputs = place(model, [CPU, META], "")(images)
     assert outputs.device == META and outputs.shape == expected.shape
     devices = {parameter.device for parameter in model.parameters()}
@@ -151,12 +152,15 @@ def test_micro_batches_that_cannot_be_made(tmp_path):
 # FSDP and checkpoints in parts
 
 
-def test_fsdp_in_bfloat16_and_offloaded_learns(tmp_path):
-    flags = {"fsdp_dtype": "bfloat16", "fsdp_offload": True, "lr": 0.05, "epochs": 3}
-    run = run_script("train_fsdp.py", 2, output_dir=tmp_path, **flags)
-    assert run.code == 0, run.stderr
-    assert run.rows[-1]["train_loss"] < run.rows[0]["train_loss"]
-    model = read_checkpoint(tmp_path / "last.pt")["model"]
+def test_fsdp_in_bfloat16_and_offloaded_is_float32_but_for_rounding(tmp_path):
+    flags = {"epochs": 1, "norm": "batch"}
+    exact = run_script("train_fsdp.py", 2, output_dir=tmp_path / "exact", **flags)
+    flags |= {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
+    rounded = run_script("train_fsdp.py", 2, output_dir=tmp_path / "rounded", **flags)
+    assert (exact.code, rounded.code) == (0, 0), rounded.stderr
+    for name in ("train_loss", "val_loss"):
+        assert 0 < abs(rounded.rows[0][name] / exact.rows[0][name] - 1) < 2**-5
+    model = read_checkpoint(tmp_path / "rounded" / "last.pt")["model"]
     assert {t.dtype for t in model.values()} == {torch.float32, torch.int64}
 
 
@@ -182,7 +186,7 @@ def plain_state(seed):
 def tensors_of(checkpoint):
     buffers = checkpoint["optimizer"]["state"]
     return [
-        *checkpoint["model"].values(),
+        *(tensor for _, tensor in sorted(checkpoint["model"].items())),
         *(buffers[i]["momentum_buffer"] for i in sorted(buffers)),
     ]
 
@@ -193,7 +197,7 @@ def test_shards_are_put_together_and_cut_anew(sharded, tmp_path):
         state = sharded_state(rank)
         save_checkpoint(tmp_path, state, 1, sharded=sharded)
         local = state["model"][0].weight.to_local()
-        return len(local), [t.full_tensor().numpy() for t in state["model"].parameters()]
+        return len(local), [t.full_tensor().detach().numpy() for t in state["model"].parameters()]
 
     (rows, weights), (other_rows, _) = run_ranks(save, 2)
     assert rows + other_rows == 7 and rows != other_rows  # really in parts
@@ -203,8 +207,9 @@ def test_shards_are_put_together_and_cut_anew(sharded, tmp_path):
 
     plain = plain_state(seed=1)
     assert load_checkpoint(tmp_path, plain) == 1
-    loaded = [*plain["model"].state_dict().values()]
-    assert all(a.equal(b) for a, b in zip(loaded, checkpoint["model"].values(), strict=True))
+    loaded = plain["model"].state_dict()
+    assert loaded.keys() == checkpoint["model"].keys()
+    assert all(tensor.equal(checkpoint["model"][name]) for name, tensor in loaded.items())
     assert plain["optimizer"].param_groups[0]["fused"] is True  # this rank's own, not the file's
 
     def load(rank):

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import utils.runtime
 from tests.launch import run_ranks
-from utils.config import Config
 from utils.distributed import UserError
 from utils.models import build_model, convert_sync_batchnorm, settle_buckets
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import progress, seed_epoch, seed_everything
+from utils.runtime import progress, seed_everything, seed_step
+from utils.settings import Config
 from utils.sync_batchnorm import SyncBatchNorm
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_stems():
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32).double())).shape[2:] == (32, 32)
     with pytest.raises(UserError, match="stem=cifar is for ResNets, and vgg11 is none"):
         build_model(Config(model="vgg11", stem="cifar"), 10)
-    with pytest.raises(UserError, match=r"'resnet17' is not one of torchvision's.*resnet18"):
+    with pytest.raises(UserError, match=r"'resnet17' is neither resnet20 nor one of .*resnet18"):
         build_model(Config(model="resnet17"), 10)
 
 
@@ -201,17 +201,17 @@ def test_a_skipped_first_step_leaves_clean_momentum():
     torch.testing.assert_close(ours, train(plain, models[1]))
 
 
-def test_random_numbers_by_seed_epoch_and_rank():
+def test_random_numbers_by_seed_epoch_step_and_rank():
     def body(rank):
         found = []
-        for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0)):
-            seed_epoch(seed, epoch)
+        for numbers in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
+            seed_step(*numbers)
             found.append(torch.rand(()).item())
         return found
 
     first, second = run_ranks(body, 2)
-    assert first[0] == first[3]
-    assert len({*first, *second}) == 6
+    assert first[0] == first[4]
+    assert len({*first, *second}) == 8
 
 
 def test_progress_for_a_log_and_for_a_person(monkeypatch, capsys):
@@ -223,8 +223,8 @@ def test_progress_for_a_log_and_for_a_person(monkeypatch, capsys):
     bars = []
     fake = types.SimpleNamespace(tqdm=lambda loader, **options: bars.append(options) or loader)
     monkeypatch.setitem(sys.modules, "tqdm", fake)
-    assert list(progress(batches, 4)) == batches
-    assert bars[0]["desc"] == "epoch 4"
+    assert list(progress(batches, 4, start=7)) == batches
+    assert (bars[0]["desc"], bars[0]["initial"]) == ("epoch 4", 7)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert list(progress(batches, 4)) == batches
     assert "step 2 of 3" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""python -m tools.readme: write the generated blocks of README.md anew.
+"""python -m tools.readme: write the generated blocks of README.md and docs/traps.md anew.
 
 A block stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test fails where it is out of date.
 """
@@ -6,6 +6,7 @@ A block stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test fails where 
 import re
 
 from tools.lessons import LADDER, ROOT, changed, lesson
+from tools.plants import BUGS
 
 
 def ladder():
@@ -32,18 +33,39 @@ def _without_numbers(lines):
     return ["@@" if line.startswith("@@") else line for line in lines]
 
 
-BLOCKS = {"ladder": ladder, "lessons": lessons}
+def verify():
+    """The table that `make verify` has written."""
+    return (ROOT / "docs" / "results" / "verify.md").read_text().split("\n\n")[-1].strip()
+
+
+def traps():
+    """An entry a bug that can be planted."""
+    return "\n\n".join(
+        f"## {bug.name}\n\n{bug.wrong}\n\n"
+        f"- **From outside**: {bug.outside}\n"
+        f"- **Caught by** the row `{bug.row}`.\n"
+        f"- **Prevented by**: {bug.prevents}\n\n"
+        f"```diff\n# {bug.file}\n{_marked('-', bug.line)}\n{_marked('+', bug.instead)}\n```"
+        for bug in BUGS
+    )
+
+
+def _marked(sign, text):
+    return "\n".join(f"{sign}{line}" for line in text.splitlines())
+
+
+BLOCKS = {"ladder": ladder, "lessons": lessons, "verify": verify, "traps": traps}
+PAGES = [ROOT / "README.md", ROOT / "docs" / "traps.md"]
 
 
 def generate(text):
-    """README's text with every block as it should be."""
+    """A page's text with every block as it should be."""
     for name, make in BLOCKS.items():
         pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        block = make() + "\n"
-        text = re.sub(pattern, lambda m, block=block: m[1] + block + m[2], text, flags=re.DOTALL)
+        text = re.sub(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S)
     return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(generate(readme.read_text()))
+    for page in PAGES:
+        page.write_text(generate(page.read_text()))

@@ -12,6 +12,7 @@ ranks shares evenly. Exit code 1 where a row is red.
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import sys
@@ -21,6 +22,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from tools.lessons import LADDER, ROOT
 from tools.plants import BUGS, planted_copy
@@ -372,9 +375,15 @@ def main():
         else:
             rows = Verifier(folder, root, script).run(cases, show)
     red = [row for row in rows if row.verdict != "green"]
-    print(f"{len(rows) - len(red)} of {len(rows)} green in {time.monotonic() - start:.0f} s")
+    seconds = time.monotonic() - start
+    print(f"{len(rows) - len(red)} of {len(rows)} green in {seconds:.0f} s")
     if args.write:
-        Path(args.write).write_text(markdown(rows) + "\n")
+        machine = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+        done = f"{len(rows) - len(red)} of {len(rows)} green in {seconds:.0f} s"
+        command = " ".join(["python -m tools.verify", *sys.argv[1:]])
+        head = f"`{command}` on {machine}, {versions}: {done}."
+        Path(args.write).write_text(f"{head}\n\n{markdown(rows)}\n")
     return 1 if red else 0
 
 

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -67,7 +68,7 @@ def save_parts(folder, tensors):
     All ranks call it together. UserError, on all, where a part cannot be written.
     """
     try:
-        dcp.save(tensors, checkpoint_id=folder)
+        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         reasons = {str(reason) for reason, _ in error.failures.values()}
         raise UserError(
