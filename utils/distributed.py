@@ -46,6 +46,8 @@ def report_errors(main):
             if isinstance(error, PeerError) or not _first_to_fail():
                 sys.exit(1)
             if not isinstance(error, UserError | KeyboardInterrupt):
+                # torchrun, ending all ranks, must not find the traceback's file half written.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 raise
             where = f" (rank {get_rank()})" if get_world_size() > 1 else ""
             line = f"error{where}: {str(error) or 'interrupted'}\n"
@@ -59,6 +61,7 @@ def report_errors(main):
         except Exception:
             if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else torchrun will show it
                 traceback.print_exc()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.exit(1)
 
     return wrapper

@@ -25,16 +25,7 @@ def announce(cfg, state, val_loader, start_epoch):
         "checksum of the validation labels": checksum(val_loader.dataset.labels).item(),
         "classes": train_loader.dataset.classes,
     }
-    for rank, theirs in enumerate(all_gather_object(mine)):
-        other = [
-            f"{what} {theirs[what]!r}, not {mine[what]!r}"
-            for what in mine
-            if theirs[what] != mine[what]
-        ]
-        if other:
-            raise UserError(
-                f"rank {rank} has {'; '.join(other)}: give every node the same files and flags"
-            )
+    _refuse_differences(mine)
     if not is_main_process():
         return
     (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
@@ -62,3 +53,16 @@ def announce(cfg, state, val_loader, start_epoch):
             f"(--resume never starts anew, in another --output-dir both are kept)",
             flush=True,
         )
+
+
+def _refuse_differences(mine):
+    for rank, theirs in enumerate(all_gather_object(mine)):
+        other = [
+            f"{what} {theirs[what]!r}, not {mine[what]!r}"
+            for what in mine
+            if theirs[what] != mine[what]
+        ]
+        if other:
+            raise UserError(
+                f"rank {rank} has {'; '.join(other)}: give every node the same files and flags"
+            )
