@@ -10,6 +10,14 @@ from tools.runs import ROOT
 from tools.verify import BASE, CASES, Row, Verifier, matrix, reason
 
 
+@pytest.fixture(scope="module", autouse=True)
+def uncovered():
+    """The runs of the table are long enough without a count of the lines they run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     verifier = Verifier(tmp_path_factory.mktemp("verify"))

@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-import traceback
+import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
@@ -34,7 +34,7 @@ def report_errors(main):
     """Decorate main() with this: of all ranks only the first that fails speaks.
 
     A UserError shows its message, anything else one traceback: in torchrun's report of the root
-    cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), without torchrun at once.
+    cause (https://docs.pytorch.org/docs/stable/elastic/errors.html), without torchrun by Python.
     The ranks that fail because of it leave with exit code 1 as well.
     """
 
@@ -44,6 +44,7 @@ def report_errors(main):
             return main(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, PeerError) or not _first_to_fail():
+                time.sleep(0.2)  # what started the ranks shall see the one that speaks end first
                 sys.exit(1)
             if not isinstance(error, UserError | KeyboardInterrupt):
                 # torchrun, ending all ranks, must not find the traceback's file half written.
@@ -59,10 +60,10 @@ def report_errors(main):
         try:
             return first_speaks(*args, **kwargs)
         except Exception:
-            if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # else torchrun will show it
-                traceback.print_exc()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            sys.exit(1)
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                sys.exit(1)  # torchrun will show it
+            raise
 
     return wrapper
 

@@ -130,6 +130,11 @@ def fsdp_options(cfg, device, model):
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
     """
     options = {"mesh": init_device_mesh(device.type, (get_world_size(),))}
+    if cfg.fsdp_offload and cfg.clip_norm and device.type == "cuda":
+        raise UserError(
+            "--fsdp-offload has gradients on the CPU, where NCCL cannot add up their norm: pass "
+            "--clip-norm 0, or --no-fsdp-offload"
+        )
     if cfg.fsdp_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     if cfg.fsdp_dtype == "none":

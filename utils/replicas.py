@@ -63,5 +63,8 @@ def checksum(tensor):
     The sum of the elements' bits times odd numbers, modulo 2**64: an odd number has an inverse.
     """
     bits = tensor.detach().reshape(-1).contiguous().view(_INTEGERS[tensor.element_size()])
-    odd = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-    return (bits.long() * odd).sum()
+    total, first = bits.new_zeros((), dtype=torch.int64), 1
+    for piece in bits.split(1 << 24):  # as int64 a large tensor would need its memory many times
+        odd = torch.arange(first, first + 2 * len(piece), 2, device=bits.device)
+        total, first = total + (piece.long() * odd).sum(), first + 2 * len(piece)
+    return total

@@ -26,7 +26,9 @@ def whole(value):
         return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):
         return [whole(item) for item in value]
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):  # to the mesh: offloaded shards lie where NCCL cannot gather
+        return value.to(value.device_mesh.device_type).full_tensor()
+    return value
 
 
 def placed_like(tensor, reference):
@@ -34,7 +36,8 @@ def placed_like(tensor, reference):
     `reference`. Parts are cut from this rank's copy, without communication."""
     if isinstance(reference, DTensor):
         mesh, placements = reference.device_mesh, reference.placements
-        return distribute_tensor(tensor.contiguous(), mesh, placements, src_data_rank=None)
+        parts = distribute_tensor(tensor.contiguous(), mesh, placements, src_data_rank=None)
+        return parts.to(reference.device)
     return torch.empty_like(reference, dtype=tensor.dtype).copy_(tensor)
 
 

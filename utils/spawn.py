@@ -38,9 +38,13 @@ def wait_for_ranks(ranks, patience=5.0):
     try:
         while not ranks.join():  # ends the others when one has failed
             pass
+    except mp.ProcessRaisedException as error:
+        print(error.msg.strip(), file=sys.stderr, flush=True)  # the rank's traceback
+        sys.exit(1)
     except mp.ProcessExitedException as error:
         if error.signal_name:  # otherwise it has said itself what was wrong
-            print(f"error: {error}".replace("process", "rank", 1), file=sys.stderr, flush=True)
+            said = f"error: rank {error.error_index} was killed by {error.signal_name}"
+            print(said, file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         end = time.monotonic() + patience

@@ -50,7 +50,8 @@ def finish_epoch(epoch, state, val, cfg):
     if not loader.audit:
         return {}
     if loader.seen is None:
-        print(f"audit: epoch {epoch} was begun without --audit: nothing is known of its start")
+        if is_main_process():
+            print(f"audit: epoch {epoch} was begun without --audit: nothing is known of its start")
         return {}
     ranks, count = all_gather_object([seen.cpu() for seen in loader.seen]), len(loader.dataset)
     times = torch.bincount(torch.cat([s for rank in ranks for s in rank]), minlength=count)
