@@ -15,9 +15,10 @@ from utils.checkpoint import load_checkpoint, save_checkpoint
 from utils.config import load_config
 from utils.datasets import build_datasets
 from utils.distributed import init_distributed, report_errors
+from utils.fsdp import fsdp_options
 from utils.loaders import build_loader
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import blocks_of, build_model, convert_sync_batchnorm, fsdp_options
+from utils.models import blocks_of, build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
 from utils.plan import announce
 from utils.runtime import seed_everything

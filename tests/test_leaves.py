@@ -164,6 +164,34 @@ def test_fsdp_in_bfloat16_and_offloaded_is_float32_but_for_rounding(tmp_path):
     assert {t.dtype for t in model.values()} == {torch.float32, torch.int64}
 
 
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_no_thread_of_a_process_group_is_left_to_abort_the_exit(script, tmp_path):
+    """Either none lives when Python has finished its own exit, or Python's is the last word."""
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(COUNT_THREADS.format(log=str(tmp_path / "log")))
+    environment = {"PYTHONPATH": str(hooks)}
+    run = run_script(script, 2, environment=environment, output_dir=tmp_path / "run", epochs=1)
+    assert run.code == 0, run.stderr
+    assert set((tmp_path / "log").read_text().split()) == {
+        "0" if script == "train_ddp.py" else "left"
+    }
+
+
+COUNT_THREADS = """
+import atexit, os, sys
+def count():
+    tasks, caller = "/proc/self/task/", sys._getframe().f_back
+    names = [open(f"{{tasks}}{{task}}/comm").read() for task in os.listdir(tasks)]
+    alive = sum(name.startswith(("pt_gloo", "gloo")) for name in names)
+    skipped = caller is not None and caller.f_code.co_name == "_skip_teardown"
+    with open({log!r}, "a") as log:
+        print("left" if skipped else alive, file=log)
+if "RANK" in os.environ:
+    atexit.register(count)  # the first to be registered is the last to be called
+"""
+
+
 def sharded_state(rank, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))

@@ -3,6 +3,7 @@
 Every helper also works without a process group, as if the world had one rank. Needs only torch.
 """
 
+import atexit
 import ctypes
 import os
 import signal
@@ -51,8 +52,8 @@ def report_errors(main):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 raise
             where = f" (rank {get_rank()})" if get_world_size() > 1 else ""
-            line = f"error{where}: {str(error) or 'interrupted'}\n"
-            os.write(2, line.encode())  # one write: ranks do not interleave
+            # In one write, so that ranks do not interleave.
+            os.write(2, f"error{where}: {str(error) or 'interrupted'}\n".encode())
             sys.exit(1)
 
     @wraps(main)
@@ -158,6 +159,8 @@ def init_distributed(device="auto", timeout=300.0, per_process=1):
         device_id=device if nccl and per_process == 1 else None,
     )
     _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
+    atexit.register(globals().update, _store=None, _control_group=None)
     return device
 
 

@@ -5,12 +5,9 @@ import math
 import torch
 import torchvision
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.resnet import BasicBlock
 
-from utils.distributed import UserError, all_gather_object, get_world_size
+from utils.distributed import UserError, all_gather_object
 from utils.sync_batchnorm import SyncBatchNorm
 
 
@@ -120,33 +117,6 @@ def layers_of(model):
 def blocks_of(model):
     """The composite ones of layers_of(model): what is worth sharding on its own."""
     return [layer for layer in layers_of(model) if any(layer.children())]
-
-
-def fsdp_options(cfg, device, model):
-    """Keyword arguments for fully_shard(), for a block and for the whole model: the ranks, the
-    precision, where the shards live. The whole model's outputs are float32 in any case.
-
-    With cfg.fsdp_dtype the model's BatchNorms, which need float32, are sharded here, on their own.
-    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
-    """
-    options = {"mesh": init_device_mesh(device.type, (get_world_size(),))}
-    if cfg.fsdp_offload and cfg.clip_norm and device.type == "cuda":
-        raise UserError(
-            "--fsdp-offload has gradients on the CPU, where NCCL cannot add up their norm: pass "
-            "--clip-norm 0, or --no-fsdp-offload"
-        )
-    if cfg.fsdp_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    if cfg.fsdp_dtype == "none":
-        return options, options
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            fully_shard(
-                module, **options, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
-            )
-    compute = {"param_dtype": getattr(torch, cfg.fsdp_dtype), "reduce_dtype": torch.float32}
-    block, whole = (MixedPrecisionPolicy(**compute, output_dtype=t) for t in (None, torch.float32))
-    return options | {"mp_policy": block}, options | {"mp_policy": whole}
 
 
 def _shrink_stem(model, name):
