@@ -60,9 +60,12 @@ def _tensors(model, optimizer, between_steps):
 def checksum(tensor):
     """An int64 scalar on the tensor's device that changes with any bit of any one element.
 
-    The sum of the elements' bits times odd numbers, modulo 2**64: an odd number has an inverse.
+    The sum of the bits, as integers, times odd numbers, modulo 2**64: an odd number has an inverse.
     """
-    bits = tensor.detach().reshape(-1).contiguous().view(_INTEGERS[tensor.element_size()])
+    flat, size = tensor.detach().reshape(-1).contiguous(), tensor.element_size()
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        size = 8  # several elements at a time
+    bits = flat.view(_INTEGERS[size])
     total, first = bits.new_zeros((), dtype=torch.int64), 1
     for piece in bits.split(1 << 24):  # as int64 a large tensor would need its memory many times
         odd = torch.arange(first, first + 2 * len(piece), 2, device=bits.device)
