@@ -259,6 +259,9 @@ def test_parts_damaged_lost_or_left_over(tmp_path, capsys):
     save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
     (tmp_path / "of-a-killed-run.parts").mkdir()
     save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
+    (tmp_path / "torn.pt").write_text("torn, and nothing to wait for")
+    save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
+    (tmp_path / "torn.pt").unlink()
     kept = {read_checkpoint(path)["parts"]["folder"] for path in tmp_path.glob("*.pt")}
     assert {path.name for path in tmp_path.glob("*.parts")} == kept and len(kept) == 3
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import uuid
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -155,8 +156,9 @@ def _remove_unused_parts(folder):
     """Of checkpoints that are gone, and of runs that were killed while saving."""
     unused = set(folder.glob("*.parts"))
     for path in folder.glob("*.pt") if unused else ():
-        parts = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("parts")
-        unused -= {folder / parts["folder"]} if parts else set()
+        with suppress(Exception):  # a damaged checkpoint needs no parts
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            unused.discard(folder / saved["parts"]["folder"])
     for path in unused:
         shutil.rmtree(path)
 

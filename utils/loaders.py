@@ -143,8 +143,7 @@ class _Loader:
             raise UserError(
                 f"the run stopped after {state['step']} global batches of {state['global_batch']} "
                 f"samples, in the middle of an epoch, and a global batch is {batch} here: finish "
-                f"that epoch with as many processes as before, or pass --global-batch-size "
-                f"{state['global_batch']}"
+                f"that epoch with as many processes as before"
             )
         self.start, self.seen = state["step"], None
         if self.audit and "seen" in state:

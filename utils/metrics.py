@@ -68,7 +68,7 @@ class Meter:
 
         Raises UserError, on all of them, where the loss is not a number.
         """
-        seconds = self.seconds + time.perf_counter() - self.clock
+        seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
         _refuse_nan(sum(loss for loss, *_ in ranks))
         return {"ranks": ranks}
