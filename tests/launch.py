@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 
@@ -72,7 +73,7 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
         for rank in ranks:
             rank.join(5)
             rank.kill()
-    return [found[rank] for rank in range(world_size)]
+    return [pickle.loads(found[rank]) for rank in range(world_size)]
 
 
 def _rank(results, port, rank, world_size, local_world_size, timeout, function, args):
@@ -96,6 +97,6 @@ def _rank(results, port, rank, world_size, local_world_size, timeout, function, 
     except Exception as error:
         traceback.print_exc()
         result = error
-    results.put((rank, result))
+    results.put((rank, pickle.dumps(result)))  # or a tensor would have to outlive its process
     if dist.is_initialized():
         dist.destroy_process_group()
