@@ -183,7 +183,7 @@ def test_bad_files_are_left_out_and_listed(tmp_path, capsys):
     assert train.resident(tmp_path / "cache").shape == (11, 3, 16, 16)
     for path in (tmp_path / "val").rglob("*.jpg"):
         break_file(path)
-    with pytest.raises(UserError, match=r"none of the images in .*val"):
+    with pytest.raises(UserError, match=r"none of the images of .*val.cat"):
         build_datasets(config(*flags, "--on-bad-sample=skip"))
 
 
@@ -414,7 +414,9 @@ def test_pixels_are_normalised_as_torchvision_does():
     torch.testing.assert_close(
         images, F.normalize(pixels, val_set.mean, val_set.std), atol=1e-12, rtol=0
     )
-    assert set(train_set.meta()) == {"classes", "image_size", "mean", "std"}
+    assert set(train_set.meta()) == {
+        *("classes", "image_size", "resize", "interpolation", "mean", "std")
+    }
 
 
 def test_resized_crops_do_not_depend_on_the_workers(tmp_path):

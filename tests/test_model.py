@@ -217,7 +217,7 @@ def test_random_numbers_by_seed_epoch_step_and_rank():
 def test_progress_for_a_log_and_for_a_person(monkeypatch, capsys):
     batches = [1, 2, 3]
     monkeypatch.setattr(utils.runtime, "SECONDS_BETWEEN_LINES", -1)
-    assert list(progress(batches, 4)) == batches
+    assert list(progress(batches, "epoch 4")) == batches
     assert "epoch 4: step 2 of 3" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     bars = []
@@ -226,8 +226,8 @@ def test_progress_for_a_log_and_for_a_person(monkeypatch, capsys):
     assert list(progress(batches, 4, start=7)) == batches
     assert (bars[0]["desc"], bars[0]["initial"]) == ("epoch 4", 7)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert list(progress(batches, 4)) == batches
+    assert list(progress(batches, "epoch 4")) == batches
     assert "step 2 of 3" in capsys.readouterr().err
     monkeypatch.setattr(utils.runtime, "is_main_process", lambda: False)
-    assert list(progress(batches, 4)) == batches
+    assert list(progress(batches, "epoch 4")) == batches
     assert capsys.readouterr().err == ""

@@ -29,6 +29,7 @@ from tools.lessons import LADDER, ROOT
 from tools.plants import BUGS, planted_copy
 from tools.runs import finish_run, kill_after_first_save, start_run
 from utils.checkpoint import read_checkpoint
+from utils.models import ResNet20
 
 BASE = {
     "dataset": "synthetic",
@@ -94,12 +95,27 @@ CASES = [
     ),
     Case("ddp_mp 2x2", "train_ddp_mp.py", 2, {"devices": "cpu,cpu"}),
     Case("fsdp x2", "train_fsdp.py", 2, {}),
+    Case("finetune x2", "train_ddp.py", 2, {"weights": "some"}, reference="1gpu finetune"),
+    Case(
+        "frozen backbone x2",
+        "train_ddp.py",
+        2,
+        {"weights": "some", "freeze": "backbone", "optimizer": "adamw"},
+        reference="1gpu frozen",
+    ),
     Case("killed, same x2", "train_ddp.py", 2, {}, killed=True),
     Case("killed, other x3", "train_ddp.py", 3, {}, killed=True),
 ]
 REFERENCES = [
     Case("1gpu", "train_1gpu.py", None, {}),
     Case("1gpu group", "train_1gpu.py", None, GROUP),
+    Case("1gpu finetune", "train_1gpu.py", None, {"weights": "some"}),
+    Case(
+        "1gpu frozen",
+        "train_1gpu.py",
+        None,
+        {"weights": "some", "freeze": "backbone", "optimizer": "adamw"},
+    ),
     Case("1gpu float32", "train_1gpu.py", None, {"dtype": "float32"}),
     Case("1gpu bfloat16", "train_1gpu_autocast.py", None, HALF),
 ]
@@ -140,6 +156,8 @@ class Verifier:
         """The cases' rows; report(row) as each is done."""
         names = {case.reference for case in cases} - self.references.keys()
         needed = [case for case in REFERENCES if case.name in names]
+        if any("weights" in case.flags for case in cases):
+            save_some_weights(self.folder / "weights.pth")
         with ThreadPoolExecutor(self.cores) as pool:
             references = [pool.submit(self._reference, case) for case in needed]
             if any(case.killed for case in cases):
@@ -159,6 +177,8 @@ class Verifier:
         cores = self._take(min(self.cores, case.nproc or case.flags.get("spawn_processes", 1)))
         try:
             flags = BASE | case.flags | {"output_dir": output_dir}
+            if "weights" in flags:
+                flags["weights"] = self.folder / "weights.pth"
             process = start_run(script, case.nproc, flags, {"PYTHONPATH": path}, root, cores)
             return wait(process, output_dir)
         finally:
@@ -265,6 +285,16 @@ def autocast_copy(folder):
     path = Path(folder) / "train_1gpu_autocast.py"
     path.write_text(text.replace(forward, under + forward.replace("        ", " " * 12)))
     return path
+
+
+def save_some_weights(path):
+    """Of BASE's model for other classes, with BatchNorm statistics that are no longer 0 and 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = ResNet20(num_classes=7)
+        for _ in range(20):
+            model(torch.randn(18, 3, BASE["image_size"], BASE["image_size"]))
+    torch.save(model.state_dict(), path)
 
 
 def reason(stderr):

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import yaml
 
+from utils.distributed import UserError
 from utils.settings import Config
+from utils.weights import find_weights
 
 
 class ConfigError(Exception):
@@ -40,6 +42,19 @@ def _resolve(cfg):
     """Settings that contradict each other are refused, the open ones are filled in."""
     if cfg.augment == "resized_crop" and cfg.loader == "device":
         raise ConfigError("augment=resized_crop needs loader=workers: it crops the original images")
+    if cfg.freeze != "none" and not cfg.weights:
+        raise ConfigError("freeze=backbone would train on a random backbone: pass --weights")
+    if cfg.val_fraction >= 1:
+        raise ConfigError(f"val_fraction={cfg.val_fraction} leaves nothing to train on")
+    try:
+        own_size = find_weights(cfg.model, cfg.weights).inputs.get("image_size", 32)
+    except UserError as error:
+        raise ConfigError(str(error)) from None
+    if cfg.val_fraction and cfg.dataset != "imagefolder":
+        raise ConfigError(f"val_fraction is for dataset=imagefolder, not {cfg.dataset}")
+    cfg = replace(cfg, image_size=cfg.image_size or own_size)
+    if cfg.image_size < 8:
+        raise ConfigError(f"image_size must be 0 or at least 8, not {cfg.image_size}")
     if cfg.dataset == "auto":
         found = (Path(cfg.data_dir) / "cifar-10-batches-py").is_dir()
         cfg = replace(cfg, dataset="cifar10" if found else "synthetic")

@@ -6,11 +6,22 @@ A set is a map-style torch Dataset: `dataset[i]` is (uint8 tensor (3, size, size
 import torch
 import torchvision
 from torch.utils.data import Dataset
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.augment import random_bits
 from utils.distributed import UserError, get_local_rank, is_main_process, main_process_first
-from utils.images import cache_folder, check_classes, decode, decoded, find_bad, find_images
+from utils.images import (
+    cache_folder,
+    check_classes,
+    decode,
+    decoded,
+    find_bad,
+    find_images,
+    readable,
+)
+from utils.split import split_images
+from utils.weights import find_weights
 
 # Mean and standard deviation of the pixels, in [0, 1], a number a channel.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -19,10 +30,11 @@ NEUTRAL = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 
 def build_datasets(cfg):
-    """The training and the validation set that the config names."""
+    """The training and the validation set that the config names, as cfg.weights expect them."""
     build = {"cifar10": _cifar10, "imagefolder": _imagefolder, "synthetic": _synthetic}
+    inputs = find_weights(cfg.model, cfg.weights).inputs
     with main_process_first():  # one download a node; the others find it done
-        return build[cfg.dataset](cfg)
+        return build[cfg.dataset](cfg, inputs)
 
 
 class ImageSet(Dataset):
@@ -30,13 +42,13 @@ class ImageSet(Dataset):
 
     classes: names, in the order of the labels; labels: int64 (n,); mean_std: see IMAGENET; size:
     pixels of the square that comes out; resize: pixels of the shorter side before that square is
-    cut from the middle (default: size).
+    cut from the middle (default: size), by bilinear or bicubic interpolation.
     """
 
-    def __init__(self, classes, labels, mean_std, size, resize=None):
+    def __init__(self, classes, labels, mean_std, size, resize=None, interpolation="bilinear"):
         self.classes, self.labels = list(classes), torch.as_tensor(labels)
         self.mean, self.std = mean_std
-        self.size, self.resize = size, resize or size
+        self.size, self.resize, self.interpolation = size, resize or size, interpolation
 
     def __len__(self):
         return len(self.labels)
@@ -53,7 +65,11 @@ class ImageSet(Dataset):
         image = self.load(index)
         if image.shape[1:] == (self.size, self.size) and self.resize == self.size:
             return image
-        return F.center_crop(F.resize(image, [self.resize], antialias=True), [self.size])
+        longest = 16 * min(image.shape[1:])
+        if max(image.shape[1:]) > longest:  # a line of pixels, resized whole, would be gigabytes
+            image = F.center_crop(image, [min(side, longest) for side in image.shape[1:]])
+        image = F.resize(image, [self.resize], InterpolationMode(self.interpolation))
+        return F.center_crop(image, [self.size])
 
     def stack(self, indices):
         """uint8 (len(indices), 3, size, size)."""
@@ -73,6 +89,8 @@ class ImageSet(Dataset):
         return {
             "classes": self.classes,
             "image_size": self.size,
+            "resize": self.resize,
+            "interpolation": self.interpolation,
             "mean": list(self.mean),
             "std": list(self.std),
         }
@@ -117,10 +135,10 @@ class SyntheticSet(ImageSet):
 
     CLASSES, GRID = 10, 8
 
-    def __init__(self, count, size, seed, split):
+    def __init__(self, count, size, seed, split, mean_std=NEUTRAL):
         self.stream = (seed, split)
         labels = random_bits(*self.stream, torch.arange(count), 1)[:, 0] % self.CLASSES
-        super().__init__([f"pattern {i}" for i in range(self.CLASSES)], labels, NEUTRAL, size)
+        super().__init__([f"pattern {i}" for i in range(self.CLASSES)], labels, mean_std, size)
         patterns = random_bits(seed, 2, torch.arange(2 * self.CLASSES), 3 * self.GRID**2) % 256
         self.patterns = patterns.view(2, self.CLASSES, 3, self.GRID, self.GRID)
 
@@ -144,13 +162,17 @@ class SyntheticSet(ImageSet):
         return ((mixed + 3 * noise) // 8).to(torch.uint8)
 
 
-def _synthetic(cfg):
+def _normalisation(inputs, default):
+    return inputs.get("mean", default[0]), inputs.get("std", default[1])
+
+
+def _synthetic(cfg, inputs):
     train, val = cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4)
-    size, seed = cfg.image_size, cfg.seed
-    return SyntheticSet(train, size, seed, split=0), SyntheticSet(val, size, seed, split=1)
+    size, seed, pixels = cfg.image_size, cfg.seed, _normalisation(inputs, NEUTRAL)
+    return tuple(SyntheticSet(n, size, seed, split, pixels) for split, n in enumerate((train, val)))
 
 
-def _cifar10(cfg):
+def _cifar10(cfg, inputs):
     def split(train):
         try:
             stored = torchvision.datasets.CIFAR10(
@@ -163,27 +185,39 @@ def _cifar10(cfg):
                 f"pass --data-dir, or --dataset synthetic"
             ) from None
         images = torch.from_numpy(stored.data).permute(0, 3, 1, 2).contiguous()
-        return ArraySet(images, stored.classes, stored.targets, CIFAR10, cfg.image_size)
+        pixels = _normalisation(inputs, CIFAR10)
+        return ArraySet(images, stored.classes, stored.targets, pixels, cfg.image_size)
 
     return split(train=True), split(train=False)
 
 
-def _imagefolder(cfg):
-    train, val = find_images(cfg.data_dir, "train"), find_images(cfg.data_dir, "val")
-    check_classes(train, val)
+def _imagefolder(cfg, inputs):
+    if cfg.val_fraction:
+        train, val = split_images(cfg)
+    else:
+        train, val = find_images(cfg.data_dir, "train"), find_images(cfg.data_dir, "val")
+        check_classes(train, val)
     skip = cfg.on_bad_sample == "skip"
     bad = set(find_bad(train.paths + val.paths, cache_folder(cfg))) if skip else ()
     if bad and is_main_process():
         files = len(train.paths + val.paths)
-        print(f"left out: {len(bad)} of {files} files cannot be decoded: {', '.join(sorted(bad))}")
+        names = readable(", ".join(sorted(bad)))
+        print(f"left out: {len(bad)} of {files} files cannot be decoded: {names}")
     # The standard test crop is the middle of an image 256 / 224 times as large.
     resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
-    return tuple(_folder_set(files, bad, cfg.image_size, resize) for files in (train, val))
+    if inputs.get("image_size") == cfg.image_size:
+        resize = inputs.get("resize", resize)
+    how = cfg.image_size, resize, inputs.get("interpolation", "bilinear")
+    return tuple(
+        _folder_set(files, bad, _normalisation(inputs, IMAGENET), *how) for files in (train, val)
+    )
 
 
-def _folder_set(files, bad, *sizes):
+def _folder_set(files, bad, *how):
     samples = [(p, n) for p, n in zip(files.paths, files.labels, strict=True) if p not in bad]
-    if not samples:
-        raise UserError(f"none of the images in {files.folder} can be decoded")
+    left = {label for _, label in samples}
+    for label, name in enumerate(files.classes):
+        if label not in left:
+            raise UserError(f"none of the images of {files.folder / name} can be decoded")
     paths, labels = zip(*samples, strict=True)
-    return FolderSet(paths, files.classes, labels, IMAGENET, *sizes)
+    return FolderSet(paths, files.classes, labels, *how)

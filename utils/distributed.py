@@ -53,7 +53,8 @@ def report_errors(main):
                 raise
             where = f" (rank {get_rank()})" if get_world_size() > 1 else ""
             # In one write, so that ranks do not interleave.
-            os.write(2, f"error{where}: {str(error) or 'interrupted'}\n".encode())
+            said = f"error{where}: {str(error) or 'interrupted'}\n"
+            os.write(2, said.encode(errors="surrogateescape"))  # as a file name may need
             sys.exit(1)
 
     @wraps(main)
@@ -305,8 +306,7 @@ def _script():
 def die_with_parent():
     """Ask Linux to kill this process when the one that started it dies, however that happens."""
     if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
 
 
 def _launched():

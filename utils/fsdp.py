@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import UserError, get_world_size
+from utils.weights import FrozenBatchNorm
 
 
 def fsdp_options(cfg, device, model):
@@ -33,7 +34,7 @@ def fsdp_options(cfg, device, model):
     if cfg.fsdp_dtype == "none":
         return options, options
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm | FrozenBatchNorm):
             fully_shard(
                 module, **options, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
             )

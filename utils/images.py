@@ -4,25 +4,37 @@ A folder holds one folder per class in each split: data_dir/train/<class>/*.jpg 
 """
 
 import hashlib
+import io
 import json
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-from torchvision.io import ImageReadMode, decode_image
+from torchvision.io import ImageReadMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.distributed import UserError, available_cores
 
+try:
+    from torchvision.io import decode_image
+except ImportError:  # deprecated in torchvision 0.29: Pillow reads everything, at half the speed
+    decode_image = None
+
 SPLITS = {
     "train": ("train", "trainset"),
     "val": ("val", "valset", "test", "testset"),  # the test split where there is no other
+    "test": ("test", "testset"),
+    "all": ("train", "trainset", ""),  # to be split: the class folders may lie in data_dir itself
 }
+EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
 
 
 class Files(NamedTuple):
@@ -35,10 +47,10 @@ class Files(NamedTuple):
 
 
 def find_images(data_dir, split):
-    """The image files of a split ("train" or "val") -> Files, sorted, alike on every rank.
+    """The image files of a split (a key of SPLITS) -> Files, sorted, alike on every rank.
 
     Hidden files and folders are passed over. Raises UserError for a split that is not there and
-    for a class without images.
+    for classes without images.
     """
     names = [Path(data_dir) / name for name in SPLITS[split]]
     folder = next((name for name in names if name.is_dir()), None)
@@ -53,19 +65,25 @@ def find_images(data_dir, split):
     samples = make_dataset(
         folder,
         {name: label for label, name in enumerate(classes)},
-        is_valid_file=_is_image,
+        is_valid_file=lambda path: is_image(Path(path).relative_to(folder)),
         allow_empty=True,
     )
     paths, labels = [path for path, _ in samples], [label for _, label in samples]
-    empty = [name for label, name in enumerate(classes) if label not in set(labels)]
+    used = set(labels)
+    empty = [str(folder / name) for label, name in enumerate(classes) if label not in used]
     if empty:
-        raise UserError(f"no images in {folder / empty[0]} ({', '.join(IMG_EXTENSIONS)})")
+        raise UserError(f"no images in {', '.join(empty)} ({', '.join(EXTENSIONS)})")
     return Files(folder, classes, paths, labels)
 
 
-def _is_image(path):
-    path = Path(path)
-    return path.name[0] != "." and path.suffix.lower() in IMG_EXTENSIONS
+def is_image(path):
+    """By its name; path: a Path below the folder that was asked for. Nothing hidden is one."""
+    return path.suffix.lower() in EXTENSIONS and not any(part[0] == "." for part in path.parts)
+
+
+def readable(text):
+    """`text`, in which file names that are not Unicode can be printed."""
+    return os.fsencode(text).decode(errors="replace")
 
 
 def check_classes(train, val):
@@ -80,20 +98,50 @@ def check_classes(train, val):
 
 
 def decode(path):
-    """An image file, upright and in colour: uint8 (3, height, width). UserError names a bad one."""
+    """An image file, upright and in colour: uint8 (3, height, width). UserError names a bad one.
+
+    Of an animation the first frame; of an image with transparency the colours below it; 16-bit
+    pixels by their upper half.
+    """
     try:
-        data = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
-        try:
-            image = decode_image(data, ImageReadMode.RGB, apply_exif_orientation=True)
-            return F.to_dtype(image, torch.uint8, scale=True)  # a PNG may hold 16 bits
-        except RuntimeError:  # not one of torchvision's formats, or broken: Pillow decides
-            with Image.open(path) as image:
-                return F.pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        data = Path(path).read_bytes()
+        with warnings.catch_warnings():  # of images between 89 and 179 million pixels
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return _by_torchvision(data) if decode_image else _by_pillow(data)
+    except MemoryError:
+        raise
+    except Exception as error:  # broken files make Pillow raise whatever its parsers come across
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = "not an image in any known format"
         raise UserError(
-            f"{path} cannot be decoded ({error}): mend or remove it, "
+            f"{readable(str(path))} cannot be decoded ({reason}): mend or remove it, "
             f"or pass --on-bad-sample skip to leave such files out"
         ) from None
+
+
+def _by_torchvision(data):
+    if not data.startswith((JPEG, PNG)):
+        return _by_pillow(data)  # torchvision would overlook how a WebP is rotated
+    if data.startswith(PNG) or len(data) > 4_000_000:
+        Image.open(io.BytesIO(data)).close()  # refuses what would fill the memory
+    try:
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        image = decode_image(pixels, ImageReadMode.RGB, apply_exif_orientation=True)
+        return F.to_dtype(image, torch.uint8, scale=True)  # a PNG may hold 16 bits
+    except RuntimeError:  # broken, or a variant that torchvision does not know: Pillow decides
+        return _by_pillow(data)
+
+
+def _by_pillow(data):
+    with Image.open(io.BytesIO(data)) as image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "F":
+            raise ValueError("floating-point pixels, whose range is unknown")
+        if image.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
+            grey = torch.tensor(numpy.asarray(image).astype("int32")).clamp(0, 65535) // 256
+            return grey.to(torch.uint8).expand(3, -1, -1).contiguous()
+        return F.pil_to_tensor(image.convert("RGB"))
 
 
 class _Chunks(Dataset):
@@ -150,7 +198,8 @@ def decoded(dataset, cache):
     memory, and the next start finds it.
     """
     shape = (len(dataset), 3, dataset.size, dataset.size)
-    kept = Path(cache) / f"decoded-{_fingerprint(dataset.paths, dataset.size, dataset.resize)}.u8"
+    how = dataset.size, dataset.resize, dataset.interpolation
+    kept = Path(cache) / f"decoded-{_fingerprint(dataset.paths, *how)}.u8"
     if not kept.exists():
         images, done = torch.empty(shape, dtype=torch.uint8), 0
         for chunk in _in_parallel(dataset.stack, range(len(dataset))):
@@ -170,8 +219,10 @@ def _fingerprint(paths, *facts):
     """Changes when a file is added, removed, renamed or written."""
     digest = hashlib.sha256(repr(facts).encode())
     for path in paths:
-        stat = os.stat(path)
-        digest.update(f"{os.path.abspath(path)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        size = changed = 0
+        with suppress(OSError):  # a link to nowhere, which decode() will name
+            size, changed = os.stat(path).st_size, os.stat(path).st_mtime_ns
+        digest.update(os.fsencode(f"{os.path.abspath(path)}\0{size}\0{changed}\n"))
     return digest.hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ import signal
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.augment import crop_flip, resized_crop_boxes
@@ -267,8 +268,9 @@ class _Reader:
         stored = [self.dataset.load(int(index)) for index in indices]
         boxes = resized_crop_boxes([i.shape[1:] for i in stored], indices, self.seed, epoch)
         size, images = [self.dataset.size] * 2, []
+        interpolation = self.dataset.interpolation
         for image, (*box, mirror) in zip(stored, boxes, strict=True):
-            image = F.resized_crop(image, *box, size, antialias=True)
+            image = F.resized_crop(image, *box, size, InterpolationMode(interpolation))
             images.append(F.horizontal_flip(image) if mirror else image)
         return torch.stack(images)
 

@@ -92,16 +92,17 @@ def _refuse_nan(loss):
 
 
 @torch.no_grad()
-def evaluate(model, loader, device):
+def evaluate(model, loader, device, meter=None):
     """Loss and accuracy over the samples of `loader.dataset`, each counted exactly once.
 
     DistributedSampler repeats samples until every rank has as many as the others: they are
     computed, because a forward pass may communicate and so must happen on all ranks alike, and
     not counted. Rank r holds the samples r, r + world size, ...; its repeats come last.
-    Raises RuntimeError where that did not count each sample once.
+    meter: what counts (default: a new Meter). Raises RuntimeError where that did not count each
+    sample once.
     """
     model.eval()
-    meter = Meter(device)
+    meter = meter or Meter(device)
     left = len(range(get_rank(), len(loader.dataset), get_world_size()))
     for images, labels in loader:
         images = images.to(device, non_blocking=True)

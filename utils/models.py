@@ -9,21 +9,26 @@ from torchvision.models.resnet import BasicBlock
 
 from utils.distributed import UserError, all_gather_object
 from utils.sync_batchnorm import SyncBatchNorm
+from utils.weights import freeze_backbone, load_weights
 
 
 def build_model(cfg, num_classes):
-    """The model that the config names, with random weights from the global seed.
+    """The model that the config names, with random weights from the global seed, or cfg.weights.
 
     cfg.model: resnet20, or a name from torchvision.models.list_models(module=torchvision.models).
     Takes images (n, 3, image_size, image_size) of cfg.dtype, gives outputs (n, num_classes).
-    Raises UserError for an unknown name, a stem that the model does not have, or ranks that drew
-    different weights.
+    Raises UserError for an unknown name, a stem that the model does not have, weights that do not
+    fit, or ranks that drew different weights.
     """
     model = _plain_model(cfg, num_classes)
     if cfg.norm == "group":
         model = _convert_groupnorm(model)
     if cfg.stem == "cifar" and cfg.model != "resnet20":  # which has no other stem
         _shrink_stem(model, cfg.model)
+    if cfg.weights:
+        load_weights(model, cfg.model, cfg.weights)
+    if cfg.freeze == "backbone":
+        model = freeze_backbone(model)
     # DistributedDataParallel would hide a seed per rank, other ways to share a model would not.
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):

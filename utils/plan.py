@@ -6,18 +6,18 @@ import torch
 
 from utils.distributed import UserError, all_gather_object, get_world_size, is_main_process
 from utils.replicas import checksum
+from utils.split import write_split
 
 
 def announce(cfg, state, val_loader, start_epoch):
-    """Print the plan line and write the resolved config to output_dir/config.yaml.
+    """Print the plan line; write config.yaml, and split.json if need be, to output_dir.
 
     state: what the checkpoints hold, filled in already where a run is resumed.
 
     Raises UserError on every rank where ranks disagree about the config or the data, which would
     end in a hang or in a model of two minds.
     """
-    model, train_loader = state["model"], state["loader"]
-    ranks, device = get_world_size(), train_loader.device
+    train_loader = state["loader"]
     mine = cfg.must_match() | {
         "number of training images": len(train_loader.dataset),
         "number of validation images": len(val_loader.dataset),
@@ -29,30 +29,43 @@ def announce(cfg, state, val_loader, start_epoch):
     if not is_main_process():
         return
     (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
-    samples, batch = len(train_loader.dataset), cfg.global_batch(ranks)
-    per_process = cfg.per_process_batch_size > 0
-    rule = f"{cfg.lr_scaling} lr rule" if per_process else "at any world size"
-    threads = f" ({torch.get_num_threads()} threads a rank)" if device.type == "cpu" else ""
-    resumed = f" (from step {train_loader.start})" if train_loader.start else ""
-    parts = [
-        f"{cfg.model} ({sum(p.numel() for p in model.parameters()):,} parameters)",
-        f"{cfg.dataset} ({samples:,} + {len(val_loader.dataset):,} images, "
-        f"{len(val_loader.dataset.classes)} classes, loader={train_loader.name})",
-        f"world size {ranks} on {device.type}{threads}",
-        f"global batch {batch} = {ranks} x {batch // ranks}, peak lr {cfg.peak_lr(ranks):g} "
-        f"({rule})",
-        f"{len(train_loader)} steps an epoch, {samples - len(train_loader) * batch} samples "
-        f"dropped in each",
-        f"{cfg.amp_dtype} autocast" if "scaler" in state else cfg.dtype,
-        f"epochs {start_epoch}{resumed} to {cfg.epochs - 1}, into {cfg.output_dir}",
-    ]
-    print(f"plan: {'; '.join(parts)}", flush=True)
+    if cfg.val_fraction and cfg.dataset == "imagefolder":
+        write_split(cfg, val_loader.dataset)
+    print(f"plan: {_plan(cfg, state, val_loader, start_epoch)}", flush=True)
     if start_epoch >= cfg.epochs:
         print(
             f"nothing left to do: {cfg.output_dir} holds all {cfg.epochs} epochs "
             f"(--resume never starts anew, in another --output-dir both are kept)",
             flush=True,
         )
+
+
+def _plan(cfg, state, val_loader, start_epoch):
+    model, train_loader = state["model"], state["loader"]
+    ranks, device = get_world_size(), train_loader.device
+    samples, batch = len(train_loader.dataset), cfg.global_batch(ranks)
+    per_process = cfg.per_process_batch_size > 0
+    rule = f"{cfg.lr_scaling} lr rule" if per_process else "at any world size"
+    threads = f" ({torch.get_num_threads()} threads a rank)" if device.type == "cpu" else ""
+    resumed = f" (from step {train_loader.start})" if train_loader.start else ""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = f", {trained:,} of them trained" if cfg.freeze != "none" else ""
+    weights = f", from {cfg.weights}" if cfg.weights else ""
+    return "; ".join(
+        [
+            f"{cfg.model} ({sum(sizes):,} parameters{frozen}{weights})",
+            f"{cfg.dataset} ({samples:,} + {len(val_loader.dataset):,} images, "
+            f"{len(val_loader.dataset.classes)} classes, loader={train_loader.name})",
+            f"world size {ranks} on {device.type}{threads}",
+            f"global batch {batch} = {ranks} x {batch // ranks}, peak lr {cfg.peak_lr(ranks):g} "
+            f"({rule})",
+            f"{len(train_loader)} steps an epoch, {samples - len(train_loader) * batch} samples "
+            f"dropped in each",
+            f"{cfg.amp_dtype} autocast" if "scaler" in state else cfg.dtype,
+            f"epochs {start_epoch}{resumed} to {cfg.epochs - 1}, into {cfg.output_dir}",
+        ]
+    )
 
 
 def _refuse_differences(mine):

@@ -23,18 +23,18 @@ def seed_step(seed, epoch, step):
     torch.manual_seed(hash((seed, epoch, step, get_rank())))  # of integers, so alike everywhere
 
 
-def progress(loader, epoch, start=0):
+def progress(loader, name, start=0):
     """The batches of `loader`, with a progress bar where a person is looking.
 
     On the main process alone: tqdm's bar on a terminal where tqdm is installed, otherwise a plain
-    line now and then, for a log. start: batches of this epoch that an earlier run has done.
+    line now and then, for a log. start: batches that an earlier run has done.
     """
     if not is_main_process():
         return iter(loader)
     bar = _tqdm() if sys.stderr.isatty() else None
     if bar:
-        return iter(bar(loader, desc=f"epoch {epoch}", leave=False, unit="batch", initial=start))
-    return _lines(loader, epoch, start)
+        return iter(bar(loader, desc=name, leave=False, unit="batch", initial=start))
+    return _lines(loader, name, start)
 
 
 def _tqdm():
@@ -45,10 +45,10 @@ def _tqdm():
     return tqdm
 
 
-def _lines(loader, epoch, start):
+def _lines(loader, name, start):
     said = time.monotonic()
     for step, batch in enumerate(loader, start):
         if time.monotonic() - said > SECONDS_BETWEEN_LINES:
             said = time.monotonic()
-            print(f"epoch {epoch}: step {step} of {len(loader)}", file=sys.stderr, flush=True)
+            print(f"{name}: step {step} of {len(loader)}", file=sys.stderr, flush=True)
         yield batch

@@ -22,7 +22,15 @@ class Config:
     )
     data_dir: str = _field("data", "where the images are, or are downloaded to", free=True)
     synthetic_samples: int = _field(8192, "training images of the synthetic set", low=1)
-    image_size: int = _field(32, "height and width in pixels that the model sees", low=8)
+    val_fraction: float = _field(
+        0.0,
+        "imagefolder without a val folder: part of each class to validate with, chosen by file "
+        "name and seed alone; output_dir/split.json keeps the choice",
+        low=0.0,
+    )
+    image_size: int = _field(
+        0, "height and width in pixels that the model sees; 0: the weights' own, else 32", low=0
+    )
     augment: str = _field(
         "crop_flip",
         "crop_flip pads by an eighth, crops and mirrors; resized_crop is ImageNet's "
@@ -48,6 +56,17 @@ class Config:
     )
 
     model: str = _field("resnet18", "any torchvision classification model, by name; or resnet20")
+    weights: str = _field(
+        "",
+        "start from these instead of random numbers, but for a new head: DEFAULT or another of "
+        "torchvision's names for the model (downloaded once a node), a file of such weights, or a "
+        "checkpoint. Pixels are normalised as the weights expect",
+    )
+    freeze: str = _field(
+        "none",
+        "backbone: train the head alone; all other weights and the BatchNorm statistics stay put",
+        choices=("none", "backbone"),
+    )
     stem: str = _field(
         "imagenet",
         "cifar: a 3x3 first convolution of stride 1 and no max-pooling, for small images (ResNets)",
@@ -118,14 +137,24 @@ class Config:
         "(Goyal et al. 2017, arXiv 1706.02677)",
         choices=("linear", "none"),
     )
-    lr: float = _field(0.1, "peak learning rate of SGD", low=0.0)
+    optimizer: str = _field(
+        "sgd", "adam and adamw want a far smaller lr, about 1e-3", choices=("sgd", "adam", "adamw")
+    )
+    lr: float = _field(0.1, "peak learning rate", low=0.0)
     momentum: float = _field(0.9, "of SGD", low=0.0)
     nesterov: bool = _field(False, "Nesterov's momentum")
-    weight_decay: float = _field(5e-4, "of SGD, on all parameters", low=0.0)
+    weight_decay: float = _field(
+        5e-4, "on all trained parameters; of adamw, decoupled from the gradient", low=0.0
+    )
     warmup_epochs: float = _field(1.0, "epochs of linear warm-up from 0 to lr", low=0.0)
     lr_schedule: str = _field(
-        "cosine", "after the warm-up, step by step", choices=("cosine", "linear", "constant")
+        "cosine",
+        "after the warm-up; cosine and linear fall to 0 step by step, step falls by lr_gamma every "
+        "lr_step_epochs",
+        choices=("cosine", "linear", "step", "constant"),
     )
+    lr_step_epochs: float = _field(30.0, "of lr_schedule=step", low=0.01)
+    lr_gamma: float = _field(0.1, "of lr_schedule=step", low=0.0)
     clip_norm: float = _field(0.0, "largest global L2 norm of the gradient; 0: no clipping", low=0)
 
     output_dir: str = _field(

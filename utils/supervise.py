@@ -19,7 +19,7 @@ def supervise(loader, epoch, state, cfg):
     What runs between two batches runs after the whole step with the first of them.
     """
     saved = time.monotonic()
-    for batch in progress(loader, epoch, loader.start):
+    for batch in progress(loader, f"epoch {epoch}", loader.start):
         yield batch
         step = loader.step
         if step == len(loader):

@@ -1,0 +1,160 @@
+"""python -m tools.predict runs/x/best.pt IMAGE_OR_FOLDER ...: what is on these images?
+
+Needs nothing but the checkpoint: the model, its classes and how its images are prepared are in it.
+Folders are searched with all that is below them. An image that cannot be decoded is reported and
+the rest goes on; exit code 1 where that leaves none, or there are none.
+"""
+
+import argparse
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tools.inference import folder_set, load_trained
+from utils.distributed import UserError, available_cores, get_device, report_errors
+from utils.images import is_image, readable
+from utils.runtime import progress
+
+
+class Images(Dataset):
+    """(path, uint8 image (3, size, size)) or (path, what is wrong with the file)."""
+
+    def __init__(self, paths, facts):
+        self.paths, self.images = paths, folder_set(paths, [0] * len(paths), facts)
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i):
+        try:
+            return self.paths[i], self.images.image(i)
+        except UserError as error:
+            return self.paths[i], str(error).split(": mend or remove it")[0]
+
+
+def find(names):
+    """The image files among `names` and in the folders among them, each folder's sorted."""
+    paths = []
+    for name in names:
+        if os.path.isdir(name):
+            found = [os.path.join(at, file) for at, _, files in os.walk(name) for file in files]
+            paths += sorted(p for p in found if is_image(Path(p).relative_to(name)))
+        else:
+            paths.append(name)
+    return paths
+
+
+@torch.inference_mode()
+def predict(model, facts, paths, device, batch_size=64, top_k=5):
+    """Yields a path with its `top_k` (class, probability), or with the reason why it has none."""
+    loader = DataLoader(
+        Images(paths, facts),
+        batch_size,
+        num_workers=min(8, available_cores()) if len(paths) > batch_size else 0,
+        collate_fn=list,
+    )
+    dtype = next(model.parameters()).dtype
+    mean, std = (torch.tensor(facts[n], dtype=dtype).view(1, 3, 1, 1) for n in ("mean", "std"))
+    for batch in progress(loader, "predict"):
+        images = [image for _, image in batch if not isinstance(image, str)]
+        found = iter(())
+        if images:
+            pixels = (torch.stack(images).to(dtype) / 255 - mean) / std
+            top = model(pixels.to(device)).softmax(1).topk(min(top_k, len(facts["classes"])))
+            found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        for path, image in batch:
+            if isinstance(image, str):
+                yield path, image
+            else:
+                values, indices = next(found)
+                names = [facts["classes"][i] for i in indices]
+                yield path, list(zip(names, values, strict=True))
+
+
+class Table:
+    """For a person; the other writers have the same methods."""
+
+    def write(self, path, result):
+        if isinstance(result, str):
+            print(f"error: {result}", file=sys.stderr)
+        else:
+            print(readable(path), *(f"{name} {p:.1%}" for name, p in result), sep="  ")
+
+    def close(self):
+        pass
+
+
+class Json:
+    """One list of {"path", "predictions": [{"class", "probability"}]} or {"path", "error"}."""
+
+    comma = "["
+
+    def write(self, path, result):
+        if isinstance(result, str):
+            row = {"path": readable(path), "error": result}
+        else:
+            named = [{"class": name, "probability": p} for name, p in result]
+            row = {"path": readable(path), "predictions": named}
+        print(self.comma, json.dumps(row, ensure_ascii=False), sep="\n", end="")
+        self.comma = ","
+
+    def close(self):
+        print("\n]" if self.comma == "," else "[]")
+
+
+class Csv:
+    """path, error, class 1, probability 1, class 2, ... : a line an image."""
+
+    def __init__(self, top_k):
+        self.lines = csv.writer(sys.stdout, lineterminator="\n")
+        ranks = range(1, top_k + 1)
+        self.lines.writerow(
+            ["path", "error", *(f"{what} {i}" for i in ranks for what in ("class", "probability"))]
+        )
+
+    def write(self, path, result):
+        bad = isinstance(result, str)
+        cells = [] if bad else [cell for pair in result for cell in pair]
+        self.lines.writerow([readable(path), result if bad else "", *cells])
+
+    def close(self):
+        pass
+
+
+@report_errors
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tools.predict", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("checkpoint", help="such as runs/x/best.pt")
+    parser.add_argument("images", nargs="+", metavar="image_or_folder")
+    parser.add_argument("--top-k", type=int, default=5, help="classes an image (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    form.add_argument("--csv", action="store_true", help="print CSV instead of lines")
+    args = parser.parse_args()
+    if min(args.top_k, args.batch_size) < 1:
+        parser.error("--top-k and --batch-size must be at least 1")
+    device = get_device(args.device)
+    model, _, facts = load_trained(args.checkpoint, device)
+    paths = find(args.images)
+    top_k = min(args.top_k, len(facts["classes"]))
+    out = Json() if args.json else Csv(top_k) if args.csv else Table()
+    bad = 0
+    for path, result in predict(model, facts, paths, device, args.batch_size, top_k):
+        out.write(path, result)
+        bad += isinstance(result, str)
+    out.close()
+    if bad or not paths:
+        print(f"{bad} of {len(paths)} images cannot be decoded", file=sys.stderr)
+    return bad == len(paths)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
