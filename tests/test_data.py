@@ -6,6 +6,9 @@ import os
 import pickle
 import tarfile
 import threading
+import zlib
+from dataclasses import replace
+from pathlib import Path
 
 import numpy
 import pytest
@@ -20,10 +23,11 @@ import utils.loaders
 from tests.launch import run_ranks
 from utils.augment import crop_flip, random_bits, resized_crop_boxes
 from utils.config import load_config
-from utils.datasets import SyntheticSet, build_datasets
+from utils.datasets import IMAGENET, FolderSet, SyntheticSet, build_datasets
 from utils.distributed import PeerError, UserError
 from utils.images import decode, find_bad, find_images
 from utils.loaders import EpochSampler, WorkersLoader, build_loader
+from utils.split import write_split
 
 CPU = torch.device("cpu")
 
@@ -98,6 +102,7 @@ def test_both_names_of_the_splits_and_only_images(tmp_path):
     photo(tmp_path / "trainset" / "Катя" / "a.JPG")
     photo(tmp_path / "trainset" / "Катя" / ".hidden.jpg")
     photo(tmp_path / "trainset" / ".ipynb_checkpoints" / "b.jpg")
+    photo(tmp_path / "trainset" / "Катя" / ".thumbnails" / "c.jpg")
     (tmp_path / "trainset" / "Катя" / "notes.txt").write_text("x")
     photo(tmp_path / "test" / "Катя" / "b.png")
     train = find_images(tmp_path, "train")
@@ -115,9 +120,11 @@ def test_bad_folders_are_named(tmp_path):
         find_images(tmp_path, "train")
     photo(tmp_path / "train" / "cat" / "a.jpg")
     (tmp_path / "train" / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no images in .*train/empty"):
+    (tmp_path / "train" / "void").mkdir()
+    with pytest.raises(UserError, match=r"no images in .*train/empty, .*train/void \("):
         find_images(tmp_path, "train")
     (tmp_path / "train" / "empty").rmdir()
+    (tmp_path / "train" / "void").rmdir()
     photo(tmp_path / "val" / "dog" / "a.jpg")
     cfg = config("--dataset=imagefolder", f"--data-dir={tmp_path}")
     with pytest.raises(UserError, match=r"train has cat; only .*val has dog"):
@@ -136,24 +143,148 @@ def test_bad_folders_are_named(tmp_path):
         ("g.bmp", "RGB"),
         ("h.webp", "RGB"),
         ("i.tiff", "RGB"),
+        ("j.tiff", "I;16"),
+        ("k.tiff", "CMYK"),
+        ("l.png", "LA"),
+        ("m.png", "1"),
+        ("n.webp", "RGBA"),
+        ("o.gif", "P"),
+        ("p.GIF", "L"),
+        ("q.jpeg", "L"),
+        ("r.ppm", "RGB"),
     ],
 )
-def test_every_kind_of_image_comes_out_in_colour(name, mode, tmp_path):
+@pytest.mark.parametrize("fast", [True, False])
+def test_every_kind_of_image_comes_out_in_colour(name, mode, fast, tmp_path, monkeypatch):
+    if not fast:  # a torchvision that decodes no more
+        monkeypatch.setattr(utils.images, "decode_image", None)
     if mode == "I;16":
         Image.fromarray(numpy.full((16, 20), 40000, dtype="uint16")).save(tmp_path / name)
+        assert (decode(tmp_path / name) == 40000 // 256).all()
     else:
         photo(tmp_path / name, mode=mode)
     image = decode(tmp_path / name)
     assert (image.shape, image.dtype) == ((3, 16, 20), torch.uint8)
     assert image.float().mean() > 50
+    assert find_images_in(tmp_path) == [name]
 
 
-def test_a_rotated_photo_stands_upright(tmp_path):
+def find_images_in(folder):
+    return [path.name for path in folder.iterdir() if utils.images.is_image(Path(path.name))]
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.tiff", "a.png", "a.webp"])
+def test_a_rotated_photo_stands_upright(name, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
-    photo(tmp_path / "a.jpg", exif=exif)
-    photo(tmp_path / "a.tiff", exif=exif)
-    assert decode(tmp_path / "a.jpg").shape == decode(tmp_path / "a.tiff").shape == (3, 20, 16)
+    photo(tmp_path / name, exif=exif)
+    assert decode(tmp_path / name).shape == (3, 20, 16)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
+def test_of_an_animation_the_first_frame(name, tmp_path):
+    frames = [Image.new("RGB", (20, 16), colour) for colour in ("red", "lime", "blue")]
+    options = {"lossless": True} if name == "a.webp" else {}
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], **options)
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 16, 20)
+    assert torch.equal(decode(tmp_path / name), red)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3000, 1), (1, 3000), (10000, 10000)])
+@pytest.mark.parametrize("ending", ["jpg", "png", "bmp"])
+def test_one_pixel_one_line_and_a_hundred_megapixels(size, ending, tmp_path, recwarn):
+    if ending == "png" and size[0] == 10000:
+        pytest.skip("the same decoder as for JPEG, and 20 seconds to write")
+    Image.new("L", size, 200).save(tmp_path / f"a.{ending}")
+    images = FolderSet([tmp_path / f"a.{ending}"], ["x"], [0], IMAGENET, 32, 36)
+    assert images[0][0].shape == (3, 32, 32) and (images[0][0] == 200).all()
+    assert not [w for w in recwarn if issubclass(w.category, Image.DecompressionBombWarning)]
+
+
+def test_what_would_fill_the_memory_is_refused(tmp_path):
+    """A PNG of 10 KB that claims 10 gigapixels."""
+    photo(tmp_path / "a.png")
+    data = bytearray((tmp_path / "a.png").read_bytes())
+    data[16:24] = (100_000).to_bytes(4) * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    (tmp_path / "a.png").write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.png cannot be decoded .*decompression bomb"):
+        decode(tmp_path / "a.png")
+
+
+def test_pixels_of_unknown_range_are_refused(tmp_path):
+    Image.fromarray(numpy.ones((4, 4), dtype="float32")).save(tmp_path / "a.tiff")
+    with pytest.raises(UserError, match=r"a\.tiff cannot be decoded .*floating-point"):
+        decode(tmp_path / "a.tiff")
+
+
+def test_names_in_any_script_and_links_to_nowhere(tmp_path, capsys):
+    strange = os.fsdecode(b"caf\xe9.jpg")  # Latin-1, as an old archive leaves it
+    for split in ("train", "val"):
+        for i, name in enumerate((strange, "图片 1.JPG", "صورة.jpg", "a\nb.jpg")):
+            photo(tmp_path / split / "Ёж" / "x.jpg", (20 + i, 16))
+            (tmp_path / split / "Ёж" / "x.jpg").rename(tmp_path / split / "Ёж" / name)
+        photo(tmp_path / split / "犬" / "1.jpg")
+    cfg = config("--dataset=imagefolder", f"--data-dir={tmp_path}", "--image-size=16")
+    train, _ = build_datasets(cfg)
+    assert train.classes == ["Ёж", "犬"]
+    assert train.resident(tmp_path / "cache").shape == (5, 3, 16, 16)
+    os.symlink("/nowhere.jpg", tmp_path / "train" / "犬" / "2.jpg")
+    break_file(tmp_path / "train" / "Ёж" / strange)
+    with pytest.raises(UserError, match=r"caf.\.jpg cannot be decoded") as caught:
+        decode(tmp_path / "train" / "Ёж" / strange)
+    assert str(caught.value).encode()
+    with pytest.raises(UserError, match=r"2\.jpg cannot be decoded \(No such file"):
+        build_datasets(cfg)[0].stack([len(build_datasets(cfg)[0]) - 1])
+    cfg = replace(cfg, on_bad_sample="skip")
+    assert len(build_datasets(cfg)[0]) == 4
+    assert "left out: 2 of 11 files" in capsys.readouterr().out
+
+
+# A validation set out of the training images
+
+
+def split_flags(root, *flags):
+    base = ("--dataset=imagefolder", "--image-size=16", "--val-fraction=0.34")
+    return (*base, f"--data-dir={root}", f"--output-dir={root}-run", *flags)
+
+
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_a_set_without_validation_images_is_split(inside, tmp_path):
+    for name, count in (("cat", 9), ("dog", 3), ("owl", 2)):
+        for i in range(count):
+            photo(tmp_path / inside / name / f"{i}.jpg")
+    cfg = config(*split_flags(tmp_path))
+    train, val = build_datasets(cfg)
+    assert train.labels.bincount().tolist() == [6, 2, 1] and val.classes == train.classes
+    assert val.labels.bincount().tolist() == [3, 1, 1]
+    assert not set(train.paths) & set(val.paths)
+    assert run_ranks(lambda rank: build_datasets(cfg)[1].paths, 2) == [val.paths] * 2
+    other = build_datasets(config(*split_flags(tmp_path, "--seed=1")))[1]
+    assert other.paths != val.paths
+    # What is written stays, whatever comes; but for other settings, and for a new start.
+    photo(tmp_path / "test" / "cat" / "0.jpg")
+    Path(f"{tmp_path}-run").mkdir()
+    write_split(cfg, val)
+    for i in range(20):
+        photo(tmp_path / inside / "cat" / f"new{i}.jpg")
+    train, again = build_datasets(cfg)
+    assert again.paths == val.paths and len(train) == 9 + 20
+    assert build_datasets(config(*split_flags(tmp_path, "--seed=1")))[1].paths != val.paths
+    anew = build_datasets(config(*split_flags(tmp_path, "--resume=never")))[1]
+    assert len(anew) == 10 + 1 + 1
+    os.unlink(val.paths[0])
+    with pytest.raises(UserError, match=r"is gone, one of 1 that .*split\.json"):
+        build_datasets(cfg)
+
+
+def test_sets_that_cannot_be_split(tmp_path):
+    photo(tmp_path / "train" / "cat" / "0.jpg")
+    with pytest.raises(UserError, match=r"train/cat holds one image"):
+        build_datasets(config(*split_flags(tmp_path)))
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match="pass --val-fraction 0"):
+        build_datasets(config(*split_flags(tmp_path)))
 
 
 @pytest.mark.parametrize("part", [0, 0.3, 0.9])

@@ -52,12 +52,10 @@ def find(names):
 @torch.inference_mode()
 def predict(model, facts, paths, device, batch_size=64, top_k=5):
     """Yields a path with its `top_k` (class, probability), or with the reason why it has none."""
-    loader = DataLoader(
-        Images(paths, facts),
-        batch_size,
-        num_workers=min(8, available_cores()) if len(paths) > batch_size else 0,
-        collate_fn=list,
-    )
+    workers = min(8, available_cores() // 2) if len(paths) > batch_size else 0
+    if workers and device.type == "cpu":
+        torch.set_num_threads(available_cores() - workers)
+    loader = DataLoader(Images(paths, facts), batch_size, num_workers=workers, collate_fn=list)
     dtype = next(model.parameters()).dtype
     mean, std = (torch.tensor(facts[n], dtype=dtype).view(1, 3, 1, 1) for n in ("mean", "std"))
     for batch in progress(loader, "predict"):

@@ -59,7 +59,9 @@ def find_images(data_dir, split):
             f"no {split} images: none of {', '.join(map(str, names))} is a folder. "
             f"Each class is a folder of images in there; pass --data-dir"
         )
-    classes = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
+    others = SPLITS["test"] if folder == Path(data_dir) else ()
+    found = (entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes = sorted(name for name in found if name[0] != "." and name not in others)
     if not classes:
         raise UserError(f"{folder} holds no class folders (expected {folder}/<class>/*.jpg)")
     samples = make_dataset(

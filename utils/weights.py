@@ -99,14 +99,15 @@ def load_weights(model, name, weights):
         saved = read_checkpoint(found.path) if "format" in saved else saved
         saved = saved.get("model", saved.get("state_dict", saved))
         saved = {key.removeprefix("module."): value for key, value in saved.items()}
-    head = f"{head_of(model)}."
-    own = {key: value for key, value in model.state_dict().items() if not key.startswith(head)}
+    passed_over = (f"{head_of(model)}.", "aux1.", "aux2.", "AuxLogits.")  # heads
+    wanted = {k: v.shape for k, v in model.state_dict().items() if not k.startswith(passed_over)}
+    given = {k: v.shape for k, v in saved.items() if not k.startswith(passed_over)}
+    for key in [key for key in wanted if key.endswith("num_batches_tracked")]:
+        given.setdefault(key, wanted[key])  # which old files do not hold
     wrong = [
-        f"{key} is {tuple(value.shape)} here and {tuple(saved[key].shape)} there"
-        if key in saved
-        else f"{key} is missing"
-        for key, value in own.items()
-        if key not in saved or saved[key].shape != value.shape
+        f"{key} is {_size(wanted, key)} here and {_size(given, key)} there"
+        for key in wanted | given
+        if wanted.get(key) != given.get(key)
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -114,7 +115,11 @@ def load_weights(model, name, weights):
             f"the weights in {found.path} do not fit {name} as it is set up here (--stem, --norm, "
             f"--image-size): {'; '.join(wrong[:3])}{more}"
         )
-    model.load_state_dict({key: saved[key] for key in own}, strict=False)
+    model.load_state_dict({key: saved[key] for key in wanted if key in saved}, strict=False)
+
+
+def _size(shapes, key):
+    return tuple(shapes[key]) if key in shapes else "missing"
 
 
 def _fetch(name, found):
