@@ -274,7 +274,7 @@ def test_a_set_without_validation_images_is_split(inside, tmp_path):
     anew = build_datasets(config(*split_flags(tmp_path, "--resume=never")))[1]
     assert len(anew) == 10 + 1 + 1
     os.unlink(val.paths[0])
-    with pytest.raises(UserError, match=r"is gone, one of 1 that .*split\.json"):
+    with pytest.raises(UserError, match=r"is gone or broken, one of 1 that .*split\.json"):
         build_datasets(cfg)
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from utils.distributed import (
 from utils.images import cache_folder, find_bad, find_images, readable
 from utils.loaders import build_loader
 from utils.metrics import Meter, evaluate
+from utils.split import has_validation_images
 
 
 class ConfusionMeter(Meter):
@@ -51,7 +53,7 @@ def evaluation_set(cfg, facts, data_dir, split, skip_bad):
     if data_dir is None and cfg.dataset != "imagefolder":
         return build_datasets(cfg)[split != "train"]  # neither has a third set
     cfg = replace(cfg, data_dir=data_dir or cfg.data_dir, dataset="imagefolder", resume="auto")
-    if cfg.val_fraction and split != "test":  # the split that the run has made
+    if cfg.val_fraction and split != "test" and not has_validation_images(cfg.data_dir):
         return build_datasets(cfg)[split != "train"]
     files = find_images(cfg.data_dir, split)
     unknown = sorted(set(files.classes) - set(facts["classes"]))
@@ -147,7 +149,9 @@ def main():
     device = init_distributed(args.device) if launched else get_device(args.device)
     model, cfg, facts = load_trained(args.checkpoint, device)
     skip = args.on_bad_sample == "skip"
-    cfg = replace(cfg, on_bad_sample=args.on_bad_sample)
+    # Where the split lies that the run has made, if it has made one.
+    folder = str(Path(args.checkpoint).parent)
+    cfg = replace(cfg, on_bad_sample=args.on_bad_sample, output_dir=folder)
     images = evaluation_set(cfg, facts, args.data_dir, args.split, skip)
     sampler = DistributedSampler(images, shuffle=False) if launched else SequentialSampler(images)
     cfg = replace(

@@ -14,6 +14,7 @@ from utils.distributed import UserError, get_local_rank, is_main_process, main_p
 from utils.images import (
     cache_folder,
     check_classes,
+    choose,
     decode,
     decoded,
     find_bad,
@@ -192,32 +193,28 @@ def _cifar10(cfg, inputs):
 
 
 def _imagefolder(cfg, inputs):
-    if cfg.val_fraction:
-        train, val = split_images(cfg)
-    else:
-        train, val = find_images(cfg.data_dir, "train"), find_images(cfg.data_dir, "val")
-        check_classes(train, val)
-    skip = cfg.on_bad_sample == "skip"
-    bad = set(find_bad(train.paths + val.paths, cache_folder(cfg))) if skip else ()
-    if bad and is_main_process():
-        files = len(train.paths + val.paths)
-        names = readable(", ".join(sorted(bad)))
-        print(f"left out: {len(bad)} of {files} files cannot be decoded: {names}")
+    names = ("all",) if cfg.val_fraction else ("train", "val")
+    splits = [find_images(cfg.data_dir, name) for name in names]
+    if len(splits) == 2:
+        check_classes(*splits)
+    if cfg.on_bad_sample == "skip":
+        splits = _without_bad(splits, cache_folder(cfg))
+    train, val = splits if len(splits) == 2 else split_images(*splits, cfg)
     # The standard test crop is the middle of an image 256 / 224 times as large.
     resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
     if inputs.get("image_size") == cfg.image_size:
         resize = inputs.get("resize", resize)
     how = cfg.image_size, resize, inputs.get("interpolation", "bilinear")
+    pixels = _normalisation(inputs, IMAGENET)
     return tuple(
-        _folder_set(files, bad, _normalisation(inputs, IMAGENET), *how) for files in (train, val)
+        FolderSet(files.paths, files.classes, files.labels, pixels, *how) for files in (train, val)
     )
 
 
-def _folder_set(files, bad, *how):
-    samples = [(p, n) for p, n in zip(files.paths, files.labels, strict=True) if p not in bad]
-    left = {label for _, label in samples}
-    for label, name in enumerate(files.classes):
-        if label not in left:
-            raise UserError(f"none of the images of {files.folder / name} can be decoded")
-    paths, labels = zip(*samples, strict=True)
-    return FolderSet(paths, files.classes, labels, *how)
+def _without_bad(splits, cache):
+    paths = [path for files in splits for path in files.paths]
+    bad = set(find_bad(paths, cache))
+    if bad and is_main_process():
+        names = readable(", ".join(sorted(bad)))
+        print(f"left out: {len(bad)} of {len(paths)} files cannot be decoded: {names}")
+    return [choose(files, [path not in bad for path in files.paths]) for files in splits]

@@ -88,6 +88,17 @@ def readable(text):
     return os.fsencode(text).decode(errors="replace")
 
 
+def choose(files, wanted):
+    """Those of the Files whose `wanted`, a bool each, is true. UserError where a class has none."""
+    kept = [i for i, take in enumerate(wanted) if take]
+    paths, labels = ([values[i] for i in kept] for values in (files.paths, files.labels))
+    left = set(labels)
+    for label, name in enumerate(files.classes):
+        if label not in left:
+            raise UserError(f"none of the images of {files.folder / name} can be decoded")
+    return files._replace(paths=paths, labels=labels)
+
+
 def check_classes(train, val):
     """Raise UserError unless both splits hold the same classes: a missing one shifts the labels."""
     if train.classes != val.classes:

@@ -6,30 +6,35 @@ import os
 from pathlib import Path
 
 from utils.distributed import UserError
-from utils.images import find_images
+from utils.images import choose
 
 
-def split_images(cfg):
-    """The images of data_dir, or of its train folder -> Files to train with and to validate with.
+def split_images(files, cfg):
+    """Files, all there are -> Files to train with, Files to validate with.
 
     cfg.val_fraction of each class, at least one image, chosen by the file's name and cfg.seed, so
     that the choice of one file does not hang on which others there are. A run that goes on keeps
     the choice it has written (write_split()): files that have come since are trained with.
     Raises UserError for a class of one image, or where a file of the written choice is gone.
     """
-    if any((Path(cfg.data_dir) / name).is_dir() for name in ("val", "valset")):
+    if has_validation_images(cfg.data_dir):
         raise UserError(f"{cfg.data_dir} has a folder to validate with: pass --val-fraction 0")
-    files = find_images(cfg.data_dir, "all")
     names = [os.path.relpath(path, cfg.data_dir) for path in files.paths]
     chosen = _written(cfg) if cfg.resume != "never" else None
     if chosen is None:
         chosen = _choose(files, names, cfg)
     elif gone := sorted(chosen - set(names)):
         raise UserError(
-            f"{Path(cfg.data_dir) / gone[0]} is gone, one of {len(gone)} that {_path(cfg)} "
-            f"validates with: put it back, or pass --resume never to start anew"
+            f"{Path(cfg.data_dir) / gone[0]} is gone or broken, one of {len(gone)} that "
+            f"{_path(cfg)} validates with: put it back, or pass --resume never to start anew"
         )
-    return tuple(_part(files, [(name in chosen) == val for name in names]) for val in (False, True))
+    return tuple(
+        choose(files, [(name in chosen) == val for name in names]) for val in (False, True)
+    )
+
+
+def has_validation_images(data_dir):
+    return any((Path(data_dir) / name).is_dir() for name in ("val", "valset"))
 
 
 def write_split(cfg, val_set):
@@ -70,9 +75,3 @@ def _choose(files, names, cfg):
         count = min(max(1, round(cfg.val_fraction * len(own))), len(own) - 1)
         chosen.update(sorted(own, key=drawn)[:count])
     return chosen
-
-
-def _part(files, wanted):
-    kept = [i for i, take in enumerate(wanted) if take]
-    paths, labels = ([values[i] for i in kept] for values in (files.paths, files.labels))
-    return files._replace(paths=paths, labels=labels)
