@@ -21,6 +21,7 @@ LIFTABLE = {
     "spawn": set(),
     "metrics": {"distributed"},
     "runtime": {"distributed"},
+    "weights": {"checkpoint", "distributed"},
 }
 
 

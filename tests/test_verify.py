@@ -77,7 +77,11 @@ def test_a_teams_own_copy_is_judged_like_the_original(monkeypatch, tmp_path, cap
 def test_mistakes_on_the_command_line(monkeypatch, capsys):
     assert run_main(monkeypatch, "--plant", "list") == 0
     assert capsys.readouterr().out.split() == [bug.name for bug in BUGS]
-    for arguments in (["--plant", "no-such"], ["--script", "/no/such.py"]):
+    for arguments in (
+        ["--plant", "no-such"],
+        ["--script", "/no/such.py"],
+        ["--script", "train_ddp.py", "--plant", "seed-per-rank"],
+    ):
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *arguments)
 

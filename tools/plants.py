@@ -149,6 +149,18 @@ BUGS = [
         "The samples of its first steps are trained twice after every restart.",
         "The loader's place in the epoch is part of `state`.",
     ),
+    Bug(
+        "frozen-batchnorm-learns",
+        "utils/weights.py",
+        "    return _freeze_batchnorm(model)",
+        "    return model",
+        "frozen backbone x2",
+        "The weights are frozen, and BatchNorm goes on collecting statistics of the new images.",
+        "The backbone computes something else than in the run it comes from, and drifts; on few "
+        "images validation is erratic.",
+        "`freeze_backbone()` puts a BatchNorm that never trains in place of each; "
+        "`requires_grad_(False)` does not reach running statistics.",
+    ),
 ]
 
 

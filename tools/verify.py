@@ -385,6 +385,8 @@ def main():
         print("\n".join(bug.name for bug in BUGS))
         return 0
     cases, script, bug = CASES, None, None
+    if args.script and args.plant:
+        parser.error("--plant puts a bug into the scripts here, not into yours: pass one of them")
     if args.script:
         script = Path(args.script).resolve()
         cases = [case for case in CASES if case.script == (args.like or script.name)]
