@@ -118,9 +118,7 @@ def decode(path):
     """
     try:
         data = Path(path).read_bytes()
-        with warnings.catch_warnings():  # of images between 89 and 179 million pixels
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return _by_torchvision(data) if decode_image else _by_pillow(data)
+        return _by_torchvision(data) if decode_image else _by_pillow(data)
     except MemoryError:
         raise
     except Exception as error:  # broken files make Pillow raise whatever its parsers come across
@@ -137,7 +135,7 @@ def _by_torchvision(data):
     if not data.startswith((JPEG, PNG)):
         return _by_pillow(data)  # torchvision would overlook how a WebP is rotated
     if data.startswith(PNG) or len(data) > 4_000_000:
-        Image.open(io.BytesIO(data)).close()  # refuses what would fill the memory
+        _open(data).close()  # refuses what would fill the memory
     try:
         pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         image = decode_image(pixels, ImageReadMode.RGB, apply_exif_orientation=True)
@@ -146,8 +144,14 @@ def _by_torchvision(data):
         return _by_pillow(data)
 
 
+def _open(data):
+    with warnings.catch_warnings():  # of images between 89 and 179 million pixels
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(data))
+
+
 def _by_pillow(data):
-    with Image.open(io.BytesIO(data)) as image:
+    with _open(data) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode == "F":
             raise ValueError("floating-point pixels, whose range is unknown")
