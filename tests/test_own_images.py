@@ -245,7 +245,13 @@ def test_mistakes_are_one_line(clone, said, monkeypatch, capfd, tmp_path):
 
 def test_a_run_on_another_kind_of_set(monkeypatch, capsys, tmp_path):
     """Synthetic images, another norm; a folder that has some of the classes only."""
-    out = run_script("train_1gpu.py", output_dir=tmp_path / "run", norm="group")
+    out = run_script("train_1gpu.py", output_dir=tmp_path / "first", norm="group")
+    checkpoint = torch.load(out.output_dir / "last.pt")
+    checkpoint["data"] |= {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}
+    torch.save(checkpoint, tmp_path / "other.pt")
+    flags = {"norm": "group", "weights": tmp_path / "other.pt", "epochs": 1}
+    out = run_script("train_1gpu.py", output_dir=tmp_path / "run", **flags)
+    assert read_checkpoint(out.output_dir / "last.pt")["data"]["std"] == [0.5, 0.6, 0.7]
     run(evaluate, monkeypatch, out.output_dir / "last.pt", "--json", "--batch-size=7")
     found = json.loads(capsys.readouterr().out)
     assert found["samples"] == SMALL["synthetic_samples"] // 4 == sum(map(sum, found["confusion"]))

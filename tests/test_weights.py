@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import re
+import socket
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.launch import SMALL, free_port, run_ranks, run_script
+from tests.launch import SMALL, run_ranks, run_script
 from tools.verify import Case, Verifier
 from utils.checkpoint import read_checkpoint
 from utils.config import load_config
@@ -210,8 +211,11 @@ def test_one_process_a_node_fetches_them(server, hub):
 
 
 def test_offline_and_absent_names_the_file_and_its_place(server, hub, monkeypatch):
-    monkeypatch.setattr(RESNET18.value, "url", f"http://127.0.0.1:{free_port()}/{server[1]}")
-    first, second = weights_on_ranks(2)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/{server[1]}"
+        monkeypatch.setattr(RESNET18.value, "url", url)
+        first, second = weights_on_ranks(2)
     assert isinstance(first, UserError) and isinstance(second, PeerError)
     for part in (server[1], str(hub), "could not be fetched", "--weights"):
         assert part in str(first)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from tools.inference import folder_set, load_trained
+from tools.inference import folder_set, load_trained, prepare_alike
 from utils.datasets import build_datasets
 from utils.distributed import (
     UserError,
@@ -51,10 +51,10 @@ class ConfusionMeter(Meter):
 def evaluation_set(cfg, facts, data_dir, split, skip_bad):
     """The images to evaluate with: of a folder, or of the data that the model was trained with."""
     if data_dir is None and cfg.dataset != "imagefolder":
-        return build_datasets(cfg)[split != "train"]  # neither has a third set
+        return prepare_alike(build_datasets(cfg)[split != "train"], facts)  # there is no third set
     cfg = replace(cfg, data_dir=data_dir or cfg.data_dir, dataset="imagefolder", resume="auto")
     if cfg.val_fraction and split != "test" and not has_validation_images(cfg.data_dir):
-        return build_datasets(cfg)[split != "train"]
+        return prepare_alike(build_datasets(cfg)[split != "train"], facts)
     files = find_images(cfg.data_dir, split)
     unknown = sorted(set(files.classes) - set(facts["classes"]))
     if unknown:
@@ -102,7 +102,10 @@ def draw(path, classes, counts):
             text = int(counts[row, column])
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, label="fraction of the class")
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # no such folder; no such format
+        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def report(args, classes, result, counts):

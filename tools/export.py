@@ -43,10 +43,8 @@ def export_onnx(model, images, path, facts):
         verbose=False,
     )
     program.model.metadata_props["facts"] = facts
-    large = (
-        sum(p.numel() for p in model.parameters()) * 4 > 1_800_000_000
-    )  # a protobuf ends at 2 GB
-    program.save(path, external_data=large)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    program.save(path, external_data=4 * numbers > 1_800_000_000)  # a protobuf ends at 2 GB
     onnx.checker.check_model(str(path))
 
 
@@ -121,7 +119,10 @@ def main():
     output = Path(args.output or Path(args.checkpoint).with_suffix(SUFFIX[args.format]))
     if not output.parent.is_dir():
         raise UserError(f"there is no folder {output.parent}: make it, or pass another --output")
-    worst = export(args.checkpoint, args.format, output)
+    try:
+        worst = export(args.checkpoint, args.format, output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
     print(f"{output}: equal to the model but for {worst:.1e} of its largest output")
 
 

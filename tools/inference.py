@@ -33,6 +33,14 @@ def load_trained(path, device):
     return model.eval().to(device), cfg, facts
 
 
+def prepare_alike(images, facts):
+    """The set, its images from now on prepared as the model's validation images were."""
+    images.size, images.resize = facts["image_size"], facts["resize"]
+    images.mean, images.std = facts["mean"], facts["std"]
+    images.interpolation = facts["interpolation"]
+    return images
+
+
 def folder_set(paths, labels, facts):
     """The images at `paths`, prepared as the model's validation images were."""
     how = facts["image_size"], facts["resize"], facts["interpolation"]

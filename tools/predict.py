@@ -42,7 +42,8 @@ def find(names):
     paths = []
     for name in names:
         if os.path.isdir(name):
-            found = [os.path.join(at, file) for at, _, files in os.walk(name) for file in files]
+            walk = os.walk(name, followlinks=True)
+            found = [os.path.join(at, file) for at, _, files in walk for file in files]
             paths += sorted(p for p in found if is_image(Path(p).relative_to(name)))
         else:
             paths.append(name)
