@@ -1,10 +1,13 @@
 """How the tests start several processes: always with a time limit, and never leaving one behind."""
 
+import http.server
 import multiprocessing
 import os
 import pickle
 import socket
+import threading
 import traceback
+from contextlib import contextmanager
 
 from tools.runs import ROOT, finish_run, start_run
 
@@ -48,6 +51,30 @@ def free_port():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+@contextmanager
+def web_server(folder, requests):
+    """The files of `folder` behind http://127.0.0.1:PORT; yields that. GETs are noted in a file."""
+    requests.touch()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(folder))
+
+        def do_GET(self):
+            if self.headers["Method"] != "HEAD":  # torchvision looks for redirects like that
+                with open(requests, "a") as file:
+                    file.write(self.path + "\n")
+            super().do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
 
 
 def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, limit=60):

@@ -1,11 +1,9 @@
 """Images, sets and loaders: the same batches whoever makes them, and bad files named."""
 
 import hashlib
-import http.server
 import os
 import pickle
 import tarfile
-import threading
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from torchvision.transforms.v2 import functional as F
 
 import utils.images
 import utils.loaders
-from tests.launch import run_ranks
+from tests.launch import run_ranks, web_server
 from utils.augment import crop_flip, random_bits, resized_crop_boxes
 from utils.config import load_config
 from utils.datasets import IMAGENET, FolderSet, SyntheticSet, build_datasets
@@ -384,33 +382,16 @@ def cifar_server(tmp_path, monkeypatch):
         return hashlib.md5(path.read_bytes()).hexdigest()
 
     requests = tmp_path / "requests"
-    requests.touch()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(site))
-
-        def do_GET(self):
-            if self.headers["Method"] != "HEAD":  # torchvision looks for redirects like that
-                with open(requests, "a") as file:
-                    file.write(self.path + "\n")
-            super().do_GET()
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    known = torchvision.datasets.CIFAR10
-    url = f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz"
-    monkeypatch.setattr(known, "url", url)
-    monkeypatch.setattr(known, "tgz_md5", md5(site / "cifar-10-python.tar.gz"))
-    monkeypatch.setattr(known, "train_list", [(n, md5(base / n)) for n in names[:5]])
-    monkeypatch.setattr(known, "test_list", [("test_batch", md5(base / "test_batch"))])
-    meta = {"filename": "batches.meta", "key": "label_names", "md5": md5(base / "batches.meta")}
-    monkeypatch.setattr(known, "meta", meta)
-    yield url, requests
-    server.shutdown()
+    with web_server(site, requests) as address:
+        known = torchvision.datasets.CIFAR10
+        url = f"{address}/cifar-10-python.tar.gz"
+        monkeypatch.setattr(known, "url", url)
+        monkeypatch.setattr(known, "tgz_md5", md5(site / "cifar-10-python.tar.gz"))
+        monkeypatch.setattr(known, "train_list", [(n, md5(base / n)) for n in names[:5]])
+        monkeypatch.setattr(known, "test_list", [("test_batch", md5(base / "test_batch"))])
+        meta = {"filename": "batches.meta", "key": "label_names", "md5": md5(base / "batches.meta")}
+        monkeypatch.setattr(known, "meta", meta)
+        yield url, requests
 
 
 def cifar_on_ranks(data_dir, ranks):

@@ -1,17 +1,15 @@
 """Fine-tuning: weights by name and from files, a frozen backbone, optimizers and schedules."""
 
 import hashlib
-import http.server
 import re
 import socket
-import threading
 
 import pytest
 import torch
 import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.launch import SMALL, run_ranks, run_script
+from tests.launch import SMALL, run_ranks, run_script, web_server
 from tools.verify import Case, Verifier
 from utils.checkpoint import read_checkpoint
 from utils.config import load_config
@@ -168,26 +166,10 @@ def server(tmp_path, monkeypatch):
     name = f"resnet18-{hashlib.sha256((site / 'weights').read_bytes()).hexdigest()[:8]}.pth"
     (site / "weights").rename(site / name)
     requests = tmp_path / "requests"
-    requests.touch()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(site))
-
-        def do_GET(self):
-            with open(requests, "a") as file:
-                file.write(self.path + "\n")
-            super().do_GET()
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/{name}"
-    monkeypatch.setattr(RESNET18.value, "url", url)
-    yield requests, name
-    server.shutdown()
+    with web_server(site, requests) as address:
+        url = f"{address}/{name}"
+        monkeypatch.setattr(RESNET18.value, "url", url)
+        yield requests, name
 
 
 def weights_on_ranks(ranks, **options):
