@@ -223,7 +223,7 @@ def test_progress_for_a_log_and_for_a_person(monkeypatch, capsys):
     bars = []
     fake = types.SimpleNamespace(tqdm=lambda loader, **options: bars.append(options) or loader)
     monkeypatch.setitem(sys.modules, "tqdm", fake)
-    assert list(progress(batches, 4, start=7)) == batches
+    assert list(progress(batches, "epoch 4", start=7)) == batches
     assert (bars[0]["desc"], bars[0]["initial"]) == ("epoch 4", 7)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert list(progress(batches, "epoch 4")) == batches

@@ -95,8 +95,7 @@ BUGS = [
     Bug(
         "rank-local-random_split",
         "utils/datasets.py",
-        "    return SyntheticSet(train, size, seed, split=0), "
-        "SyntheticSet(val, size, seed, split=1)",
+        "    return SyntheticSet(train, size, seed, 0, how), SyntheticSet(val, size, seed, 1, how)",
         "    from utils.distributed import get_rank\n"
         "    pool = SyntheticSet(train + val, size, seed, split=0)\n"
         "    own = torch.Generator().manual_seed(get_rank())\n"

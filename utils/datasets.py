@@ -169,8 +169,8 @@ def _normalisation(inputs, default):
 
 def _synthetic(cfg, inputs):
     train, val = cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4)
-    size, seed, pixels = cfg.image_size, cfg.seed, _normalisation(inputs, NEUTRAL)
-    return tuple(SyntheticSet(n, size, seed, split, pixels) for split, n in enumerate((train, val)))
+    size, seed, how = cfg.image_size, cfg.seed, _normalisation(inputs, NEUTRAL)
+    return SyntheticSet(train, size, seed, 0, how), SyntheticSet(val, size, seed, 1, how)
 
 
 def _cifar10(cfg, inputs):
