@@ -18,7 +18,7 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test verify verify-all lint diff readme clean
+.PHONY: help train test verify verify-all bench bench-quick lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -40,6 +40,12 @@ verify: $(env)  ## prove that all scripts train the same model: ARGS="--plant li
 
 verify-all: $(env)  ## the same for a run begun by each script and finished by each
 	$(python) -m tools.verify --matrix $(ARGS)
+
+bench: $(env)  ## time the scripts here, each with its limits: COMPARE=before.json, ARGS="--repeats 5"
+	$(python) -m tools.bench --config configs/bench.yaml $(if $(COMPARE),--compare $(COMPARE)) $(ARGS)
+
+bench-quick: $(env)  ## the same in two minutes
+	$(python) -m tools.bench --config configs/bench.yaml --quick $(ARGS)
 
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .

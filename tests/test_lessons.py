@@ -15,6 +15,7 @@ LIFTABLE = {
     "distributed": set(),
     "augment": set(),
     "sync_batchnorm": set(),
+    "conv": set(),
     "checkpoint": {"distributed", "sharded"},
     "sharded": {"distributed"},
     "replicas": {"distributed"},

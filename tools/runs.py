@@ -24,18 +24,24 @@ class Run(NamedTuple):
 
 
 def command(script, nproc, flags):
-    """torchrun --standalone for a number of processes, plain Python for nproc=None."""
+    """torchrun --standalone for a number of processes, plain Python for nproc=None.
+
+    script: its path, or a list: -m, a module, the module's arguments.
+    """
     start = [sys.executable]
     if nproc:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    start.append(str(script))
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            start.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            start.append(f"--{flag}={value}")
-    return start
+    start += map(str, script if isinstance(script, list) else [script])
+    return start + flag_list(flags)
+
+
+def flag_list(flags):
+    """{name: value} -> the flags of a script."""
+    flags = {name.replace("_", "-"): value for name, value in flags.items()}
+    return [
+        f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}"
+        for flag, value in flags.items()
+    ]
 
 
 def start_run(script, nproc, flags, environment=None, cwd=ROOT, cores=None):

@@ -7,6 +7,7 @@ import torchvision
 from torch import nn
 from torchvision.models.resnet import BasicBlock
 
+from utils.conv import convert_convolutions
 from utils.distributed import UserError, all_gather_object
 from utils.sync_batchnorm import SyncBatchNorm
 from utils.weights import freeze_backbone, load_weights
@@ -29,6 +30,7 @@ def build_model(cfg, num_classes):
         load_weights(model, cfg.model, cfg.weights)
     if cfg.freeze == "backbone":
         model = freeze_backbone(model)
+    model = convert_convolutions(model)
     # DistributedDataParallel would hide a seed per rank, other ways to share a model would not.
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):

@@ -1,0 +1,77 @@
+"""A convolution with an output of one pixel is a matrix product, and the same numbers."""
+
+import itertools
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from utils.conv import Conv2d, convert_convolutions
+
+CASES = [
+    (size, kernel, stride, padding)
+    for size, kernel, stride, padding in itertools.product(
+        ((1, 1), (2, 2), (1, 2), (3, 3), (4, 3)), (1, 2, 3), (1, 2, 3), (0, 1, 2)
+    )
+    if min(size) + 2 * padding >= kernel
+]
+
+
+def both(images, *args, **options):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(*args, **options).double()
+    results = []
+    for module in (plain, convert_convolutions(nn.Sequential(plain))[0]):
+        inputs = images.clone().requires_grad_()
+        outputs = module(inputs)
+        module.zero_grad()
+        (outputs * torch.arange(outputs.numel()).view_as(outputs)).sum().backward()
+        gradients = [p.grad.clone() for p in module.parameters()]
+        results.append([outputs, inputs.grad, *gradients])
+    return results
+
+
+@pytest.mark.parametrize(("size", "kernel", "stride", "padding"), CASES)
+def test_outputs_and_gradients_are_those_of_a_convolution(size, kernel, stride, padding):
+    images = torch.randn(3, 4, *size, dtype=torch.float64)
+    for memory in (torch.contiguous_format, torch.channels_last):
+        pair = both(images.to(memory_format=memory), 4, 5, kernel, stride, padding)
+        for plain, ours in zip(*pair, strict=True):
+            assert plain.shape == ours.shape
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": "same"},
+        {"padding": "valid"},
+        {"padding": 1, "groups": 2},
+        {"padding": 1, "padding_mode": "reflect"},
+        {"padding": 2, "dilation": 2},
+        {"padding": (1, 0), "stride": (2, 1)},
+        {"padding": 1, "bias": False},
+    ],
+)
+def test_every_option_of_a_convolution(options):
+    for side in (3, 4):
+        for plain, ours in zip(
+            *both(torch.randn(2, 4, side, side).double(), 4, 6, 3, **options), strict=True
+        ):
+            torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_resnet_on_small_images_uses_products_and_keeps_its_names(monkeypatch):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=3).double().eval()
+    names, images = list(model.state_dict()), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    expected = model(images)
+    products = []
+    real = torch.nn.functional.linear
+    monkeypatch.setattr("utils.conv.linear", lambda *a: products.append(1) or real(*a))
+    converted = convert_convolutions(model)
+    torch.testing.assert_close(converted(images), expected, rtol=1e-12, atol=1e-12)
+    assert len(products) == 5  # the last stage: four 3x3 convolutions and the shortcut
+    assert list(converted.state_dict()) == names
+    assert all(type(m) is Conv2d for m in converted.modules() if isinstance(m, nn.Conv2d))

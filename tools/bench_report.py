@@ -1,0 +1,194 @@
+"""What bench.json says, for people: a table, a page with pictures, ratios to an earlier run."""
+
+import base64
+import html
+import io
+import json
+import random
+import statistics
+
+from tools.probe import PARTS
+
+EPOCH = 50_000  # images of CIFAR-10, the tutorial's epoch
+HEAD = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "efficiency"]
+HEAD += ["accuracy", "memory", "data wait", "forward", "backward", "optimizer", "of limit"]
+HEAD += ["limited by"]
+
+
+def medians(samples, name):
+    values = sorted(sample[name] for sample in samples)
+    return statistics.median(values), values[0], values[-1]
+
+
+def limits_of(result, key):
+    """Median images/s of each limit: compute, data, communication."""
+    runs = result["limits"][key]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def verdict(parts, limits, share):
+    """The bottleneck of a row, in words. share: measured / smallest limit."""
+    if parts[PARTS.index("data")] > 0.05 * sum(parts):
+        return "input-bound: raise num_workers or use loader=device"
+    if share < 0.7 and "communication" in limits:
+        return "held up by the other ranks: all-reduce and BatchNorm do not hide behind computing"
+    if share < 0.7:
+        return "overhead: something stands between the steps' parts"
+    return f"{min(limits, key=limits.get)}-bound"
+
+
+def rows(result):
+    """Cells of the table, a list a row."""
+    speed = {
+        name: medians(samples, "images_per_second") for name, samples in result["rows"].items()
+    }
+    for name, key, world_size in result["order"]:
+        if name in result["absent"]:
+            yield [name, *[""] * (len(HEAD) - 2), result["absent"][name]]
+            continue
+        samples = result["rows"][name]
+        middle, low, high = speed[name]
+        parts = [statistics.mean(p) for p in zip(*(s["parts"] for s in samples), strict=True)]
+        limits = limits_of(result, key) if key else {}
+        share = middle / min(limits.values()) if key else 0
+        first = samples[0]
+        alone = speed.get("1 device")
+        base = speed.get("DDP + AMP x1" if "AMP" in name else "DDP x1")
+        comparable = first["global_batch_size"] == result["config"]["global_batch_size"]
+        efficiency = "not comparable"
+        if comparable and base:
+            ranks = world_size if result["gpus"] else 1  # on a CPU all rows have the same cores
+            efficiency = f"{middle / base[0] / ranks:.0%}"
+        yield [
+            name,
+            str(first["global_batch_size"]),
+            f"{EPOCH / middle:.1f}",
+            f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
+            f"{middle / alone[0]:.2f}" if alone else "",
+            efficiency,
+            f"{medians(samples, 'accuracy')[0]:.1%}",
+            f"{medians(samples, 'memory')[0] / 2**30:.2f} GiB",
+            *(f"{part / sum(parts):.1%}" for part in parts[:4]),
+            f"{share:.0%}" if key else "",
+            verdict(parts, limits, share) if key else "",
+        ]
+
+
+def notes(result):
+    """What has to be known to read the table."""
+    samples = next(iter(result["rows"].values()))
+    steps, repeats = samples[0]["updates"], len(samples)
+    first = medians(samples, "start_up")[0]
+    where = ", ".join(result["gpus"]) or f"{result['cores']} cores of {result['cpu']}"
+    shared = ""
+    if not result["gpus"]:
+        shared = " All rows have the same cores: efficiency is the speed relative to one process."
+    return (
+        f"{result['config']['model']}, {result['config']['image_size']}x"
+        f"{result['config']['image_size']}, {where}; Python {result['python']}, torch "
+        f"{result['torch']}, commit {result['commit']}; `python -m tools.bench "
+        f"{result['command']}`. Medians of {repeats} runs that took turns (smallest to largest); "
+        f"an epoch of {steps} steps after one that warms up; the time for {EPOCH:,} images is "
+        f"calculated. Another global batch means other updates an epoch: no efficiency. Limits: "
+        f"measured in turns with the rows; the smallest of computing alone, reading alone, "
+        f"all-reducing alone. Start to the end of the first step: {first:.1f} s (1 device)."
+        f"{shared}"
+    )
+
+
+def finished(result):
+    """The table for a terminal."""
+    lines = [HEAD, *rows(result)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD) - 1)]
+    text = "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
+        for line in lines
+    )
+    return f"\n{text}\n\n{notes(result)}"
+
+
+def markdown(result):
+    lines = [HEAD, ["---"] * len(HEAD), *rows(result)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{notes(result)}\n\n{table}\n"
+
+
+def picture(result):
+    """A PNG: speed of each row with its limit, and where the steps' time goes. None without
+    matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    names = [name for name, *_ in result["order"] if name not in result["absent"]]
+    keys = {name: key for name, key, _ in result["order"]}
+    figure = Figure((13, 1.5 + 0.4 * len(names)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for place, name in enumerate(names):
+        samples = result["rows"][name]
+        middle, low, high = medians(samples, "images_per_second")
+        left.barh(place, middle, color="tab:blue", xerr=[[middle - low], [high - middle]])
+        if keys[name]:
+            limit = min(limits_of(result, keys[name]).values())
+            left.plot([limit, limit], [place - 0.4, place + 0.4], color="black")
+        start, per_image = 0.0, 1e6 / samples[0]["global_batch_size"]
+        parts = [statistics.mean(p) for p in zip(*(s["parts"] for s in samples), strict=True)]
+        for i, part in enumerate(parts):
+            label = PARTS[i] if place == 0 else None
+            right.barh(place, part * per_image, left=start, color=f"C{i}", label=label)
+            start += part * per_image
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xlabel("images/s (line: the smallest limit)")
+    right.set_xlabel("microseconds an image")
+    right.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def write_reports(result, folder):
+    """bench.json, bench.md, bench.png and the self-contained bench.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(result))
+    (folder / "bench.md").write_text(markdown(result))
+    image = picture(result)
+    shown = "<p>pip install matplotlib draws the pictures.</p>"
+    if image:
+        (folder / "bench.png").write_bytes(image)
+        data = base64.b64encode(image).decode()
+        shown = f'<img alt="speed and parts of the step" src="data:image/png;base64,{data}">'
+    cells = [[html.escape(cell) for cell in row] for row in [HEAD, *rows(result)]]
+    table = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>\n" for row in cells)
+    style = "td{border-bottom:1px solid #ccc;padding:.2em .6em}body{font-family:sans-serif}"
+    (folder / "bench.html").write_text(
+        f"<!doctype html><meta charset=utf-8><title>bench</title><style>{style}</style>"
+        f"<p>{html.escape(notes(result))}</p><table>{table}</table>{shown}\n"
+    )
+    print(f"\nwritten: {folder}/bench.json, bench.md, bench.html", flush=True)
+
+
+def interval(before, after, draws=2000):
+    """Median ratio after / before of two lists, and its 95 % bootstrap interval."""
+    pick = random.Random(0)
+
+    def resampled(values):
+        return statistics.median(pick.choices(values, k=len(values)))
+
+    ratios = sorted(resampled(after) / resampled(before) for _ in range(draws))
+    middle = statistics.median(after) / statistics.median(before)
+    return middle, ratios[round(0.025 * draws)], ratios[round(0.975 * draws) - 1]
+
+
+def compared(before, after):
+    """Ratios of the rows that both have."""
+    lines = [f"against {before['commit']} ({before['torch']}), images/s:"]
+    for name, samples in after["rows"].items():
+        if name in before["rows"]:
+            both = [
+                [sample["images_per_second"] for sample in found]
+                for found in (before["rows"][name], samples)
+            ]
+            middle, low, high = interval(*both)
+            lines.append(f"  {name}: {middle:.2f} times ({low:.2f} to {high:.2f})")
+    return "\n".join(lines)
