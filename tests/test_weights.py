@@ -10,7 +10,7 @@ import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.launch import SMALL, run_ranks, run_script, web_server
-from tools.verify import Case, Verifier
+from tools.verify import FROZEN, Case, Verifier
 from utils.checkpoint import read_checkpoint
 from utils.config import load_config
 from utils.datasets import build_datasets
@@ -236,9 +236,6 @@ def test_a_frozen_batchnorm_is_a_batchnorm_in_eval():
     assert list(frozen.state_dict()) == list(plain.state_dict())
     images = torch.randn(8, 3, 4, 4)
     assert torch.equal(frozen(images), plain.eval()(images))
-
-
-FROZEN = {"weights": "some", "freeze": "backbone", "optimizer": "adamw"}
 
 
 def test_every_script_takes_weights_and_a_frozen_backbone(tmp_path):

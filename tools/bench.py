@@ -63,12 +63,11 @@ def rows_for(counts, gpus, batch, quick):
     parts = {"micro_batches": 2}
     rows.append(Row(f"accumulation x{most}", "train_ddp_accum.py", most, parts))
     rows.append(Row(f"FSDP x{most}", "train_fsdp.py", most, {}))
-    one, some = ("cuda:0,cuda:0", "cuda,cuda") if gpus else ("cpu,cpu", "cpu,cpu")
-    devices = {"devices": some if gpus > 1 else one}
+    stages = "cuda,cuda" if gpus > 1 else "cuda:0,cuda:0" if gpus else "cpu,cpu"
+    devices = {"devices": stages}
     rows.append(Row("2 stages", "train_mp.py", 1, devices, limited=not gpus))
     if most > 1:
         absent = f"it needs 4 GPUs, and {gpus} are visible" if 0 < gpus < 4 else ""
-        devices = {"devices": some}
         name = "DDP x2, 2 stages"
         rows.append(Row(name, "train_ddp_mp.py", 2, devices, absent=absent, limited=not gpus))
     return rows
@@ -85,7 +84,7 @@ class Bench:
         """Flags of a row: an epoch of made-up images is as long as was asked for."""
         flags = self.flags | row.flags
         cfg = load_config(flag_list(flags))
-        if cfg.dataset == "synthetic" and self.steps:
+        if cfg.dataset == "synthetic":
             flags["synthetic_samples"] = self.steps * cfg.global_batch(row.world_size)
         return flags | {"epochs": 2, "save_minutes": 0, "resume": "never"}, cfg
 
@@ -143,23 +142,20 @@ def limit_key(row):
     return f"{row.world_size} {'amp' if row.amp else ''} {batch}"
 
 
-def measure(bench, rows, repeats, report):
+def measure(bench, rows, repeats):
     """All in turns, `repeats` times -> {"rows": {name: samples}, "limits": {key: samples}}."""
     present = [row for row in rows if not row.absent]
     keys = {limit_key(row): row for row in present if row.limited}
     found = {"rows": {row.name: [] for row in present}, "limits": {key: [] for key in keys}}
-    jobs, done, start = repeats * (len(present) + len(keys)), 0, time.monotonic()
-    for _ in range(repeats):
-        for name, row in [*((None, row) for row in present), *keys.items()]:
-            if name is None:
-                found["rows"][row.name].append(bench.row(row))
-                report(row, found["rows"][row.name][-1])
-            else:
-                found["limits"][name].append(bench.limits(row))
-            done += 1
-            left = (time.monotonic() - start) / done * (jobs - done)
-            said = f"{done} of {jobs} runs, {left:.0f} s left"
-            print(said, file=sys.stderr, flush=True)
+    jobs = [(bench.row, row, found["rows"][row.name]) for row in present]
+    jobs += [(bench.limits, row, found["limits"][key]) for key, row in keys.items()]
+    jobs, start = jobs * repeats, time.monotonic()
+    for done, (run, row, samples) in enumerate(jobs, start=1):
+        samples.append(run(row))
+        if samples is found["rows"][row.name]:
+            print(f"{row.name}: {samples[-1]['images_per_second']:.0f} images/s", flush=True)
+        left = (time.monotonic() - start) / done * (len(jobs) - done)
+        print(f"{done} of {len(jobs)} runs, {left:.0f} s left", file=sys.stderr, flush=True)
     return found
 
 
@@ -243,12 +239,7 @@ def main():
     facts = machine() | {"command": " ".join(sys.argv[1:]), "config": vars(cfg)}
     print(f"{cfg.model}, {facts['gpus'] or facts['cpu']}, {cores} cores", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        bench = Bench(flags, folder, args.steps)
-
-        def report(row, sample):
-            print(f"{row.name}: {sample['images_per_second']:.0f} images/s", flush=True)
-
-        found = measure(bench, rows, args.repeats, report)
+        found = measure(Bench(flags, folder, args.steps), rows, args.repeats)
     result = facts | found | {"absent": {row.name: row.absent for row in rows if row.absent}}
     result["order"] = [[row.name, limit_key(row), row.world_size] for row in rows]
     print(finished(result))

@@ -26,6 +26,11 @@ def limits_of(result, key):
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
+def mean_parts(samples):
+    """Seconds of each of PARTS, of a step on average."""
+    return [statistics.mean(part) for part in zip(*(s["parts"] for s in samples), strict=True)]
+
+
 def verdict(parts, limits, share):
     """The bottleneck of a row, in words. share: measured / smallest limit."""
     if parts[PARTS.index("data")] > 0.05 * sum(parts):
@@ -48,7 +53,7 @@ def rows(result):
             continue
         samples = result["rows"][name]
         middle, low, high = speed[name]
-        parts = [statistics.mean(p) for p in zip(*(s["parts"] for s in samples), strict=True)]
+        parts = mean_parts(samples)
         limits = limits_of(result, key) if key else {}
         share = middle / min(limits.values()) if key else 0
         first = samples[0]
@@ -132,7 +137,7 @@ def picture(result):
             limit = min(limits_of(result, keys[name]).values())
             left.plot([limit, limit], [place - 0.4, place + 0.4], color="black")
         start, per_image = 0.0, 1e6 / samples[0]["global_batch_size"]
-        parts = [statistics.mean(p) for p in zip(*(s["parts"] for s in samples), strict=True)]
+        parts = mean_parts(samples)
         for i, part in enumerate(parts):
             label = PARTS[i] if place == 0 else None
             right.barh(place, part * per_image, left=start, color=f"C{i}", label=label)

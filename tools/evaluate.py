@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from tools.inference import folder_set, load_trained, prepare_alike
-from utils.datasets import build_datasets
+from utils.datasets import bad_files, build_datasets
 from utils.distributed import (
     UserError,
     all_reduce,
@@ -27,7 +27,7 @@ from utils.distributed import (
     main_process_first,
     report_errors,
 )
-from utils.images import cache_folder, find_bad, find_images, readable
+from utils.images import cache_folder, find_images, readable
 from utils.loaders import build_loader
 from utils.metrics import Meter, evaluate
 from utils.split import has_validation_images
@@ -63,9 +63,7 @@ def evaluation_set(cfg, facts, data_dir, split, skip_bad):
             f"(it knows {', '.join(facts['classes'])})"
         )
     with main_process_first():
-        bad = set(find_bad(files.paths, cache_folder(cfg))) if skip_bad else ()
-    if bad and is_main_process():
-        print(f"left out: {len(bad)} files cannot be decoded: {readable(', '.join(sorted(bad)))}")
+        bad = bad_files(files.paths, cache_folder(cfg)) if skip_bad else ()
     number = [facts["classes"].index(name) for name in files.classes]
     kept = [i for i, path in enumerate(files.paths) if path not in bad]
     labels = [number[files.labels[i]] for i in kept]

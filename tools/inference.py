@@ -35,13 +35,14 @@ def load_trained(path, device):
 
 def prepare_alike(images, facts):
     """The set, its images from now on prepared as the model's validation images were."""
-    images.size, images.resize = facts["image_size"], facts["resize"]
-    images.mean, images.std = facts["mean"], facts["std"]
-    images.interpolation = facts["interpolation"]
+    images.mean, images.std, images.size = facts["mean"], facts["std"], facts["image_size"]
+    images.resize, images.interpolation = facts["resize"], facts["interpolation"]
     return images
 
 
 def folder_set(paths, labels, facts):
     """The images at `paths`, prepared as the model's validation images were."""
-    how = facts["image_size"], facts["resize"], facts["interpolation"]
-    return FolderSet(paths, facts["classes"], labels, (facts["mean"], facts["std"]), *how)
+    pixels = facts["mean"], facts["std"]
+    return prepare_alike(
+        FolderSet(paths, facts["classes"], labels, pixels, facts["image_size"]), facts
+    )

@@ -63,17 +63,14 @@ class Probe:
                     self.first_step = time.time()
 
         def marked_backward(*args, **kwargs):
+            if not self.epochs:  # settle_buckets(), before the first step
+                return backward(*args, **kwargs)
             self.mark("backward")
             backward(*args, **kwargs)
             self.mark("backward done")
 
-        def training():
-            return self.epochs  # settle_buckets() takes a step before
-
         utils.supervise.supervise = marked_supervise
-        torch.Tensor.backward = lambda *a, **k: (marked_backward if training() else backward)(
-            *a, **k
-        )
+        torch.Tensor.backward = marked_backward
         register_optimizer_step_pre_hook(lambda *_: self.mark("step"))
         register_optimizer_step_post_hook(lambda *_: self.mark("step done"))
 

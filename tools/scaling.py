@@ -16,6 +16,7 @@ import statistics
 import types
 from typing import NamedTuple
 
+from tools.bench_report import mean_parts
 from utils.models import build_model
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -118,8 +119,7 @@ def on_a_cluster(result, gradients, nodes, gpus, within, between):
 
 
 def _forward_backward_optimizer(result):
-    parts = [sample["parts"] for sample in result["rows"]["DDP x1"]]
-    return [statistics.mean(part) for part in zip(*parts, strict=True)][1:4]
+    return mean_parts(result["rows"]["DDP x1"])[1:4]
 
 
 def report(result, cluster, within, between):

@@ -68,10 +68,11 @@ class Case(NamedTuple):
     killed: bool = False  # begin with "killed", two processes that die within the first epoch
 
 
-GROUP = {
-    "norm": "group"
-}  # so that accumulation and micro-batches compute what the whole batch does
+# So that accumulation and micro-batches compute what the whole batch does.
+GROUP = {"norm": "group"}
 HALF = {"dtype": "float32", "amp_dtype": "bfloat16"}
+# Weights from a file that a Verifier writes.
+FROZEN = {"weights": "some", "freeze": "backbone", "optimizer": "adamw"}
 CASES = [
     Case("dp", "train_dp.py", None, {}),
     Case("ddp x1", "train_ddp.py", 1, {}),
@@ -96,13 +97,7 @@ CASES = [
     Case("ddp_mp 2x2", "train_ddp_mp.py", 2, {"devices": "cpu,cpu"}),
     Case("fsdp x2", "train_fsdp.py", 2, {}),
     Case("finetune x2", "train_ddp.py", 2, {"weights": "some"}, reference="1gpu finetune"),
-    Case(
-        "frozen backbone x2",
-        "train_ddp.py",
-        2,
-        {"weights": "some", "freeze": "backbone", "optimizer": "adamw"},
-        reference="1gpu frozen",
-    ),
+    Case("frozen backbone x2", "train_ddp.py", 2, FROZEN, reference="1gpu frozen"),
     Case("killed, same x2", "train_ddp.py", 2, {}, killed=True),
     Case("killed, other x3", "train_ddp.py", 3, {}, killed=True),
 ]
@@ -110,12 +105,7 @@ REFERENCES = [
     Case("1gpu", "train_1gpu.py", None, {}),
     Case("1gpu group", "train_1gpu.py", None, GROUP),
     Case("1gpu finetune", "train_1gpu.py", None, {"weights": "some"}),
-    Case(
-        "1gpu frozen",
-        "train_1gpu.py",
-        None,
-        {"weights": "some", "freeze": "backbone", "optimizer": "adamw"},
-    ),
+    Case("1gpu frozen", "train_1gpu.py", None, FROZEN),
     Case("1gpu float32", "train_1gpu.py", None, {"dtype": "float32"}),
     Case("1gpu bfloat16", "train_1gpu_autocast.py", None, HALF),
 ]
@@ -407,12 +397,11 @@ def main():
         else:
             rows = Verifier(folder, root, script).run(cases, show)
     red = [row for row in rows if row.verdict != "green"]
-    seconds = time.monotonic() - start
-    print(f"{len(rows) - len(red)} of {len(rows)} green in {seconds:.0f} s")
+    done = f"{len(rows) - len(red)} of {len(rows)} green in {time.monotonic() - start:.0f} s"
+    print(done)
     if args.write:
         machine = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
         versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-        done = f"{len(rows) - len(red)} of {len(rows)} green in {seconds:.0f} s"
         command = " ".join(["python -m tools.verify", *sys.argv[1:]])
         head = f"`{command}` on {machine}, {versions}: {done}."
         Path(args.write).write_text(f"{head}\n\n{markdown(rows)}\n")

@@ -211,10 +211,15 @@ def _imagefolder(cfg, inputs):
     )
 
 
-def _without_bad(splits, cache):
-    paths = [path for files in splits for path in files.paths]
+def bad_files(paths, cache):
+    """Those of `paths` that cannot be decoded, as a set; the main process lists them."""
     bad = set(find_bad(paths, cache))
     if bad and is_main_process():
         names = readable(", ".join(sorted(bad)))
         print(f"left out: {len(bad)} of {len(paths)} files cannot be decoded: {names}")
+    return bad
+
+
+def _without_bad(splits, cache):
+    bad = bad_files([path for files in splits for path in files.paths], cache)
     return [choose(files, [path not in bad for path in files.paths]) for files in splits]

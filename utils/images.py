@@ -238,7 +238,8 @@ def _fingerprint(paths, *facts):
     for path in paths:
         size = changed = 0
         with suppress(OSError):  # a link to nowhere, which decode() will name
-            size, changed = os.stat(path).st_size, os.stat(path).st_mtime_ns
+            stat = os.stat(path)
+            size, changed = stat.st_size, stat.st_mtime_ns
         digest.update(os.fsencode(f"{os.path.abspath(path)}\0{size}\0{changed}\n"))
     return digest.hexdigest()[:16]
 

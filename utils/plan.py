@@ -29,7 +29,7 @@ def announce(cfg, state, val_loader, start_epoch):
     if not is_main_process():
         return
     (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
-    if cfg.val_fraction and cfg.dataset == "imagefolder":
+    if cfg.val_fraction:
         write_split(cfg, val_loader.dataset)
     print(f"plan: {_plan(cfg, state, val_loader, start_epoch)}", flush=True)
     if start_epoch >= cfg.epochs:
