@@ -18,7 +18,10 @@ from torchvision.transforms.v2 import functional as F
 
 import utils.images
 import utils.loaders
+import utils.threads
+from tests.conftest import threads
 from tests.launch import run_ranks, web_server
+from tools.runs import flag_list
 from utils.augment import crop_flip, random_bits, resized_crop_boxes
 from utils.config import load_config
 from utils.datasets import IMAGENET, FolderSet, SyntheticSet, build_datasets
@@ -583,17 +586,72 @@ def test_batches_that_cannot_be_shared_out_are_refused():
     assert "pass --global-batch-size 6 or 9" in run_ranks(body, 3)[2]
 
 
+def workers_loader(device, cores, monkeypatch, **flags):
+    monkeypatch.setattr(utils.loaders, "cores_of_rank", lambda: cores)
+    cfg = config("--loader=workers", "--global-batch-size=10", *flag_list(flags))
+    train_set, _ = build_datasets(cfg)
+    with monkeypatch.context() as patch:
+        if device != "cpu":  # there is none here
+            patch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)
+            patch.setattr(torch, "tensor", lambda *args, device=None, **kw: torch.ones(3))
+        return WorkersLoader(train_set, range(50), cfg, torch.device(device), 10, train=True)
+
+
 def test_cuda_memory_and_workers_by_the_cores(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert utils.loaders._free_memory(torch.device("cuda")) == 5
-    cfg = config("--loader=workers", "--global-batch-size=10")
-    train_set, _ = build_datasets(cfg)
-    loader = build_loader(train_set, EpochSampler(train_set, 0), cfg, CPU, train=True)
-    assert loader.reader.num_workers == utils.loaders.available_cores() // 2
-    torch.set_num_threads(1)
-    monkeypatch.setattr(utils.loaders, "available_cores", lambda: 1)
-    monkeypatch.setattr(utils.loaders, "get_local_world_size", lambda: 2)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)  # no GPU here
-    monkeypatch.setattr(torch, "tensor", lambda *args, device=None, **kw: torch.ones(3))
-    cuda = WorkersLoader(train_set, range(50), cfg, torch.device("cuda"), 10, train=True)
-    assert cuda.reader.num_workers == 0
+    for device, cores, workers in (("cpu", 4, 2), ("cpu", 1, 0), ("cuda", 1, 0), ("cuda", 32, 8)):
+        loader = workers_loader(device, cores, monkeypatch)
+        assert loader.reader.num_workers == workers
+        if device == "cpu":
+            assert threads[-1] == cores - workers
+
+
+def test_the_threads_of_a_run_are_kept(monkeypatch):
+    monkeypatch.setattr(utils.loaders, "available_cores", lambda: 4)
+    saved = workers_loader("cpu", 4, monkeypatch).state_dict()
+    saved["threads"] = 3
+
+    def resumed(cores=4, ranks=1, **flags):
+        loader = workers_loader("cpu", cores, monkeypatch, **flags)
+        loader.load_state_dict(saved | {"ranks": ranks})
+        return threads[-1]
+
+    assert saved["ranks"] == 1 and resumed() == resumed(cores=2) == 3
+    assert resumed(ranks=2) == 2  # on another number of ranks no sum is the same
+    assert resumed(num_threads=1) == 1
+    monkeypatch.setattr(utils.loaders, "available_cores", lambda: 2)
+    assert resumed(cores=2) == 1
+
+
+def test_busy_cores_are_not_counted_on(monkeypatch, capsys):
+    def cores(busy, quota=4, seen=4):
+        monkeypatch.setattr(utils.threads, "_busy_cores", lambda seconds: busy)
+        monkeypatch.setattr(utils.threads, "available_cores", lambda: quota)
+        monkeypatch.setattr(utils.threads, "_ticks", lambda: dict.fromkeys(range(seen)))
+        utils.threads._cores_of_rank.cache_clear()
+        return utils.threads.cores_of_rank()
+
+    assert cores(0) == 4 and not capsys.readouterr().out
+    assert (
+        cores(2) == 2
+        and "2 cores are busy with something else: using 2 of 4" in capsys.readouterr().out
+    )
+    assert cores(4) == 1
+    assert cores(3, quota=2, seen=64) == 2  # a container on a large machine
+    monkeypatch.setattr(utils.threads, "get_local_world_size", lambda: 2)
+    assert cores(0) == 2 and cores(3) == 1
+    utils.threads._cores_of_rank.cache_clear()
+
+
+def test_busy_cores_are_counted_by_the_kernel(monkeypatch, tmp_path):
+    mine = min(os.sched_getaffinity(0))
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(utils.threads, "STAT", stat)
+    assert utils.threads._busy_cores(0) == 0  # no such file: not Linux
+    text = "cpu  9 9 9 9 9 9 9 9\ncpu{mine} {user} 0 0 {idle} 0 0 0 0 {user} 0\ncpu9999 0 0 0 1"
+    stat.write_text(text.format(mine=mine, user=0, idle=0))
+    later = text.format(mine=mine, user=8, idle=2)
+    monkeypatch.setattr(utils.threads.time, "sleep", lambda seconds: stat.write_text(later))
+    assert utils.threads._busy_cores(0.1) == 1
+    assert utils.threads._busy_cores(0.1) == 0  # no tick has passed

@@ -27,6 +27,7 @@ from utils.distributed import (
 )
 from utils.images import cache_folder
 from utils.runtime import seed_step
+from utils.threads import cores_of_rank
 
 
 class EpochSampler(Sampler):
@@ -102,8 +103,11 @@ class _Loader:
     seen: indices of the samples given out (int64 tensors), kept with cfg.audit, else None.
     """
 
-    def __init__(self, dataset, sampler, cfg, device, batch_size, train):
+    def __init__(self, dataset, sampler, cfg, device, batch_size, train, workers=0):
         self.dataset, self.sampler, self.device = dataset, sampler, device
+        self.num_threads = cfg.num_threads
+        if device.type == "cpu":  # leave the workers their cores
+            torch.set_num_threads(cfg.num_threads or max(1, cores_of_rank() - workers))
         self.batch_size, self.train, self.seed = batch_size, train, cfg.seed
         self.crop_flip = train and cfg.augment == "crop_flip"
         self.resized_crop = train and cfg.augment == "resized_crop"
@@ -131,6 +135,8 @@ class _Loader:
         """Where the epoch stands, in global batches and samples; all ranks call it together."""
         batch = self.batch_size * get_world_size()
         state = {"step": self.step, "global_batch": batch, "samples": self.step * batch}
+        if self.device.type == "cpu":
+            state |= {"ranks": get_world_size(), "threads": torch.get_num_threads()}
         if self.step and self.seen is not None:
             ranks = all_gather_object([indices.cpu() for indices in self.seen])
             state["seen"] = torch.cat([indices for rank in ranks for indices in rank])
@@ -138,7 +144,11 @@ class _Loader:
 
     def load_state_dict(self, state):
         """Go on with the next global batch, whatever the number of ranks was. UserError where the
-        rest of the epoch cannot be cut into batches of the size it was begun with."""
+        rest of the epoch cannot be cut into batches of the size it was begun with.
+
+        As many ranks on the CPU go on with as many threads: with others float32 sums round
+        otherwise. (Unless cfg.num_threads says how many, or there are not so many cores.)
+        """
         batch = self.batch_size * get_world_size()
         if state["step"] and state["global_batch"] != batch:
             raise UserError(
@@ -146,6 +156,10 @@ class _Loader:
                 f"samples, in the middle of an epoch, and a global batch is {batch} here: finish "
                 f"that epoch with as many processes as before"
             )
+        if self.device.type == "cpu" and state.get("ranks") == get_world_size():
+            cores = available_cores() // get_local_world_size()
+            if not self.num_threads and state["threads"] <= cores:
+                torch.set_num_threads(state["threads"])
         self.start, self.seen = state["step"], None
         if self.audit and "seen" in state:
             self.seen = [state["seen"]] if is_main_process() else []
@@ -190,12 +204,10 @@ class WorkersLoader(_Loader):
     name = "workers"
 
     def __init__(self, dataset, sampler, cfg, device, batch_size, train):
-        super().__init__(dataset, sampler, cfg, device, batch_size, train)
-        workers, cores = cfg.num_workers, available_cores() // get_local_world_size()
+        workers, cores = cfg.num_workers, cores_of_rank()
         if workers < 0:
             workers = min(8, max(0, cores - 1)) if device.type == "cuda" else cores // 2
-        if device.type == "cpu":  # leave the workers their cores
-            torch.set_num_threads(max(1, cores - workers))
+        super().__init__(dataset, sampler, cfg, device, batch_size, train, workers)
         self.reader = DataLoader(
             _Reader(dataset, self.seed, self.crop_flip, self.resized_crop),
             sampler=_Batches(sampler, batch_size, len(self)),

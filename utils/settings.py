@@ -44,7 +44,16 @@ class Config:
         choices=("auto", "workers", "device"),
         free=True,
     )
-    num_workers: int = _field(-1, "worker processes a rank; -1: by the cores", low=-1, free=True)
+    num_workers: int = _field(
+        -1, "worker processes a rank; -1: by the cores that are free", low=-1, free=True
+    )
+    num_threads: int = _field(
+        0,
+        "of a rank on the CPU; 0: by the cores that nothing else keeps busy at the start. Another "
+        "number rounds float32 sums otherwise; a resumed run keeps the number that it had",
+        low=0,
+        free=True,
+    )
     on_bad_sample: str = _field(
         "error",
         "an image that cannot be decoded: stop and name it, or check every file before the first "
