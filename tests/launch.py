@@ -10,6 +10,8 @@ import traceback
 from contextlib import contextmanager
 
 from tools.runs import ROOT, finish_run, start_run
+from utils.checkpoint import save_checkpoint
+from utils.saving import finish_saving
 
 # One small run of a BatchNorm model; each test says what it changes.
 SMALL = {
@@ -34,6 +36,12 @@ def run_script(script, nproc=None, limit=180, environment=None, **flags):
     """Run a script to its end -> Run. Fails where it hangs or leaves a process behind."""
     process = start_script(script, nproc, environment, **flags)
     return finish_run(process, flags.get("output_dir", "/nowhere"), limit)
+
+
+def save_now(*args, **kwargs):
+    """save_checkpoint(), and wait for the file."""
+    save_checkpoint(*args, **kwargs)
+    finish_saving()
 
 
 def planted(tmp_path, script, line, instead):

@@ -13,8 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import utils.checkpoint
-from tests.launch import ROOT, run_ranks
-from utils.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, unwrap
+from tests.launch import ROOT, run_ranks, save_now
+from utils.checkpoint import load_checkpoint, read_checkpoint, unwrap
 from utils.distributed import PeerError, UserError
 
 
@@ -40,7 +40,7 @@ def same(ours, theirs):
 
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     state = make_state()
-    save_checkpoint(tmp_path, state, epoch=3)
+    save_now(tmp_path, state, epoch=3)
     plain = torch.load(tmp_path / "last.pt", weights_only=True)
     assert list(plain["model"]) == list(state["model"].state_dict())
     assert (plain["epoch"], plain["world_size"], plain["config"]) == (3, 1, state["config"])
@@ -60,7 +60,7 @@ def test_no_wrapper_leaves_a_trace(tmp_path):
     def body(rank):
         state = make_state(seed=rank)
         state["model"] = DistributedDataParallel(state["model"])
-        save_checkpoint(tmp_path, state, 1)
+        save_now(tmp_path, state, 1)
         return load_checkpoint(tmp_path, state | {"model": make_state()["model"]})
 
     assert run_ranks(body, 2) == [1, 1]
@@ -72,12 +72,12 @@ def test_no_wrapper_leaves_a_trace(tmp_path):
 def test_last_best_and_the_newest_few(tmp_path, monkeypatch):
     state = make_state()
     for epoch, is_best in enumerate([True, True, False, False], start=1):
-        save_checkpoint(tmp_path, state, epoch, is_best, keep_last=2)
+        save_now(tmp_path, state, epoch, is_best, keep_last=2)
     names = ["best.pt", "epoch-0003.pt", "epoch-0004.pt", "last.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 2
     monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here")))
-    save_checkpoint(tmp_path, state, 5, is_best=True, keep_last=1)
+    save_now(tmp_path, state, 5, is_best=True, keep_last=1)
     assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best.pt",
@@ -89,8 +89,8 @@ def test_last_best_and_the_newest_few(tmp_path, monkeypatch):
 @pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.99])
 def test_a_torn_file_is_passed_over(part, tmp_path, capsys):
     state = make_state()
-    save_checkpoint(tmp_path, state, 1)
-    save_checkpoint(tmp_path, state, 2)
+    save_now(tmp_path, state, 1)
+    save_now(tmp_path, state, 2)
     os.truncate(tmp_path / "last.pt", int(part * (tmp_path / "last.pt").stat().st_size))
     assert load_checkpoint(tmp_path, state) == 1
     assert "last.pt cannot be read" in (text := capsys.readouterr().err)
@@ -102,7 +102,7 @@ def test_a_torn_file_is_passed_over(part, tmp_path, capsys):
 
 def test_a_flipped_bit_is_refused_where_torch_load_is_blind(tmp_path):
     path = tmp_path / "last.pt"
-    save_checkpoint(tmp_path, make_state(), 1)
+    save_now(tmp_path, make_state(), 1)
     with zipfile.ZipFile(path) as archive:
         record = next(i for i in archive.infolist() if i.filename.endswith("data/0"))
     data = bytearray(path.read_bytes())
@@ -133,24 +133,24 @@ def test_resume_always_and_never(tmp_path):
     state = make_state()
     with pytest.raises(UserError, match=r"no checkpoint in .* to resume from"):
         load_checkpoint(tmp_path, state, resume="always")
-    save_checkpoint(tmp_path, state, 1)
+    save_now(tmp_path, state, 1)
     assert load_checkpoint(tmp_path, state, resume="always") == 1
     for number in (1, 2):
         assert load_checkpoint(tmp_path, state, resume="never") == 0
-        save_checkpoint(tmp_path, state, 1)
+        save_now(tmp_path, state, 1)
         assert (tmp_path / f"previous-{number}" / "last.pt").exists()
 
 
 def test_other_settings_are_named(tmp_path):
     state = make_state()
-    save_checkpoint(tmp_path, state, 1)
+    save_now(tmp_path, state, 1)
     assert load_checkpoint(tmp_path, state, must_match={"lr": 0.1, "new": 1}) == 1
     with pytest.raises(UserError, match=r"lr was 0.1 and is 0.2; model was 'm' and is 'n'"):
         load_checkpoint(tmp_path, state, must_match={"lr": 0.2, "model": "n"})
 
 
 def test_another_model_is_named_tensor_by_tensor(tmp_path):
-    save_checkpoint(tmp_path, make_state(), 1)
+    save_now(tmp_path, make_state(), 1)
     with pytest.raises(UserError, match=r"0\.weight is \(3, 2\), here \(4, 2\).* and 1 more"):
         load_checkpoint(tmp_path, make_state(width=4))
     state = make_state() | {"model": torch.nn.Linear(2, 3)}
@@ -182,7 +182,7 @@ def test_no_folder_can_be_made(tmp_path):
 
 
 def test_all_ranks_raise_and_nodes_must_share_the_folder(tmp_path):
-    save_checkpoint(tmp_path / "rank0", make_state(), 1)
+    save_now(tmp_path / "rank0", make_state(), 1)
 
     def body(rank, same_folder):
         folder = tmp_path / ("rank0" if same_folder else f"rank{rank}")

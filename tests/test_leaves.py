@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import utils.model_parallel
-from tests.launch import planted, run_ranks, run_script, start_script
+from tests.launch import planted, run_ranks, run_script, save_now, start_script
 from tests.test_failures import assert_one_message, spoken
 from tools.runs import family, wait_for_family
 from train_mp import place
-from utils.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from utils.checkpoint import load_checkpoint, read_checkpoint
 from utils.distributed import UserError
 from utils.model_parallel import (
     MicroBatches,
@@ -223,7 +223,7 @@ def tensors_of(checkpoint):
 def test_shards_are_put_together_and_cut_anew(sharded, tmp_path):
     def save(rank):
         state = sharded_state(rank)
-        save_checkpoint(tmp_path, state, 1, sharded=sharded)
+        save_now(tmp_path, state, 1, sharded=sharded)
         local = state["model"][0].weight.to_local()
         return len(local), [t.full_tensor().detach().numpy() for t in state["model"].parameters()]
 
@@ -244,7 +244,7 @@ def test_shards_are_put_together_and_cut_anew(sharded, tmp_path):
         state = sharded_state(rank, seed=1)
         load_checkpoint(tmp_path, state)
         assert isinstance(state["model"][0].weight, DTensor)
-        save_checkpoint(tmp_path / "again", state, 1)
+        save_now(tmp_path / "again", state, 1)
         return state["optimizer"].param_groups[0]["fused"]
 
     assert run_ranks(load, 3) == [False] * 3
@@ -255,12 +255,12 @@ def test_shards_are_put_together_and_cut_anew(sharded, tmp_path):
 def test_parts_damaged_lost_or_left_over(tmp_path, capsys):
     state = plain_state(seed=0)
     for epoch in (1, 2):
-        save_checkpoint(tmp_path, state, epoch, is_best=epoch == 1, sharded=True)
-    save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
+        save_now(tmp_path, state, epoch, is_best=epoch == 1, sharded=True)
+    save_now(tmp_path, state, 2, sharded=True, between_steps=True)
     (tmp_path / "of-a-killed-run.parts").mkdir()
-    save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
+    save_now(tmp_path, state, 2, sharded=True, between_steps=True)
     (tmp_path / "torn.pt").write_text("torn, and nothing to wait for")
-    save_checkpoint(tmp_path, state, 2, sharded=True, between_steps=True)
+    save_now(tmp_path, state, 2, sharded=True, between_steps=True)
     (tmp_path / "torn.pt").unlink()
     kept = {read_checkpoint(path)["parts"]["folder"] for path in tmp_path.glob("*.pt")}
     assert {path.name for path in tmp_path.glob("*.parts")} == kept and len(kept) == 3
@@ -287,11 +287,11 @@ def test_parts_damaged_lost_or_left_over(tmp_path, capsys):
 def test_parts_that_cannot_be_written_end_all_ranks(tmp_path):
     def body(rank):
         state = sharded_state(rank)
-        save_checkpoint(tmp_path, state, 1, sharded=True)
+        save_now(tmp_path, state, 1, sharded=True)
         real = os.open
         torch.distributed.checkpoint.filesystem.os.fsync = _no_space
         try:
-            save_checkpoint(tmp_path, state, 2, sharded=True)
+            save_now(tmp_path, state, 2, sharded=True)
         finally:
             torch.distributed.checkpoint.filesystem.os.fsync = real
 

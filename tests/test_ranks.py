@@ -162,51 +162,6 @@ def test_the_others_fail_fast_when_the_first_process_raises():
     assert max(seconds for _, _, seconds in results) < 5
 
 
-def writers(folder):
-    """The ranks that wrote when all called save_on_master."""
-
-    class Marked:
-        def __init__(self, rank):
-            self.rank = rank
-
-        def __getstate__(self):
-            (folder / f"rank{self.rank}").touch()
-            return {}
-
-    def body(rank):
-        d.save_on_master(Marked(rank), folder / f"file{rank}.pt")
-
-    run_ranks(body, 3)
-    return sorted(path.name for path in folder.glob("rank*"))
-
-
-def test_only_the_main_process_saves(tmp_path):
-    assert writers(tmp_path) == ["rank0"]
-
-
-def test_planted_every_rank_saves(tmp_path, monkeypatch):
-    monkeypatch.setattr(d, "is_main_process", lambda: True)
-    assert writers(tmp_path) == ["rank0", "rank1", "rank2"]
-
-
-def test_a_failed_save_raises_on_all_ranks_and_keeps_the_old_file(tmp_path):
-    path = tmp_path / "x.pt"
-
-    def body(rank):
-        d.save_on_master(1, path)
-        os.fsync = lambda file: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-        try:
-            d.save_on_master(2, path)
-        except Exception as error:
-            return type(error), str(error)
-
-    results = run_ranks(body, 2)
-    assert [kind for kind, _ in results] == [UserError, PeerError]
-    assert "No space left" in results[0][1] and str(path) in results[0][1]
-    assert torch.load(path) == 1
-    assert os.listdir(tmp_path) == ["x.pt"]
-
-
 FAILING = """
 import os, sys, time
 sys.path.insert(0, {root!r})

@@ -73,13 +73,13 @@ BUGS = [
     ),
     Bug(
         "saving-on-every-rank",
-        "utils/distributed.py",
-        "        if is_main_process():\n            _save_atomically",
-        "        if True:\n            _save_atomically",
+        "utils/saving.py",
+        "    if is_main_process():\n        _writer",
+        "    if True:\n        _writer",
         "ddp x2",
         "All ranks write the same file at the same time.",
         "It mostly works; now and then a checkpoint is torn, and saving takes N times the disk.",
-        "`save_on_master`: rank 0 writes, the others wait.",
+        "`save_on_master`: rank 0 writes, all others go on.",
     ),
     Bug(
         "seed-per-rank",

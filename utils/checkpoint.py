@@ -1,4 +1,4 @@
-"""One checkpoint format for every script. Needs torch, distributed.py and sharded.py.
+"""One checkpoint format for every script. Needs torch, distributed.py, saving.py and sharded.py.
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
 weights_only=True: "model" (plain names, no "module." or "_orig_mod."), "optimizer", "scheduler",
@@ -28,8 +28,8 @@ from utils.distributed import (
     fail_together,
     get_world_size,
     is_main_process,
-    save_on_master,
 )
+from utils.saving import finish_saving, save_on_master
 from utils.sharded import (
     check_parts,
     join_tensors,
@@ -55,12 +55,13 @@ def unwrap(model):
 def save_checkpoint(
     output_dir, state, epoch, is_best=False, keep_last=2, sharded=False, between_steps=False
 ):
-    """Write `state` after `epoch` epochs, by rank 0; every rank waits, and raises if it fails.
+    """Write `state` after `epoch` epochs, by rank 0, while training goes on: see save_on_master().
 
     state: {name: an object with state_dict(), or a plain value}; "model" and "optimizer" may be
-    sharded. sharded: each rank writes its part of their tensors. between_steps: in the middle of
-    the next epoch, into last.pt alone. All ranks call it together.
+    sharded. sharded: each rank writes its part of their tensors, and training waits for it.
+    between_steps: in the middle of the next epoch, into last.pt alone. All ranks call it together.
     """
+    finish_saving()  # or it would take the parts to come for a killed run's
     checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
     checkpoint |= {"torch": str(torch.__version__)}
     for name, value in state.items():
@@ -75,16 +76,15 @@ def save_checkpoint(
         checkpoint["parts"] = {"folder": parts.name, "files": save_parts(parts, tensors)}
     else:
         checkpoint = whole(checkpoint)
-    save_on_master(checkpoint, path)
-    with fail_together():
-        if is_main_process():
-            if not between_steps:
-                _point(folder / "last.pt", path)
-            if is_best:
-                _point(folder / "best.pt", path)
-            for old in sorted(folder.glob("epoch-*.pt"), key=_number)[:-keep_last]:
-                old.unlink()
-            _remove_unused_parts(folder)
+
+    def then():
+        for name in ["last.pt"] * (not between_steps) + ["best.pt"] * is_best:
+            _point(folder / name, path)
+        for old in sorted(folder.glob("epoch-*.pt"), key=_number)[:-keep_last]:
+            old.unlink()
+        _remove_unused_parts(folder)
+
+    save_on_master(checkpoint, path, then)
 
 
 def load_checkpoint(output_dir, state, resume="auto", must_match=None):
@@ -97,6 +97,7 @@ def load_checkpoint(output_dir, state, resume="auto", must_match=None):
     Raises UserError where none can be read, where settings differ, or the model is another.
     """
     folder = Path(output_dir)
+    finish_saving()
     with fail_together():
         if is_main_process():
             _claim(folder)

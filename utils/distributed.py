@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 _store = None  # reachable while ranks fail, so that only the first of them speaks
+_at_end = []  # see at_end()
 _control_group = None  # gloo with a long timeout: waits for downloads and saves, not for a step
 
 
@@ -42,7 +43,10 @@ def report_errors(main):
     @record  # writes the traceback where torchrun looks for it
     def first_speaks(*args, **kwargs):
         try:
-            return main(*args, **kwargs)
+            result = main(*args, **kwargs)
+            for function in _at_end:
+                function()
+            return result
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, PeerError) or not _first_to_fail():
                 time.sleep(0.2)  # what started the ranks shall see the one that speaks end first
@@ -68,6 +72,12 @@ def report_errors(main):
             raise
 
     return wrapper
+
+
+def at_end(function):
+    """Have report_errors call function() when main() has returned, on every rank."""
+    if function not in _at_end:
+        _at_end.append(function)
 
 
 def get_rank():
@@ -261,42 +271,6 @@ def main_process_first():
         with fail_together():
             pass  # meets the first processes at the end of their body
         yield
-
-
-def save_on_master(obj, path):
-    """torch.save(obj, path) by rank 0 alone, whole or not at all; every rank waits for it.
-
-    Written to a temporary file, flushed to the disk and renamed, so that a crash at any moment
-    leaves the previous file or the new one. OSError (disk full, read-only) raises UserError on
-    rank 0 and PeerError on the others.
-    """
-    with fail_together():
-        if is_main_process():
-            _save_atomically(obj, Path(path))
-
-
-def _save_atomically(obj, path):
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the rename itself
-        os.close(folder)
-    except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            temporary.unlink()
-        # torch.save hides "disk full" behind a RuntimeError about positions in the file.
-        reason = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(reason, OSError):
-            raise
-        raise UserError(
-            f"cannot save {path}: {reason.strerror}; what was saved before is still there"
-        ) from None
 
 
 def _script():
