@@ -17,7 +17,7 @@ from utils.datasets import build_datasets
 from utils.distributed import init_distributed, report_errors
 from utils.loaders import build_loader
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model, convert_sync_batchnorm, settle_buckets
+from utils.models import build_model, convert_sync_batchnorm, prepare_ddp
 from utils.optim import build_optimizer, build_scheduler
 from utils.plan import announce
 from utils.runtime import seed_everything
@@ -67,7 +67,7 @@ def main():
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model, device)
     model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
-    settle_buckets(model, cfg.image_size)  # so that a resumed run adds up in the same order
+    prepare_ddp(model, cfg)  # so that a resumed run adds up gradients in the same order
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()

@@ -152,6 +152,21 @@ def test_micro_batches_that_cannot_be_made(tmp_path):
 # FSDP and checkpoints in parts
 
 
+def test_a_compiled_model_trains_the_same_weights(tmp_path):
+    eager, compiled = (
+        run_script("train_ddp.py", 1, dtype="float64", compile=mode, output_dir=tmp_path / mode)
+        for mode in ("none", "default")
+    )
+    assert compiled.code == 0, compiled.stderr
+    names = ("train_loss", "val_loss")
+    for ours, theirs in zip(compiled.rows, eager.rows, strict=True):
+        assert [ours[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-9)
+    saved, other = (read_checkpoint(run.output_dir / "last.pt") for run in (compiled, eager))
+    assert list(saved["model"]) == list(other["model"])
+    stages = run_script("train_mp.py", compile="default", output_dir=tmp_path / "mp")
+    assert stages.code == 1 and "pass --compile none" in stages.stderr
+
+
 def test_fsdp_in_bfloat16_and_offloaded_is_float32_but_for_rounding(tmp_path):
     flags = {"epochs": 1, "norm": "batch"}
     exact = run_script("train_fsdp.py", 2, output_dir=tmp_path / "exact", **flags)

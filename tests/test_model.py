@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import utils.runtime
 from tests.launch import run_ranks
 from utils.distributed import UserError
-from utils.models import build_model, convert_sync_batchnorm, settle_buckets
+from utils.models import build_model, convert_sync_batchnorm, prepare_ddp
 from utils.optim import build_optimizer, build_scheduler
 from utils.runtime import progress, seed_everything, seed_step
 from utils.settings import Config
@@ -145,7 +145,7 @@ def test_settled_buckets_add_up_the_same_at_every_step():
         torch.manual_seed(0)
         model = DistributedDataParallel(torchvision.models.resnet18(num_classes=4))
         before = [t.clone() for t in model.state_dict().values()]
-        settle_buckets(model, 32)
+        prepare_ddp(model, Config(image_size=32))
         same = all(
             torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True)
         )
@@ -159,6 +159,24 @@ def test_settled_buckets_add_up_the_same_at_every_step():
         return same, all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
     assert run_ranks(body, 3) == [(True, True)] * 3
+
+
+def test_gradients_travel_in_the_precision_that_was_asked_for():
+    def body(rank, dtype):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Conv2d(3, 4, 3))
+        prepare_ddp(model, Config(image_size=8, gradient_dtype=dtype))
+        torch.manual_seed(rank)
+        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        gradient = model.module.weight.grad
+        return gradient, gradient.to(getattr(torch, dtype)).float()
+
+    exact = run_ranks(body, 2, "float32")[0][0]
+    for dtype in ("bfloat16", "float16"):
+        (gradient, rounded), (other, _) = run_ranks(body, 2, dtype)
+        assert torch.equal(gradient, rounded) and torch.equal(gradient, other)
+        assert not torch.equal(gradient, exact)
+        torch.testing.assert_close(gradient, exact, rtol=0.02, atol=0.001)
 
 
 def rates(**options):

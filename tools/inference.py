@@ -24,7 +24,7 @@ def load_trained(path, device):
     known = {field.name for field in fields(Config)}
     saved = {name: value for name, value in checkpoint["config"].items() if name in known}
     # The checkpoint has its weights in it, and a frozen BatchNorm computes what any does in eval().
-    cfg = replace(Config(**saved), weights="", freeze="none")
+    cfg = replace(Config(**saved), weights="", freeze="none", compile="none")
     facts = checkpoint["data"]
     facts = {"resize": facts["image_size"], "interpolation": "bilinear"} | facts
     seed_everything(cfg.seed)  # build_model() refuses ranks that draw different weights

@@ -63,7 +63,7 @@ class Probe:
                     self.first_step = time.time()
 
         def marked_backward(*args, **kwargs):
-            if not self.epochs:  # settle_buckets(), before the first step
+            if not self.epochs:  # prepare_ddp(), before the first step
                 return backward(*args, **kwargs)
             self.mark("backward")
             backward(*args, **kwargs)

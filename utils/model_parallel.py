@@ -85,6 +85,8 @@ def assign_layers(model, devices, split=""):
     that the stage with the most parameters has as few as can be. Raises UserError where the layers
     cannot be cut so.
     """
+    if model._compiled_call_impl is not None:
+        raise UserError("a model in stages is not called as a whole: pass --compile none")
     layers, count = layers_of(model), len(devices)
     if split:
         sizes = [int(size) if size.strip().isdecimal() else 0 for size in split.split(",")]

@@ -5,6 +5,7 @@ import math
 import torch
 import torchvision
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torchvision.models.resnet import BasicBlock
 
 from utils.conv import convert_convolutions
@@ -31,6 +32,8 @@ def build_model(cfg, num_classes):
     if cfg.freeze == "backbone":
         model = freeze_backbone(model)
     model = convert_convolutions(model)
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # at its first step; parameters keep their names
     # DistributedDataParallel would hide a seed per rank, other ways to share a model would not.
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):
@@ -145,16 +148,24 @@ def convert_sync_batchnorm(model, device):
     return kind.convert_sync_batchnorm(model)
 
 
-def settle_buckets(model, image_size):
-    """Make a fresh and a resumed run add up gradients in the same order, bit for bit.
+def prepare_ddp(model, cfg):
+    """Make a fresh and a resumed run add up gradients in the same order, bit for bit; and have
+    them sent in cfg.gradient_dtype.
 
     DistributedDataParallel rebuilds its buckets after the first backward pass, in the order in
     which gradients came, so the very first step sums in another order than all later ones. This
     takes that first step: forward and backward on blank images, leaving weights and buffers alone.
     """
+    if cfg.gradient_dtype != "float32":
+        hook = {
+            "bfloat16": default_hooks.bf16_compress_hook,
+            "float16": default_hooks.fp16_compress_hook,
+        }
+        model.register_comm_hook(None, hook[cfg.gradient_dtype])
     buffers = [buffer.clone() for buffer in model.buffers()]
-    first = next(model.parameters())
-    model(first.new_zeros(2, 3, image_size, image_size)).sum().backward()
+    images = next(model.parameters()).new_zeros(2, 3, cfg.image_size, cfg.image_size)
+    with torch.compiler.set_stance("force_eager"):  # or a step of 2 images would be compiled, too
+        model(images).sum().backward()
     model.zero_grad(set_to_none=True)
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)

@@ -99,6 +99,18 @@ class Config:
         choices=("bfloat16", "float16"),
     )
 
+    compile: str = _field(
+        "none",
+        "the model by torch.compile, in its mode of that name (changes numerics by rounding; 20 to "
+        "60 s at the start). reduce-overhead uses CUDA graphs. Not with DataParallel or stages",
+        choices=("none", "default", "reduce-overhead", "max-autotune"),
+    )
+    gradient_dtype: str = _field(
+        "float32",
+        "DistributedDataParallel adds gradients up in this precision: half the bytes on the way "
+        "(changes numerics)",
+        choices=("float32", "bfloat16", "float16"),
+    )
     micro_batches: int = _field(
         1,
         "parts that a process computes its batch in: train_ddp_accum.py one after another to save "
