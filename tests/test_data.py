@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import DistributedSampler, SequentialSampler
 from torchvision.transforms.v2 import functional as F
 
+import utils.augment
 import utils.images
 import utils.loaders
 import utils.threads
@@ -53,6 +54,20 @@ def folder(root, count=6, sizes=((20, 16), (16, 16), (40, 9))):
 
 
 # Augmentation
+
+
+@pytest.mark.parametrize("size", [32, 16, 9])
+def test_cpu_and_gpu_crop_alike(size):
+    generator = torch.Generator().manual_seed(size)
+    padded = torch.randint(0, 256, (64, size + 4, size + 4, 3), generator=generator).byte()
+    corners = torch.randint(0, 5, (64, 2), generator=generator)
+    mirrored = torch.rand(64, generator=generator) < 0.5
+    ways = utils.augment._crop_flip_on_cpu, utils.augment._crop_flip_on_gpu
+    here, there = (way(padded, size, corners, mirrored) for way in ways)
+    assert torch.equal(here, there)
+    for i, ((top, left), flipped) in enumerate(zip(corners.tolist(), mirrored, strict=True)):
+        crop = padded[i, top : top + size, left : left + size]
+        assert torch.equal(here[i], crop.flip(1) if flipped else crop)
 
 
 def test_random_bits_never_change_and_differ_by_everything():

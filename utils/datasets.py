@@ -81,9 +81,12 @@ class ImageSet(Dataset):
         return len(self) * 3 * self.size**2
 
     def resident(self, cache):
-        """All images: uint8 (n, 3, size, size)."""
+        """All images: uint8 (n, 3, size, size), channels_last."""
         chunks = torch.arange(len(self)).split(1024)  # bounds what making them takes meanwhile
-        return torch.cat([self.stack(chunk) for chunk in chunks])
+        images = [
+            self.stack(chunk).contiguous(memory_format=torch.channels_last) for chunk in chunks
+        ]
+        return torch.cat(images)
 
     def meta(self):
         """What a prediction has to know of the training set, in plain values."""

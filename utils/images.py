@@ -209,23 +209,25 @@ def _bad_ones(paths):
 
 
 def decoded(dataset, cache):
-    """All images of a FolderSet: uint8 (n, 3, size, size), mapped from a file in `cache`.
+    """All images of a FolderSet: uint8 (n, 3, size, size), channels_last, mapped from a file in
+    `cache`.
 
     Decoded by the process that finds no such file; the node's other processes map the same
     memory, and the next start finds it.
     """
-    shape = (len(dataset), 3, dataset.size, dataset.size)
-    how = dataset.size, dataset.resize, dataset.interpolation
+    shape = (len(dataset), dataset.size, dataset.size, 3)
+    how = "channels_last", dataset.size, dataset.resize, dataset.interpolation
     kept = Path(cache) / f"decoded-{_fingerprint(dataset.paths, *how)}.u8"
     if not kept.exists():
         images, done = torch.empty(shape, dtype=torch.uint8), 0
         for chunk in _in_parallel(dataset.stack, range(len(dataset))):
             if isinstance(chunk, UserError):
                 raise chunk
-            images[done : done + len(chunk)] = chunk
+            images[done : done + len(chunk)] = chunk.permute(0, 2, 3, 1)
             done += len(chunk)
         _write(kept, images.numpy())
-    return torch.from_file(str(kept), size=dataset.nbytes(), dtype=torch.uint8).view(shape)
+    pixels = torch.from_file(str(kept), size=dataset.nbytes(), dtype=torch.uint8)
+    return pixels.view(shape).permute(0, 3, 1, 2)
 
 
 def cache_folder(cfg):

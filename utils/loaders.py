@@ -112,9 +112,9 @@ class _Loader:
         self.crop_flip = train and cfg.augment == "crop_flip"
         self.resized_crop = train and cfg.augment == "resized_crop"
         dtype = getattr(torch, cfg.dtype)
-        std = torch.tensor(dataset.std, dtype=dtype, device=device).view(1, 3, 1, 1)
-        mean = torch.tensor(dataset.mean, dtype=dtype, device=device).view(1, 3, 1, 1)
-        self.scale, self.shift = 1 / (255 * std), -mean / std
+        std = torch.tensor(dataset.std, dtype=dtype, device=device).repeat(dataset.size)
+        mean = torch.tensor(dataset.mean, dtype=dtype, device=device).repeat(dataset.size)
+        self.scale, self.shift = 1 / (255 * std), -mean / std  # of a row's pixels
         self.step = self.start = 0
         self.audit, self.seen = train and cfg.audit, None
 
@@ -170,9 +170,11 @@ class _Loader:
         return samples // batch if self.train else -(-samples // batch)
 
     def _normalize(self, images):
-        """uint8 (n, 3, h, w) -> (pixel / 255 - mean) / std in one pass."""
-        images = images.contiguous(memory_format=torch.channels_last)
-        return torch.addcmul(self.shift, images, self.scale)
+        """uint8 (n, 3, h, w) -> (pixel / 255 - mean) / std, whole rows at a time."""
+        images = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+        rows = images.flatten(2).to(self.scale.dtype)
+        rows = torch.addcmul(self.shift, rows, self.scale, out=rows)
+        return rows.view(images.shape).permute(0, 3, 1, 2)
 
 
 class DeviceLoader(_Loader):
@@ -184,12 +186,13 @@ class DeviceLoader(_Loader):
         super().__init__(dataset, sampler, cfg, device, batch_size, train)
         with main_process_first():  # one process a node decodes a folder, the others map its file
             images = dataset.resident(cache_folder(cfg))
-        self.images, self.labels = images.to(device), dataset.labels.to(device)
+        # index_select copies whole images where they lie one after another in memory.
+        self.images, self.labels = images.permute(0, 2, 3, 1).to(device), dataset.labels.to(device)
 
     def _batches(self, start):
         order = torch.tensor(list(self.sampler), device=self.device)
         for indices in order.split(self.batch_size)[start : len(self)]:
-            images = self.images[indices]
+            images = self.images.index_select(0, indices).permute(0, 3, 1, 2)
             if self.crop_flip:
                 images = crop_flip(images, indices, self.seed, _epoch(self.sampler))
             yield images, self.labels[indices], indices
