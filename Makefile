@@ -5,10 +5,12 @@ ifdef PYTHON
 python := $(PYTHON)
 env :=
 dev :=
+peers :=
 else
 python := .venv/bin/python
 env := .venv/.train
 dev := .venv/.dev
+peers := .venv/.peers
 endif
 
 NPROC ?= 2
@@ -18,7 +20,8 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test verify verify-all bench bench-quick lint diff readme clean
+.PHONY: help train test verify verify-all bench bench-quick bench-peers bench-loader \
+    bench-checkpoint lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -47,6 +50,15 @@ bench: $(env)  ## time the scripts here, each with its limits: COMPARE=before.js
 bench-quick: $(env)  ## the same in two minutes
 	$(python) -m tools.bench --config configs/bench.yaml --quick $(ARGS)
 
+bench-peers: $(peers)  ## these scripts beside the tutorial, Accelerate, Fabric and Trainer
+	$(python) -m tools.bench_peers $(ARGS)
+
+bench-loader: $(env)  ## images/s of the loaders on one core, beside torchvision's reference
+	$(python) -m tools.bench_loader $(ARGS)
+
+bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
+	$(python) -m tools.bench_checkpoint $(ARGS)
+
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
@@ -69,4 +81,8 @@ clean:  ## remove the environment and the caches; runs/ and data/ stay
 
 .venv/.dev: requirements-dev.txt .venv/.train
 	.venv/bin/python -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+.venv/.peers: requirements-peers.txt .venv/.train
+	.venv/bin/python -m pip install --quiet -r requirements-peers.txt
 	touch $@

@@ -133,6 +133,11 @@ class Bench:
         batch = cfg.global_batch(row.world_size)
         return {name: batch / max(rank[name] for rank in ranks) for name in ranks[0]}
 
+    def peer(self, row, arguments):
+        """One run of tools.peer -> what each of its ranks found."""
+        flags, _ = self._settings(row)
+        return self._run("tools.peer", row, arguments, flags)[1]
+
 
 def limit_key(row):
     """Rows with equal keys have equal limits; "" has none."""

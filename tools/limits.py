@@ -48,7 +48,8 @@ def wait(device):
 
 
 def computing(cfg, classes, device, amp):
-    """A training step without data and without communication."""
+    """A training step without data and without communication -> step(), gradients in bytes, the
+    model and the optimizer."""
     model = build_model(cfg, classes).to(device).train()
     optimizer, criterion = build_optimizer(model, cfg), torch.nn.CrossEntropyLoss()
     batch, size = cfg.global_batch(get_world_size()) // get_world_size(), cfg.image_size
@@ -64,7 +65,7 @@ def computing(cfg, classes, device, amp):
         loss.backward()
         optimizer.step()
 
-    return step, sum(p.nbytes for p in model.parameters())
+    return step, sum(p.nbytes for p in model.parameters()), model, optimizer
 
 
 def reading(loader):
@@ -88,7 +89,7 @@ def main():
     train_set, _ = build_datasets(cfg)
     sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     loader = build_loader(train_set, sampler, cfg, device, train=True)
-    step, size = computing(cfg, len(train_set.classes), device, amp == "1")
+    step, size, *_ = computing(cfg, len(train_set.classes), device, amp == "1")
     found = {"data": reading(loader), "compute": timed(device, len(loader), step)}
     if get_world_size() > 1:
         buckets = [torch.zeros(n // 4, device=device) for n in [BUCKET] * (size // BUCKET)]

@@ -70,6 +70,7 @@ class _Writer(threading.Thread):
             self.terminated = signal.signal(signal.SIGTERM, self._finish_and_terminate)
 
     def run(self):
+        _schedule(threading.get_native_id(), "SCHED_IDLE")
         try:
             _save_atomically(self.obj, self.path)
             if self.then:
@@ -79,6 +80,7 @@ class _Writer(threading.Thread):
         self.obj = None  # its memory
 
     def wait(self):
+        _schedule(self.native_id, "SCHED_OTHER")
         self.join()
         if self.terminated is not None:
             signal.signal(signal.SIGTERM, self.terminated)
@@ -87,6 +89,14 @@ class _Writer(threading.Thread):
         """SIGTERM (preemption, a failed peer) ends this process once the file is on the disk."""
         self.wait()
         os.kill(os.getpid(), number)
+
+
+def _schedule(thread, policy):
+    """A thread that takes a core from training on the CPU stops it: the other threads of a step
+    spin while they wait for the one that lost its core. So the writer computes when nobody else
+    does, until somebody waits for it."""
+    with suppress(AttributeError, OSError):  # only Linux has threads with policies of their own
+        os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
 
 
 def _save_atomically(obj, path):
