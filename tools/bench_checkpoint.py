@@ -58,10 +58,9 @@ def main():
     args = parser.parse_args()
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [
-        "| model | MB | copy, s | save call, s | cost beside training, s | cost if waited for, s "
-    ]
-    lines[0] += "| to the disk, s | load, s |"
+    head = ["model", "MB", "a copy, s", "the call, s", "cost beside training, s"]
+    head += ["cost if waited for, s", "to the disk, s", "load, s"]
+    lines = [f"| {' | '.join(head)} |"]
     lines.append("|---" * len(head) + "|")
     found = machine() | {"command": " ".join(sys.argv[1:]), "models": {}}
     for name in args.models.split(","):
