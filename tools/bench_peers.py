@@ -70,7 +70,7 @@ def contestants(counts, workers):
         found += [
             Contestant(f"{name} x{n}", n, "float32", str(count), name)
             for name in rivals
-            for count in workers
+            for count in (workers if n == 1 else workers[:1])  # the processes need the cores
         ]
         found += [
             Contestant(f"{name} x{n}", n, "bfloat16", str(workers[0]), name)

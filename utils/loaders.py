@@ -275,9 +275,12 @@ class _Reader:
 
     def _images(self, indices, epoch):
         if self.resized_crop:
-            return self._resized_crops(indices, epoch)
-        images = self.dataset.stack(indices)
-        return crop_flip(images, indices, self.seed, epoch) if self.crop_flip else images
+            images = self._resized_crops(indices, epoch)
+        else:
+            images = self.dataset.stack(indices)
+        if self.crop_flip:
+            images = crop_flip(images, indices, self.seed, epoch)
+        return images.contiguous(memory_format=torch.channels_last)  # here, not in the rank
 
     def _resized_crops(self, indices, epoch):
         stored = [self.dataset.load(int(index)) for index in indices]
