@@ -20,7 +20,7 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test verify verify-all bench bench-quick bench-peers bench-loader \
+.PHONY: help train test test-gpu verify verify-all bench bench-quick bench-peers bench-loader \
     bench-checkpoint lint diff readme clean
 
 help:  ## list the targets
@@ -37,6 +37,9 @@ test: $(dev)  ## everything: the tests, several processes included, and the cove
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
+
+test-gpu: $(dev)  ## what only a GPU can show (tests/gpu); everything that wants one: tools.on_gpu
+	$(python) -m pytest tests/gpu $(ARGS)
 
 verify: $(env)  ## prove that all scripts train the same model: ARGS="--plant list" and more
 	$(python) -m tools.verify $(ARGS)

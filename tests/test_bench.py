@@ -9,6 +9,8 @@ import torch
 
 from tools import bench, bench_report, scaling
 from tools.probe import PARTS, Probe
+from tools.runs import flag_list
+from utils.config import load_config
 
 
 def test_the_parts_of_a_step_add_up():
@@ -89,6 +91,14 @@ def test_rows_that_the_machine_cannot_run_say_why():
     rows = {row.name: row for row in bench.rows_for([1, 2], 0, 256, quick=False)}
     assert rows["DataParallel"].absent == "DataParallel needs 2 GPUs, and 0 are visible"
     assert not rows["DDP x2, 2 stages"].absent
+
+
+def test_a_gpu_has_a_row_for_each_precision_and_compiler():
+    rows = [row for row in bench.rows_for([1], 1, 256, quick=False) if ", " in row.name]
+    assert len(rows) == len({row.name for row in rows}) == 12
+    assert len({bench.limit_key(row) for row in rows}) == 12
+    for row in rows:
+        load_config(flag_list(row.flags))  # settings that there are
     rows = {row.name: row for row in bench.rows_for([1, 2], 2, 256, quick=False)}
     assert not rows["DataParallel"].absent and "needs 4 GPUs" in rows["DDP x2, 2 stages"].absent
 

@@ -53,6 +53,8 @@ def rows_for(counts, gpus, batch, quick):
     rows += [Row(f"DDP + AMP x{n}", "train_ddp_amp.py", n, {}, True) for n in counts]
     if quick:
         return [row for row in rows if row.world_size in (1, most)]
+    if gpus:
+        rows += modes()
     absent = "" if gpus > 1 else f"DataParallel needs 2 GPUs, and {gpus} are visible"
     rows.insert(1, Row("DataParallel", "train_dp.py", 1, {}, absent=absent, limited=False))
     rows += [
@@ -71,6 +73,24 @@ def rows_for(counts, gpus, batch, quick):
         name = "DDP x2, 2 stages"
         rows.append(Row(name, "train_ddp_mp.py", 2, devices, absent=absent, limited=not gpus))
     return rows
+
+
+def modes():
+    """One GPU in each precision: eager, compiled, and with CUDA graphs."""
+    precisions = [("float32", "", {}), ("tf32", "", {"tf32": True})]
+    precisions += [(name, name, {"amp_dtype": name}) for name in ("bfloat16", "float16")]
+    compilers = {"eager": "none", "compiled": "default", "CUDA graphs": "reduce-overhead"}
+    return [
+        Row(
+            f"1 device, {precision}, {how}",
+            "train_ddp_amp.py" if amp else "train_1gpu.py",
+            1,
+            flags | {"compile": mode},
+            bool(amp),
+        )
+        for precision, amp, flags in precisions
+        for how, mode in compilers.items()
+    ]
 
 
 class Bench:
@@ -143,8 +163,10 @@ def limit_key(row):
     """Rows with equal keys have equal limits; "" has none."""
     if not row.limited:
         return ""
-    batch = row.flags.get("global_batch_size", "")
-    return f"{row.world_size} {'amp' if row.amp else ''} {batch}"
+    # How a device computes; not how many parts or stages.
+    names = ("global_batch_size", "tf32", "amp_dtype", "compile")
+    how = " ".join(str(row.flags[name]) for name in names if name in row.flags)
+    return f"{row.world_size} {'amp' if row.amp else ''} {how}"
 
 
 def measure(bench, rows, repeats):

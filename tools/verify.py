@@ -41,7 +41,6 @@ BASE = {
     "lr": 0.01,
     "clip_norm": 2.0,
     "dtype": "float64",
-    "device": "cpu",
     "timeout": 60,
     "audit": True,
 }
@@ -137,8 +136,9 @@ class Row(NamedTuple):
 class Verifier:
     """Runs cases side by side, on as many cores as this process may use."""
 
-    def __init__(self, folder, root=ROOT, script=None):
+    def __init__(self, folder, root=ROOT, script=None, device="cpu"):
         self.folder, self.root, self.script = Path(folder), root, script
+        self.device = device  # of all processes: with "cuda:0" they share one GPU, over gloo
         self.free, self.freed = set(os.sched_getaffinity(0)), threading.Condition()
         self.references, self.cores = {}, len(self.free)
 
@@ -166,7 +166,9 @@ class Verifier:
         path = os.pathsep.join([str(hooks), str(root)])
         cores = self._take(min(self.cores, case.nproc or case.flags.get("spawn_processes", 1)))
         try:
-            flags = BASE | case.flags | {"output_dir": output_dir}
+            flags = BASE | case.flags | {"output_dir": output_dir, "device": self.device}
+            if "devices" in flags:
+                flags["devices"] = f"{self.device},{self.device}"
             if "weights" in flags:
                 flags["weights"] = self.folder / "weights.pth"
             process = start_run(script, case.nproc, flags, {"PYTHONPATH": path}, root, cores)
@@ -193,7 +195,7 @@ class Verifier:
         self.references[case.name] = run.rows, read_checkpoint(output_dir / "last.pt")["model"]
 
     def _unplanted(self):
-        plain = Verifier(self.folder)
+        plain = Verifier(self.folder, device=self.device)
         plain.free, plain.freed = self.free, self.freed
         return plain
 
@@ -294,7 +296,7 @@ def reason(stderr):
     return (said or lines[-1:] or ["nothing was said"])[0]
 
 
-def matrix(folder, report, scripts=None):
+def matrix(folder, report, scripts=None, device="cpu"):
     """Begun by each script (default: all), one epoch, and finished by each: a row a pair."""
     flags = GROUP | {"micro_batches": 2}
     nproc = {rung.script: None for rung in LADDER}
@@ -312,10 +314,10 @@ def matrix(folder, report, scripts=None):
         for script, n in nproc.items()
         if script in (scripts or nproc)
     }
-    begin = Verifier(folder / "begin")
+    begin = Verifier(folder / "begin", device=device)
     begin.folder.mkdir()
     rows = begin.run([case._replace(reference="1gpu group") for case in cases.values()], report)
-    finish = Verifier(folder / "finish")
+    finish = Verifier(folder / "finish", device=device)
     finish.references = begin.references
     finish.folder.mkdir()
     pairs = []
@@ -369,6 +371,7 @@ def main():
     parser.add_argument("--like", metavar="SCRIPT", help="whose cases it runs, if not its name's")
     parser.add_argument("--plant", metavar="BUG", help="a classic bug, or list")
     parser.add_argument("--matrix", action="store_true", help="each script finishes each")
+    parser.add_argument("--device", default="cpu", help="of all processes, such as cuda:0")
     parser.add_argument("--write", metavar="FILE", help="write the table as Markdown, too")
     args = parser.parse_args()
     if args.plant == "list":
@@ -393,9 +396,9 @@ def main():
         folder = Path(folder)
         root = planted_copy(bug, folder / "planted") if bug else ROOT
         if args.matrix:
-            rows = matrix(folder, show)
+            rows = matrix(folder, show, device=args.device)
         else:
-            rows = Verifier(folder, root, script).run(cases, show)
+            rows = Verifier(folder, root, script, args.device).run(cases, show)
     red = [row for row in rows if row.verdict != "green"]
     done = f"{len(rows) - len(red)} of {len(rows)} green in {time.monotonic() - start:.0f} s"
     print(done)

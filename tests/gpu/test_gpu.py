@@ -1,0 +1,202 @@
+"""What only a GPU can show (make test-gpu); skipped where there is none."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torchvision
+
+import train_ddp_amp
+from tests.launch import run_script
+from tests.test_data import config
+from tools.runs import ROOT, finish_run, start_run
+from utils.datasets import build_datasets
+from utils.loaders import EpochSampler, build_loader
+from utils.metrics import Meter
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+NAMES = ("train_loss", "val_loss", "val_accuracy")
+TWO = "cuda:0,cuda:0"
+RUNS = {  # the script, processes of torchrun, flags; two processes share the GPU over gloo
+    "1gpu": ("train_1gpu.py", None, {"device": "cuda"}),
+    "dp": ("train_dp.py", None, {"device": "cuda"}),
+    "ddp, NCCL": ("train_ddp.py", 1, {"device": "cuda"}),
+    "amp float16, NCCL": ("train_ddp_amp.py", 1, {"device": "cuda", "amp_dtype": "float16"}),
+    "accum, NCCL": ("train_ddp_accum.py", 1, {"device": "cuda"}),
+    "fsdp, NCCL": ("train_fsdp.py", 1, {"device": "cuda"}),
+    "spawn, NCCL": ("train_ddp_spawn.py", None, {"device": "cuda", "spawn_processes": 1}),
+    "mp, two stages on one GPU": ("train_mp.py", None, {"devices": TWO}),
+    "mp, GPU and CPU": ("train_mp.py", None, {"devices": "cuda:0,cpu"}),
+    "ddp, gloo x2": ("train_ddp.py", 2, {"device": "cuda:0"}),
+    "ddp_mp, gloo x2": ("train_ddp_mp.py", 2, {"devices": TWO}),
+}
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """train_1gpu.py on the CPU, in float64: the curve that every run here must draw."""
+    run = run_script("train_1gpu.py", dtype="float64", output_dir=tmp_path_factory.mktemp("cpu"))
+    assert run.code == 0, run.stderr
+    return run
+
+
+def numbers(run):
+    assert run.code == 0, run.stderr
+    return [row[name] for row in run.rows for name in NAMES]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_script_draws_the_cpus_curve(name, on_cpu, tmp_path):
+    script, nproc, flags = RUNS[name]
+    run = run_script(script, nproc, dtype="float64", output_dir=tmp_path, **flags)
+    assert numbers(run) == pytest.approx(numbers(on_cpu), rel=1e-7)
+
+
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids=" then ".join)
+def test_begun_on_one_device_and_finished_on_the_other(devices, on_cpu, tmp_path):
+    first, second = devices
+    numbers(run_script("train_1gpu.py", dtype="float64", device=first, output_dir=tmp_path))
+    for name in ("last.pt", "best.pt", "epoch-0002.pt"):
+        (tmp_path / name).unlink()
+    run = run_script("train_1gpu.py", dtype="float64", device=second, output_dir=tmp_path)
+    assert "epochs 1 to 1" in run.stdout
+    assert numbers(run) == pytest.approx(numbers(on_cpu), rel=1e-7)
+
+
+def test_batches_are_the_cpus_bit_for_bit():
+    cfg = config("--synthetic-samples=100", "--image-size=32", "--global-batch-size=30")
+    images, _ = build_datasets(cfg)
+    loaders = [
+        build_loader(images, EpochSampler(images, 0), cfg, torch.device(device), train=True)
+        for device in ("cpu", "cuda")
+    ]
+    for ours, theirs in zip(*loaders, strict=True):
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale():
+    device, cfg = torch.device("cuda"), SimpleNamespace(amp_dtype="float16", clip_norm=1.0)
+    model = torch.nn.Linear(4, 3).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    batch = torch.randn(5, 4, device=device), torch.randint(3, (5,), device=device)
+
+    def epoch(factor):
+        def criterion(outputs, labels):
+            return torch.nn.functional.cross_entropy(outputs, labels) * factor
+
+        before = model.weight.clone()
+        train_ddp_amp.train_one_epoch(
+            model, [batch], criterion, optimizer, scheduler, scaler, Meter(device), cfg, device
+        )
+        return torch.equal(model.weight, before), scaler.get_scale()
+
+    assert epoch(1.0) == (False, 1024.0)
+    assert epoch(1e38) == (True, 512.0)
+    assert epoch(1.0) == (False, 512.0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_learns_what_float32_does(dtype, tmp_path):
+    flags = {"device": "cuda", "global_batch_size": 12}
+    exact = run_script("train_ddp.py", 1, output_dir=tmp_path / "exact", **flags)
+    half = run_script("train_ddp_amp.py", 1, output_dir=tmp_path, amp_dtype=dtype, **flags)
+    assert numbers(half)[:1] == pytest.approx(numbers(exact)[:1], rel=2e-2)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_and_graphed_models_train_as_eager_ones(mode, tmp_path):
+    runs = [
+        run_script("train_1gpu.py", device="cuda", compile=m, output_dir=tmp_path / m, limit=400)
+        for m in ("none", mode)
+    ]
+    eager, other = map(numbers, runs)
+    assert other[0] == pytest.approx(eager[0], rel=1e-3)
+
+
+SYNC_BATCHNORM = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from utils.distributed import get_rank, init_distributed
+from utils.models import convert_sync_batchnorm
+device = init_distributed("cuda:0")
+torch.manual_seed(get_rank())
+images = torch.randn(3 + get_rank(), 4, 5, 5, dtype=torch.float64)
+found = []
+for place in (device, torch.device("cpu")):
+    model = convert_sync_batchnorm(torch.nn.BatchNorm2d(4).double().to(place), place)
+    x = images.to(place).detach().requires_grad_()
+    outputs = model(x)
+    (outputs * torch.arange(5.0, device=place)).square().sum().backward()
+    found.append([outputs, x.grad, model.weight.grad, *model.buffers()])
+for theirs, ours in zip(*found):
+    torch.testing.assert_close(theirs.cpu(), ours)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_pytorchs_sync_batchnorm_equals_ours(tmp_path):
+    (tmp_path / "script.py").write_text(SYNC_BATCHNORM.format(root=str(ROOT)))
+    run = finish_run(start_run(tmp_path / "script.py", 2, {}), tmp_path)
+    assert run.code == 0, run.stderr
+
+
+def test_channels_last_computes_the_same():
+    torch.manual_seed(0)
+    model, images = torchvision.models.resnet18(num_classes=4), torch.randn(8, 3, 32, 32)
+    model, images = model.double().cuda(), images.double().cuda()
+    expected = model(images)
+    model = model.to(memory_format=torch.channels_last)
+    outputs = model(images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(outputs, expected)
+
+
+NO_SYNC = """
+import runpy, sys, torch
+sys.path.insert(0, {root!r})
+import utils.supervise
+real = utils.supervise.supervise
+def watched(loader, *args):
+    for step, batch in enumerate(real(loader, *args)):
+        if step == 2:  # warm: what is made once has been made
+            torch.cuda.set_sync_debug_mode("error")
+        yield batch
+        if step == len(loader) - 2:
+            torch.cuda.set_sync_debug_mode("default")
+            print("watched", step)
+utils.supervise.supervise = watched
+sys.argv = ["x.py", *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", ["train_1gpu.py", "train_ddp_amp.py", "train_ddp_accum.py"])
+@pytest.mark.parametrize("loader", ["device", "workers"])
+def test_nothing_waits_for_the_gpu_between_steps(script, loader, tmp_path):
+    text = NO_SYNC.format(root=str(ROOT), script=str(ROOT / script))
+    (tmp_path / "watched.py").write_text(text)
+    nproc = None if script == "train_1gpu.py" else 1
+    flags = {"device": "cuda", "loader": loader, "clip_norm": 1.0, "amp_dtype": "float16"}
+    run = run_script(tmp_path / "watched.py", nproc, output_dir=tmp_path / "run", **flags)
+    assert run.code == 0, run.stderr
+    assert run.stdout.count("watched") == 2  # epochs
+
+
+def test_the_peak_memory_is_reported(tmp_path):
+    flags = ["--dataset=synthetic", "--model=resnet20", "--epochs=1", "--device=cuda"]
+    flags += ["--synthetic-samples=512", f"--output-dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "tools.probe", str(tmp_path), "train_1gpu.py", *flags]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=180)
+    found = json.loads((tmp_path / "rank-0.json").read_text())
+    assert found["memory"] > 10 * 2**20 and found["device"] == torch.cuda.get_device_name()
+
+
+def test_the_table_of_make_verify_is_green():
+    command = [sys.executable, "-m", "tools.verify", "--device", "cuda:0"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout
