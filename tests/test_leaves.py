@@ -25,7 +25,7 @@ from utils.model_parallel import (
     get_devices,
     init_distributed_devices,
 )
-from utils.models import ResNet20, blocks_of, build_model, layers_of
+from utils.models import ResNet9, ResNet20, blocks_of, build_model, layers_of
 from utils.optim import build_optimizer
 from utils.settings import Config
 
@@ -44,10 +44,10 @@ def small_vit():
 
 @pytest.mark.parametrize(
     ("make", "layers", "blocks"),
-    [(ResNet20, 12, 9), (torchvision.models.resnet50, 19, 16), (small_vit, 6, 4)],
+    [(ResNet20, 12, 9), (ResNet9, 7, 7), (torchvision.models.resnet50, 19, 16), (small_vit, 6, 4)],
 )
 def test_the_layers_hold_all_parameters_in_order(make, layers, blocks):
-    model = make(10) if make is ResNet20 else make()
+    model = make(10) if make in (ResNet20, ResNet9) else make()
     found = layers_of(model)
     assert (len(found), len(blocks_of(model))) == (layers, blocks)
     inside = {parameter for layer in found for parameter in layer.parameters()}

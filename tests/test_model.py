@@ -25,7 +25,7 @@ NAMES = [
     name
     for name in torchvision.models.list_models(module=torchvision.models)
     if not name.startswith("regnet")
-]
+] + ["resnet9"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +49,9 @@ def test_stems():
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32).double())).shape[2:] == (32, 32)
     with pytest.raises(UserError, match="stem=cifar is for ResNets, and vgg11 is none"):
         build_model(Config(model="vgg11", stem="cifar"), 10)
-    with pytest.raises(UserError, match=r"'resnet17' is neither resnet20 nor one of .*resnet18"):
+    with pytest.raises(
+        UserError, match=r"'resnet17' is neither resnet20 nor resnet9 nor one of .*resnet18"
+    ):
         build_model(Config(model="resnet17"), 10)
 
 

@@ -137,6 +137,7 @@ class Bench:
             "parts": [statistics.mean(part) for part in zip(*steps, strict=True)],
             "steps": [sum(step) for step in ranks[0]["epochs"][1]],
             "accuracy": last["val_accuracy"],
+            "train_accuracy": last["train_accuracy"],
             "samples": last["train_samples"],
             "global_batch_size": batch,
             "updates": len(ranks[0]["epochs"][1]),

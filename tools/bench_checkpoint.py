@@ -6,7 +6,6 @@ that costs is what the steps together take longer than as many median ones.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tools.bench import machine, setting
+from tools.bench_report import write_table
 from tools.limits import computing
 from tools.runs import flag_list
 from utils.checkpoint import load_checkpoint, save_checkpoint
@@ -98,9 +98,7 @@ def main():
         print(lines[-1], flush=True)
     text = f"{', '.join(found['gpus']) or found['cpu']}, torch {found['torch']}, medians of "
     text += f"{args.repeats} epochs in turns.\n\n" + "\n".join(lines) + "\n"
-    (folder / "checkpoint.json").write_text(json.dumps(found))
-    (folder / "checkpoint.md").write_text(text)
-    print(f"\n{text}\nwritten: {folder}/checkpoint.json, checkpoint.md")
+    write_table(found, text, folder, "checkpoint")
 
 
 if __name__ == "__main__":

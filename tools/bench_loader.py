@@ -10,7 +10,6 @@ pipeline. All take turns; medians of --repeats.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from tools.bench import machine
-from tools.bench_report import interval
+from tools.bench_report import interval, write_table
 from tools.peer import Pictures
 from utils.config import load_config
 from utils.datasets import IMAGENET, build_datasets
@@ -134,11 +133,7 @@ def main():
             del pair  # and its workers
     text = f"{found['cpu']}, torch {found['torch']}, medians of {args.repeats} epochs in turns.\n\n"
     text += "\n".join(lines) + "\n"
-    folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "loader.json").write_text(json.dumps(found))
-    (folder / "loader.md").write_text(text)
-    print(f"\n{text}\nwritten: {folder}/loader.json, loader.md")
+    write_table(found, text, args.output, "loader")
 
 
 if __name__ == "__main__":

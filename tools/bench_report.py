@@ -6,6 +6,7 @@ import io
 import json
 import random
 import statistics
+from pathlib import Path
 
 from tools.probe import PARTS
 
@@ -171,6 +172,15 @@ def write_reports(result, folder):
         f"<p>{html.escape(notes(result))}</p><table>{table}</table>{shown}\n"
     )
     print(f"\nwritten: {folder}/bench.json, bench.md, bench.html", flush=True)
+
+
+def write_table(result, text, folder, name):
+    """NAME.json and NAME.md, and the text on the screen."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result))
+    (folder / f"{name}.md").write_text(text)
+    print(f"\n{text}\nwritten: {folder}/{name}.json, {name}.md")
 
 
 def interval(before, after, draws=2000):

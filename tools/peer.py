@@ -110,7 +110,7 @@ def tutorial(cfg, device, loader, precision, clock):
     return _loop(model, sgd(model, cfg), loader, device, precision, clock)
 
 
-def _loop(model, optimizer, loader, device, precision, clock):
+def _loop(model, optimizer, loader, device, precision, clock, backward=torch.Tensor.backward):
     model.train()
     for epoch in range(EPOCHS):
         if hasattr(loader.sampler, "set_epoch"):
@@ -123,7 +123,7 @@ def _loop(model, optimizer, loader, device, precision, clock):
                 outputs = model(images)
                 loss = cross_entropy(outputs, labels)
             optimizer.zero_grad()
-            loss.backward()
+            backward(loss)
             optimizer.step()
             clock.add(outputs, labels)
         accuracy = clock.stop()
@@ -137,18 +137,8 @@ def accelerate(cfg, device, loader, precision, clock):
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=half)
     model = plain_model(cfg, 10)
     model, optimizer, loader = accelerator.prepare(model, sgd(model, cfg), loader)
-    model.train()
-    for _ in range(EPOCHS):
-        clock.start()
-        for images, labels in loader:
-            outputs = model(images)
-            loss = cross_entropy(outputs, labels)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-            clock.add(outputs, labels)
-        accuracy = clock.stop()
-    return accuracy
+    device, wrapped = accelerator.device, "float32"  # it has wrapped the model in its autocast
+    return _loop(model, optimizer, loader, device, wrapped, clock, accelerator.backward)
 
 
 def lightning_options(device, precision):
@@ -168,18 +158,8 @@ def fabric(cfg, device, loader, precision, clock):
     model = plain_model(cfg, 10)
     model, optimizer = fabric.setup(model, sgd(model, cfg))
     loader = fabric.setup_dataloaders(loader)
-    model.train()
-    for _ in range(EPOCHS):
-        clock.start()
-        for images, labels in loader:
-            outputs = model(images)
-            loss = cross_entropy(outputs, labels)
-            optimizer.zero_grad()
-            fabric.backward(loss)
-            optimizer.step()
-            clock.add(outputs, labels)
-        accuracy = clock.stop()
-    return accuracy
+    device, wrapped = fabric.device, "float32"  # as above
+    return _loop(model, optimizer, loader, device, wrapped, clock, fabric.backward)
 
 
 def trainer(cfg, device, loader, precision, clock):

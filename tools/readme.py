@@ -5,6 +5,7 @@ A block stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test fails where 
 
 import re
 
+from tools.bench_report import EPOCH
 from tools.lessons import LADDER, ROOT, changed, lesson
 from tools.plants import BUGS
 
@@ -38,6 +39,26 @@ def verify():
     return (ROOT / "docs" / "results" / "verify.md").read_text().split("\n\n")[-1].strip()
 
 
+def _columns(page, names):
+    """These columns of the table of a page of docs/results."""
+    text = (ROOT / "docs" / "results" / page).read_text().split("\n\n")[-1].strip()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    wanted = [rows[0].index(name) for name in names]
+    return "\n".join(f"| {' | '.join(row[i] for i in wanted)} |" for row in rows)
+
+
+def bench():
+    """What `make bench` has written, without the parts of the steps."""
+    names = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "of limit"]
+    return _columns("bench.md", [*names, "limited by"])
+
+
+def peers():
+    """What `make bench-peers` has written."""
+    names = ["row", "precision", "workers", "images/s", "ratio to best peer"]
+    return _columns("peers.md", names)
+
+
 def traps():
     """An entry a bug that can be planted."""
     return "\n\n".join(
@@ -54,7 +75,7 @@ def _marked(sign, text):
     return "\n".join(f"{sign}{line}" for line in text.splitlines())
 
 
-BLOCKS = {"ladder": ladder, "lessons": lessons, "verify": verify, "traps": traps}
+BLOCKS = {block.__name__: block for block in (ladder, lessons, verify, bench, peers, traps)}
 PAGES = [ROOT / "README.md", ROOT / "docs" / "traps.md"]
 
 

@@ -35,9 +35,8 @@ def random_bits(seed, epoch, indices, draws):
 
     indices: int64 (n,), on any device; the result is there too, the same on all.
     """
-    key = torch.tensor(_signed(seed * _GOLDEN), device=indices.device)
-    key = _mix(_mix(key) + epoch)
-    rows = _mix(key + indices * _signed(_GOLDEN))
+    key = int(_mix(_mix(torch.tensor(_signed(seed * _GOLDEN))) + epoch))  # not on the device: a
+    rows = _mix(indices * _signed(_GOLDEN) + key)  # tensor of a number would make it wait
     columns = torch.arange(1, draws + 1, device=indices.device) * _signed(_GOLDEN)
     return _shift_right(_mix(rows[:, None] + columns), 2)
 

@@ -23,7 +23,7 @@ def seed_step(seed, epoch, step):
     seed = hash((seed, epoch, step, get_rank()))  # of integers, so alike everywhere
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long without
     if torch.cuda.is_initialized():  # CUDA, looking for it
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
 
 
 def progress(loader, name, start=0):

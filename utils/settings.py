@@ -64,7 +64,9 @@ class Config:
         "", "where decoded image folders are kept; empty: data_dir/.cache", free=True
     )
 
-    model: str = _field("resnet18", "any torchvision classification model, by name; or resnet20")
+    model: str = _field(
+        "resnet18", "any torchvision classification model, by name; or resnet20, resnet9"
+    )
     weights: str = _field(
         "",
         "start from these instead of random numbers, but for a new head: DEFAULT or another of "
@@ -99,6 +101,11 @@ class Config:
         choices=("bfloat16", "float16"),
     )
 
+    tf32: bool = _field(
+        False,
+        "on CUDA: float32 convolutions and matrix products in TensorFloat-32, with 10 bits instead "
+        "of 23 (changes numerics)",
+    )
     compile: str = _field(
         "none",
         "the model by torch.compile, in its mode of that name (changes numerics by rounding; 20 to "
