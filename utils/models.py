@@ -22,9 +22,8 @@ def build_model(cfg, num_classes):
     Raises UserError for an unknown name, a stem that the model does not have, weights that do not
     fit, or ranks that drew different weights.
     """
-    precision = "tf32" if cfg.tf32 else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision
+    # Of PyTorch's two ways to say so the older: export fails where the newer sets only these two.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     model = _plain_model(cfg, num_classes)
     if cfg.norm == "group":
         model = _convert_groupnorm(model)
