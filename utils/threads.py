@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def _cores_of_rank(_pid):  # which a forked process does not share
         print(
             f"{busy} cores are busy with something else: using {free} of {available} "
             f"(--num-threads sets the threads of a rank)",
+            file=sys.stderr,  # what tools print may be JSON
             flush=True,
         )
     return max(1, min(all_gather_object(free // get_local_world_size())))
