@@ -616,6 +616,7 @@ def test_cuda_memory_and_workers_by_the_cores(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert utils.loaders._free_memory(torch.device("cuda")) == 5
     for device, cores, workers in (("cpu", 4, 2), ("cpu", 1, 0), ("cuda", 1, 0), ("cuda", 32, 8)):
+        monkeypatch.setattr(utils.loaders, "available_cores", lambda cores=cores: cores)
         loader = workers_loader(device, cores, monkeypatch)
         assert loader.reader.num_workers == workers
         if device == "cpu":

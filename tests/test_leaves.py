@@ -163,8 +163,9 @@ def test_a_compiled_model_trains_the_same_weights(tmp_path):
         assert [ours[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-9)
     saved, other = (read_checkpoint(run.output_dir / "last.pt") for run in (compiled, eager))
     assert list(saved["model"]) == list(other["model"])
-    stages = run_script("train_mp.py", compile="default", output_dir=tmp_path / "mp")
-    assert stages.code == 1 and "pass --compile none" in stages.stderr
+    for script in ("train_mp.py", "train_dp.py"):
+        refused = run_script(script, compile="default", output_dir=tmp_path / script)
+        assert refused.code == 1 and "pass --compile none" in refused.stderr
 
 
 def test_fsdp_in_bfloat16_and_offloaded_is_float32_but_for_rounding(tmp_path):

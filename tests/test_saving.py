@@ -5,13 +5,25 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
+import pytest
 import torch
 
 import utils.saving
 from tests.launch import ROOT, run_ranks
+from tools.runs import kill_family, start_run
 from utils.distributed import PeerError, UserError
 from utils.saving import finish_saving, save_on_master
+
+
+@pytest.fixture(autouse=True)
+def uncovered(monkeypatch):
+    """Coverage has a handler of its own for SIGTERM, in this process and in those it starts."""
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def writers(folder):
@@ -125,9 +137,61 @@ def test_a_last_file_that_cannot_be_written_fails_the_run(tmp_path):
     assert stderr.startswith("error: cannot save ") and stderr.endswith("is still there\n")
 
 
+WAITING = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+from utils.distributed import get_rank, init_distributed
+from utils.saving import save_on_master
+init_distributed("cpu")
+real = os.fsync
+os.fsync = lambda file: (time.sleep({seconds}), real(file))
+save_on_master([1, 2], {path!r})
+if get_rank() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(1.0)
+    dist.barrier()  # the other never comes: where Python runs no signal handlers
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5], ids=["written", "being written"])
+def test_sigterm_ends_a_rank_that_waits_for_another(seconds, tmp_path):
+    path, script = tmp_path / "x.pt", tmp_path / "script.py"
+    script.write_text(WAITING.format(root=str(ROOT), seconds=seconds, path=str(path)))
+    process = start_run(script, 2, {})
+    pid = int(process.stdout.readline())
+    time.sleep(1.2 if not seconds else 1.1)
+    os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + 15
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
+        time.sleep(0.05)
+    alive = os.path.exists(f"/proc/{pid}")
+    kill_family(process.run_tag)
+    process.communicate()
+    assert not alive and torch.load(path) == [1, 2]
+
+
+def test_a_failed_save_is_told_even_where_nobody_asks(tmp_path):
+    fail = "raise OSError(28, 'No space left')"
+    _, stderr, saved = end_while_writing(tmp_path / "a", fail, "time.sleep(60)", signal.SIGTERM)
+    assert saved is None and stderr.startswith("error: cannot save")
+    code, stderr, _ = end_while_writing(tmp_path / "b", fail, "raise UserError('stop')")
+    assert code == 1 and "error: stop" in stderr and "error: cannot save" in stderr
+
+
+def test_only_a_writer_that_may_come_back_yields(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    limits = {0: False, 20: True}
+    for limit, may in limits.items():
+        monkeypatch.setattr(utils.saving.resource, "getrlimit", lambda _, n=limit: (n, n))
+        assert utils.saving._may_return() == may
+    monkeypatch.delattr(os, "SCHED_IDLE")
+    assert not utils.saving._may_return()
+
+
 def test_sigterm_is_as_before_when_all_is_written(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
     save_on_master({}, tmp_path / "x.pt")
-    assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     finish_saving()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -51,7 +51,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.bench_checkpoint", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", default="resnet18,resnet50")
-    parser.add_argument("--steps", type=int, default=12, help="an epoch of random images")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="more than twice as many as the writing lasts"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="epochs of each (default: 5)")
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[])
     parser.add_argument("--output", default="runs/bench-checkpoint", help="folder of the reports")

@@ -6,7 +6,7 @@
 
 Stages: tests (tests/gpu), verify, roof (what the GPU can do at most), bench (ResNet-18, all rows),
 modes18 and modes50 (each precision eager, compiled and with CUDA graphs), peers18 and peers50,
-decode (JPEGs on the GPU and on the CPU's cores), loader, checkpoint, and cifar10-94 (five seeds).
+decode (JPEGs on the GPU and on a CPU core), loader, checkpoint, and cifar10-94 (five seeds).
 """
 
 import argparse
@@ -54,7 +54,9 @@ def stages(out, data_dir=None):
         "peers50": [peers("peers50", "resnet50")],
         "decode": [["-m", "tools.on_gpu", str(out), "--measure=decode"]],
         "loader": [["-m", "tools.bench_loader", f"--output={out / 'loader'}"]],
-        "checkpoint": [["-m", "tools.bench_checkpoint", f"--output={out / 'checkpoint'}"]],
+        "checkpoint": [
+            ["-m", "tools.bench_checkpoint", "--steps=200", f"--output={out / 'checkpoint'}"]
+        ],
         "cifar10-94": seeds,
     }
 

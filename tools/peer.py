@@ -203,6 +203,8 @@ def main():
     if own_group:
         device = init_distributed(cfg.device)
     seed_everything(cfg.seed)
+    # For all alike; build_model() sets it for ours. PyTorch's default has it on for convolutions.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     images, _ = build_datasets(cfg)
     batch, count = cfg.global_batch_size // WORLD_SIZE, int(workers.rstrip("!"))
     sampler = DistributedSampler(images, drop_last=True) if own_group else None

@@ -78,7 +78,7 @@ def save_checkpoint(
         checkpoint = whole(checkpoint)
 
     def then():
-        for name in ["last.pt"] * (not between_steps) + ["best.pt"] * is_best:
+        for name in ["best.pt"] * is_best + ["last.pt"] * (not between_steps):
             _point(folder / name, path)
         for old in sorted(folder.glob("epoch-*.pt"), key=_number)[:-keep_last]:
             old.unlink()

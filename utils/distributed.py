@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 _store = None  # reachable while ranks fail, so that only the first of them speaks
 _at_end = []  # see at_end()
+_sigterm = []  # what SIGTERM did before an error was written down
 _control_group = None  # gloo with a long timeout: waits for downloads and saves, not for a step
 
 
@@ -53,7 +54,7 @@ def report_errors(main):
                 sys.exit(1)
             if not isinstance(error, UserError | KeyboardInterrupt):
                 # torchrun, ending all ranks, must not find the traceback's file half written.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                _sigterm.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
                 raise
             where = f" (rank {get_rank()})" if get_world_size() > 1 else ""
             # In one write, so that ranks do not interleave.
@@ -66,7 +67,8 @@ def report_errors(main):
         try:
             return first_speaks(*args, **kwargs)
         except Exception:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if _sigterm:
+                signal.signal(signal.SIGTERM, _sigterm.pop() or signal.SIG_DFL)
             if "TORCHELASTIC_ERROR_FILE" in os.environ:
                 sys.exit(1)  # torchrun will show it
             raise

@@ -209,9 +209,11 @@ class WorkersLoader(_Loader):
     name = "workers"
 
     def __init__(self, dataset, sampler, cfg, device, batch_size, train):
-        workers, cores = cfg.num_workers, cores_of_rank()
-        if workers < 0:
-            workers = min(8, max(0, cores - 1)) if device.type == "cuda" else cores // 2
+        workers = cfg.num_workers
+        if workers < 0 and device.type == "cuda":
+            workers = min(8, max(0, available_cores() // get_local_world_size() - 1))
+        elif workers < 0:
+            workers = cores_of_rank() // 2
         super().__init__(dataset, sampler, cfg, device, batch_size, train, workers)
         self.reader = DataLoader(
             _Reader(dataset, self.seed, self.crop_flip, self.resized_crop),

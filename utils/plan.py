@@ -26,6 +26,8 @@ def announce(cfg, state, val_loader, start_epoch):
         "classes": train_loader.dataset.classes,
     }
     _refuse_differences(mine)
+    if isinstance(state["model"], torch.nn.DataParallel) and cfg.compile != "none":
+        raise UserError("the copies of nn.DataParallel would run GPU 0's code: pass --compile none")
     if not is_main_process():
         return
     (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())

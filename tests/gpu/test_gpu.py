@@ -116,7 +116,7 @@ def test_compiled_and_graphed_models_train_as_eager_ones(mode, tmp_path):
         for m in ("none", mode)
     ]
     eager, other = map(numbers, runs)
-    assert other[0] == pytest.approx(eager[0], rel=1e-3)
+    assert other[:2] == pytest.approx(eager[:2], rel=1e-2)
 
 
 SYNC_BATCHNORM = """
