@@ -1,4 +1,4 @@
-"""A convolution with an output of one pixel is a matrix product, and the same numbers."""
+"""A convolution of a tiny map is a matrix product, and the same numbers."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from utils.conv import Conv2d, convert_convolutions
 CASES = [
     (size, kernel, stride, padding)
     for size, kernel, stride, padding in itertools.product(
-        ((1, 1), (2, 2), (1, 2), (3, 3), (4, 3)), (1, 2, 3), (1, 2, 3), (0, 1, 2)
+        ((1, 1), (2, 2), (1, 2), (3, 3), (4, 3)), (1, 2, 3, 5), (1, 2, 3), (0, 1, 2)
     )
     if min(size) + 2 * padding >= kernel
 ]
@@ -52,13 +52,15 @@ def test_outputs_and_gradients_are_those_of_a_convolution(size, kernel, stride, 
         {"padding": 2, "dilation": 2},
         {"padding": (1, 0), "stride": (2, 1)},
         {"padding": 1, "bias": False},
+        {"kernel_size": 1},
+        {"kernel_size": 1, "stride": (2, 1), "bias": False},
+        {"kernel_size": 1, "groups": 2},
     ],
 )
 def test_every_option_of_a_convolution(options):
-    for side in (3, 4):
-        for plain, ours in zip(
-            *both(torch.randn(2, 4, side, side).double(), 4, 6, 3, **options), strict=True
-        ):
+    for side in (3, 4, 5):
+        images = torch.randn(2, 4, side, side).double()
+        for plain, ours in zip(*both(images, 4, 6, **{"kernel_size": 3} | options), strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
@@ -72,6 +74,8 @@ def test_a_resnet_on_small_images_uses_products_and_keeps_its_names(monkeypatch)
     monkeypatch.setattr("utils.conv.linear", lambda *a: products.append(1) or real(*a))
     converted = convert_convolutions(model)
     torch.testing.assert_close(converted(images), expected, rtol=1e-12, atol=1e-12)
-    assert len(products) == 5  # the last stage: four 3x3 convolutions and the shortcut
+    # The last stage, four 3x3 convolutions and the shortcut; before it the three on 2x2 maps with
+    # their shortcut, and the shortcut to 4x4.
+    assert len(products) == 10
     assert list(converted.state_dict()) == names
     assert all(type(m) is Conv2d for m in converted.modules() if isinstance(m, nn.Conv2d))

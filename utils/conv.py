@@ -1,16 +1,21 @@
 """Convolutions on tiny maps, several times faster on a CPU. Needs only torch."""
 
+import torch
 from torch import nn
 from torch.nn.functional import linear
 
+MOST_PIXELS = 16  # of a map; on larger ones a 1x1 convolution is as fast as a product
+
 
 class Conv2d(nn.Conv2d):
-    """nn.Conv2d that computes an output map of one pixel as a matrix product, on a CPU.
+    """nn.Conv2d that computes tiny maps as matrix products, on a CPU, where oneDNN is slow on them.
 
-    Of the kernel only the taps that lie over real pixels count, the others would multiply padding:
-    a 3x3 kernel on a 1x1 map is its middle tap. The last stage of an ImageNet model on small images
-    is like that, and there oneDNN's convolutions reach a tenth of what a product does. The sum has
-    the same terms, so that outputs and gradients differ by rounding alone.
+    A 1x1 kernel is a matrix for each pixel. And where every output sees every pixel, as all do in a
+    3x3 convolution of a 2x2 map, the layer is one matrix between all pixels and all outputs, of the
+    taps that lie between them; a convolution multiplies padding as well (5/9 of its work there, 8/9
+    on one pixel). The last stages of an ImageNet model on 32x32 images are like that. The sums have
+    the same terms: outputs and gradients differ by rounding alone. With fewer than 8 images there
+    is nothing to gain.
     """
 
     def forward(self, images):
@@ -19,29 +24,43 @@ class Conv2d(nn.Conv2d):
         if not plain or images.device.type != "cpu" or images.dim() != 4:
             return super().forward(images)
         padding = (0, 0) if self.padding == "valid" else self.padding
+        if self.kernel_size == (1, 1) and padding == (0, 0):
+            seen = images[:, :, :: self.stride[0], :: self.stride[1]].permute(0, 2, 3, 1)
+            if seen.shape[1] * seen.shape[2] <= MOST_PIXELS:
+                return linear(seen, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
         taps = [
-            _single(*dimension)
+            _taps(*dimension)
             for dimension in zip(
                 images.shape[2:], self.kernel_size, self.stride, padding, self.dilation, strict=True
             )
         ]
         if None in taps:
             return super().forward(images)
-        (rows, height), (columns, width) = taps
-        # In channels_last order, in which neither has to be copied where the map is one pixel.
+        rows, columns = taps
+        height, width, outputs = len(rows[0]), len(columns[0]), (len(rows), len(columns))
+        numbers = [
+            y * self.kernel_size[1] + x for ys in rows for xs in columns for y in ys for x in xs
+        ]
+        # The tap of each (output, pixel); then the matrix, in the order of channels_last images.
+        weights = self.weight.permute(2, 3, 0, 1).flatten(0, 1)
+        weights = weights.index_select(0, torch.tensor(numbers)).unflatten(0, (-1, height * width))
+        matrix = weights.transpose(1, 2).flatten(2).flatten(0, 1)
+        bias = None if self.bias is None else self.bias.repeat(len(rows) * len(columns))
         pixels = images[:, :, :height, :width].permute(0, 2, 3, 1).flatten(1)
-        weight = self.weight[:, :, rows, columns].permute(0, 2, 3, 1).flatten(1)
-        return linear(pixels, weight, self.bias)[:, :, None, None]
+        return linear(pixels, matrix, bias).unflatten(1, (*outputs, -1)).permute(0, 3, 1, 2)
 
 
-def _single(size, kernel, stride, padding, dilation):
-    """(slice of the taps that lie over pixels, how many they are), or None where the output is
-    more than one pixel wide."""
+def _taps(size, kernel, stride, padding, dilation):
+    """In one dimension the number of the tap between each output (a list each) and each pixel;
+    None unless there is one between all of them. Pixels that no output reaches are left out."""
     outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    if outputs != 1 or dilation != 1 or padding >= kernel:
+    first = padding - (outputs - 1) * stride  # between the last output and the first pixel
+    pixels = min(size, kernel - first)
+    if dilation != 1 or outputs < 1 or pixels < 1 or first < 0 or padding + pixels > kernel:
         return None
-    end = min(kernel, size + padding)
-    return slice(padding, end), end - padding
+    return [
+        list(range(padding - o * stride, padding - o * stride + pixels)) for o in range(outputs)
+    ]
 
 
 def convert_convolutions(module):
