@@ -3,13 +3,16 @@
 import json
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from tools import bench, bench_report, scaling
 from tools.probe import PARTS, Probe
-from tools.runs import flag_list
+from tools.profiler import busy
+from tools.runs import ROOT, flag_list
 from utils.config import load_config
 
 
@@ -59,6 +62,50 @@ def test_a_bench_has_samples_limits_and_reports(result):
     assert "not comparable" in weak and "not comparable" not in table.split("| DDP x2 |")[1][:99]
     page = (folder / "bench.html").read_text()
     assert "data:image/png;base64," in page and "<td>DDP x1</td>" in page
+
+
+class Interrupted:
+    """Stands for Bench: Ctrl-C in its `last` run."""
+
+    def __init__(self, last):
+        self.runs, self.last = [], last
+
+    def row(self, row):
+        self.runs.append(row.name)
+        if len(self.runs) == self.last:
+            raise KeyboardInterrupt
+        return {"images_per_second": 1.0}
+
+    limits = row
+
+
+def test_an_interrupted_bench_reports_what_it_has():
+    rows = bench.rows_for([1, 2], 0, 256, quick=True)
+    bench_ = Interrupted(last=4)  # the second limit; DDP x1 shares the first row's
+    found = bench.measure(bench_, rows, 3)
+    assert bench_.runs == ["1 device", "1 device", "DDP x1", "DDP x2"]
+    assert {name: len(samples) for name, samples in found["rows"].items()} == {
+        "1 device": 1,
+        "DDP x1": 1,
+    }
+    late = [name for name, why in found["absent"].items() if "interrupted" in why]
+    assert late == ["DDP x2", "DDP + AMP x1", "DDP + AMP x2"]
+
+
+def test_busy_is_what_kernels_cover():
+    assert busy([(0, 1), (1, 2)]) == 1
+    assert busy([(3, 4), (0, 1), (0.5, 2)]) == 0.75
+    assert busy([(0, 10), (2, 3)]) == 1
+
+
+def test_a_profile_names_the_operations(tmp_path):
+    flags = ["--synthetic-samples=240", f"--output-dir={tmp_path / 'run'}", "--device=cpu"]
+    flags += ["--dataset=synthetic", "--model=resnet20", "--image-size=16", "--epochs=2"]
+    flags += ["--global-batch-size=20"]
+    command = [sys.executable, "-m", "tools.profiler", str(tmp_path), "train_1gpu.py", *flags]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=180)
+    text = (tmp_path / "profile.md").read_text()
+    assert "4 steps" in text and "convolution_backward" in text
 
 
 def test_settings_for_all_rows():

@@ -7,7 +7,7 @@ import torch
 
 from tools import bench_checkpoint, bench_loader, bench_peers, on_gpu
 from tools.bench_peers import contestants, ratio, table
-from tools.runs import ROOT
+from tools.runs import ROOT, family
 from utils.config import load_config
 
 
@@ -52,6 +52,32 @@ def test_a_bare_loop_and_the_tutorial_are_timed(tmp_path):
         for contestant in found.values():
             (sample,) = contestant["samples"]
             assert sample["images_per_second"] > 0 and 0 <= sample["train_accuracy"] <= 1
+
+
+def test_interrupted_peers_are_reported_as_far_as_they_came(tmp_path, monkeypatch):
+    seen = []
+
+    def sample(bench, contestant):
+        seen.append(contestant.key())
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return {"images_per_second": 10.0, "train_accuracy": 0.1}
+
+    monkeypatch.setattr(bench_peers, "sample", sample)
+    run_main(bench_peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
+    found = json.loads((tmp_path / "peers.json").read_text())["contestants"]
+    assert list(found) == seen[:2]
+
+
+def test_a_stage_that_takes_too_long_leaves_nothing_behind(tmp_path):
+    sleeper = "import os, time; print(os.environ['RUN_TAG'], flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeper!r}])"
+    with open(tmp_path / "log", "w+") as log:
+        assert on_gpu.run(["-c", "raise SystemExit(3)"], log, 60) == 3
+        assert on_gpu.run(["-c", code], log, 3) == on_gpu.STOPPED
+        log.seek(0)
+        tag, *traceback = log.read().splitlines()
+    assert "KeyboardInterrupt" in traceback and family(tag) == []
 
 
 def test_a_checkpoints_costs_are_timed(tmp_path):

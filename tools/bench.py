@@ -105,7 +105,8 @@ class Bench:
         flags = self.flags | row.flags
         cfg = load_config(flag_list(flags))
         if cfg.dataset == "synthetic":
-            flags["synthetic_samples"] = self.steps * cfg.global_batch(row.world_size)
+            length = self.steps * cfg.global_batch(row.world_size)
+            flags = {"synthetic_samples": length} | flags
         return flags | {"epochs": 2, "save_minutes": 0, "resume": "never"}, cfg
 
     def _run(self, module, row, arguments, flags):
@@ -171,19 +172,32 @@ def limit_key(row):
 
 
 def measure(bench, rows, repeats):
-    """All in turns, `repeats` times -> {"rows": {name: samples}, "limits": {key: samples}}."""
-    present = [row for row in rows if not row.absent]
-    keys = {limit_key(row): row for row in present if row.limited}
-    found = {"rows": {row.name: [] for row in present}, "limits": {key: [] for key in keys}}
-    jobs = [(bench.row, row, found["rows"][row.name]) for row in present]
-    jobs += [(bench.limits, row, found["limits"][key]) for key, row in keys.items()]
+    """All in turns, `repeats` times -> {"rows": {name: samples}, "limits": {key: samples},
+    "absent": {name: why}}. Interrupted (Ctrl-C), what has been measured until then."""
+    absent = {row.name: row.absent for row in rows if row.absent}
+    rows = [row for row in rows if not row.absent]
+    found = {"rows": {row.name: [] for row in rows}, "limits": {}, "absent": absent}
+    jobs = []
+    for row in rows:
+        jobs.append((bench.row, row, found["rows"][row.name]))
+        key = limit_key(row)
+        if row.limited and key not in found["limits"]:
+            found["limits"][key] = []
+            jobs.append((bench.limits, row, found["limits"][key]))
     jobs, start = jobs * repeats, time.monotonic()
-    for done, (run, row, samples) in enumerate(jobs, start=1):
-        samples.append(run(row))
-        if samples is found["rows"][row.name]:
-            print(f"{row.name}: {samples[-1]['images_per_second']:.0f} images/s", flush=True)
-        left = (time.monotonic() - start) / done * (len(jobs) - done)
-        print(f"{done} of {len(jobs)} runs, {left:.0f} s left", file=sys.stderr, flush=True)
+    try:
+        for done, (run, row, samples) in enumerate(jobs, start=1):
+            samples.append(run(row))
+            if samples is found["rows"][row.name]:
+                print(f"{row.name}: {samples[-1]['images_per_second']:.0f} images/s", flush=True)
+            left = (time.monotonic() - start) / done * (len(jobs) - done)
+            print(f"{done} of {len(jobs)} runs, {left:.0f} s left", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: reporting what has been measured", file=sys.stderr, flush=True)
+    for row in rows:
+        if not found["rows"][row.name] or not found["limits"].get(limit_key(row), True):
+            absent[row.name] = "interrupted before it was measured"
+            del found["rows"][row.name]
     return found
 
 
@@ -268,7 +282,9 @@ def main():
     print(f"{cfg.model}, {facts['gpus'] or facts['cpu']}, {cores} cores", flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         found = measure(Bench(flags, folder, args.steps), rows, args.repeats)
-    result = facts | found | {"absent": {row.name: row.absent for row in rows if row.absent}}
+    if not found["rows"]:
+        sys.exit("nothing was measured: " + json.dumps(found["absent"]))
+    result = facts | found
     result["order"] = [[row.name, limit_key(row), row.world_size] for row in rows]
     print(finished(result))
     write_reports(result, Path(args.output))

@@ -82,7 +82,10 @@ def sample(bench, contestant):
     if contestant.row:
         found = bench.row(contestant.row)
         return {name: found[name] for name in ("images_per_second", "train_accuracy")}
-    row = Row(contestant.name, "", contestant.world_size, {"sync_bn": False})
+    flags = {"sync_bn": False}
+    if contestant.workers.endswith("!"):  # what starting them costs is spread over a real epoch
+        flags = {"synthetic_samples": EPOCH} | bench.flags | flags
+    row = Row(contestant.name, "", contestant.world_size, flags)
     arguments = [contestant.peer, contestant.workers or "0", contestant.precision]
     ranks = bench.peer(row, arguments)
     samples, seconds = sum(r["samples"] for r in ranks), max(r["seconds"] for r in ranks)
@@ -141,7 +144,7 @@ def main():
     parser.add_argument("--workers", help="of the peers; default: 0 and one a core")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="an epoch of made-up images")
-    parser.add_argument("--only", metavar="TEXT", help="rows whose name holds this")
+    parser.add_argument("--only", metavar="TEXT", action="append", help="rows that hold this")
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[])
     parser.add_argument("--output", default="runs/bench-peers", help="folder of the reports")
     args = parser.parse_args()
@@ -151,20 +154,28 @@ def main():
         counts = [int(n) for n in args.processes.split(",")]
     workers = [int(n) for n in args.workers.split(",")] if args.workers else [0, cores]
     flags = {"config": args.config} | dict(map(setting, args.set))
-    everyone = [c for c in contestants(counts, workers) if (args.only or "") in c.name]
+    everyone = contestants(counts, workers)
+    if args.only:
+        everyone = [c for c in everyone if any(text in c.key() for text in args.only)]
     result = machine() | {"command": " ".join(sys.argv[1:])}
     result["config"] = vars(load_config(flag_list(flags)))
     result["contestants"] = {c.key(): c.facts() for c in everyone}
     start, done = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         bench = Bench(flags, folder, args.steps)
-        for _ in range(args.repeats):
-            for c in everyone:
+        try:
+            for c in everyone * args.repeats:
                 found = sample(bench, c)
                 result["contestants"][c.key()]["samples"].append(found)
                 speed, done = found["images_per_second"], done + 1
                 left = (time.monotonic() - start) / done * (len(everyone) * args.repeats - done)
                 print(f"{c.key()}: {speed:.0f} images/s, {left:.0f} s left", flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: reporting what has been measured", file=sys.stderr, flush=True)
+    measured = {k: c for k, c in result["contestants"].items() if c["samples"]}
+    if not measured:
+        sys.exit("nothing was measured")
+    result["contestants"] = measured
     where = ", ".join(result["gpus"]) or f"{cores} cores of {result['cpu']}"
     said = f"{result['config']['model']}, {where}, torch {result['torch']}, {args.repeats} runs"
     text = f"{said} of each row in turns, medians (least to most).\n\n{table(result)}\n"

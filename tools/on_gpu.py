@@ -4,25 +4,31 @@
     --minutes N       stop a stage that takes longer (default: 9)
     --data-dir DIR    CIFAR-10 as JPEG folders; default: the original, downloaded
 
-Stages: tests (tests/gpu), verify, roof (what the GPU can do at most), bench (ResNet-18, all rows),
-modes18 and modes50 (each precision eager, compiled and with CUDA graphs), peers18 and peers50,
-decode (JPEGs on the GPU and on a CPU core), loader, checkpoint, and cifar10-94 (five seeds).
+Stages: tests (tests/gpu), verify, roof (what the GPU can do at most), modes18 and modes50 (ResNets,
+each precision eager, compiled and with CUDA graphs), peers18 and peers50, profile50 (how busy the
+GPU is, and with what), bench (ResNet-18, the DDP rows), decode (JPEGs on the GPU and on a core of
+the CPU), loader, checkpoint, and cifar10-94 (five seeds). A stopped bench reports what it has.
 """
 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from tools.bench_loader import make_photographs
-from tools.runs import ROOT
+from tools.runs import ROOT, kill_family
+
+STOPPED = "stopped"
 
 
 def stages(out, data_dir=None):
@@ -37,8 +43,15 @@ def stages(out, data_dir=None):
         return ["-m", "tools.bench_peers", *flags, f"--output={out / name}"]
 
     modes = ["--only=1 device", "--repeats=3", "--steps=195"]  # CIFAR-10's epoch
-    cifar = ["train_ddp_amp.py", "--config=configs/cifar10-94.yaml", "--resume=never", *images]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    fifty = ["train_ddp_amp.py", "--config=configs/bench.yaml", "--model=resnet50", "--epochs=2"]
+    fifty += [f"--synthetic-samples={60 * 256}", "--resume=never", "--save-minutes=0"]
+    profiles = []
+    for mode in ("none", "default", "reduce-overhead"):
+        folder = out / f"profile50-{mode}"
+        flags = [*fifty, f"--compile={mode}", f"--output-dir={folder}"]
+        profiles.append([*launch, "-m", "tools.profiler", str(folder), *flags])
+    cifar = ["train_ddp_amp.py", "--config=configs/cifar10-94.yaml", "--resume=never", *images]
     seeds = [
         [*launch, *cifar, f"--seed={seed}", f"--output-dir={out / f'cifar10-94-{seed}'}"]
         for seed in range(5)
@@ -47,11 +60,12 @@ def stages(out, data_dir=None):
         "tests": [["-m", "pytest", "tests/gpu"]],
         "verify": [["-m", "tools.verify", "--device=cuda:0", f"--write={out / 'verify.md'}"]],
         "roof": [["-m", "tools.on_gpu", str(out), "--measure=roof"]],
-        "bench": [bench("bench", "resnet18", "--repeats=3", "--steps=195")],
         "modes18": [bench("modes18", "resnet18", *modes)],
         "modes50": [bench("modes50", "resnet50", *modes)],
         "peers18": [peers("peers18", "resnet18")],
         "peers50": [peers("peers50", "resnet50")],
+        "profile50": profiles,
+        "bench": [bench("bench", "resnet18", "--only=DDP", "--repeats=3", "--steps=195")],
         "decode": [["-m", "tools.on_gpu", str(out), "--measure=decode"]],
         "loader": [["-m", "tools.bench_loader", f"--output={out / 'loader'}"]],
         "checkpoint": [
@@ -117,6 +131,28 @@ def decode():
     return {f"images/s on {device}": speed for device, speed in found.items()}
 
 
+def run(command, log, limit):
+    """Exit code of Python with these arguments; STOPPED where it took longer than `limit` seconds.
+
+    It is interrupted first, so that it can report what it has; nothing of it is left behind.
+    """
+    tag = uuid.uuid4().hex
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RUN_TAG": tag}
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, env=env
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        return STOPPED
+    finally:
+        kill_family(tag)
+        process.wait()
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.on_gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -145,18 +181,8 @@ def main():
         with open(args.out / f"{name}.log", "w") as log:
             for command in known[name]:
                 left = max(1.0, args.minutes * 60 - (time.monotonic() - start))
-                try:
-                    done = subprocess.run(
-                        [sys.executable, *command],
-                        cwd=ROOT,
-                        stdout=log,
-                        stderr=log,
-                        timeout=left,
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                    )
-                    code = code or done.returncode
-                except subprocess.TimeoutExpired:
-                    code = "stopped"
+                code = run(command, log, left) or code
+                if code == STOPPED:
                     break
         failed += [name] if code else []
         print(f"{name}: {code or 'done'} in {time.monotonic() - start:.0f} s", flush=True)

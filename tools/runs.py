@@ -45,12 +45,13 @@ def flag_list(flags):
 
 
 def start_run(script, nproc, flags, environment=None, cwd=ROOT, cores=None):
-    """Popen of a script; its whole family carries the attribute run_tag in its environment.
+    """Popen of a script; its whole family carries the attribute run_tag in its environment, after
+    the tag of the run that this process itself belongs to.
 
     cores: the numbers of the CPU cores that it may use; default: one a rank. (Many threads on a
     busy machine wait for each other for minutes.)
     """
-    env = {**os.environ, "RUN_TAG": uuid.uuid4().hex}
+    env = {**os.environ, "RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
     env.setdefault("OMP_NUM_THREADS", "1")  # or torchrun warns
     cores = cores or sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(
@@ -77,6 +78,9 @@ def finish_run(process, output_dir, limit=180):
         stdout, stderr = process.communicate()
         said = f"{stdout}\n{stderr}"
         raise AssertionError(f"{process.args} did not end in {limit} s:\n{said}") from None
+    except KeyboardInterrupt:
+        kill_family(process.run_tag)
+        raise
     seconds = time.monotonic() - process.started
     left = wait_for_family(process.run_tag)
     assert not left, f"{process.args} left processes behind: {left}"
@@ -99,7 +103,7 @@ def kill_after_first_save(process, output_dir, limit=120):
 
 
 def family(tag):
-    """Process ids that carry RUN_TAG=tag in their environment."""
+    """Process ids whose RUN_TAG in the environment begins with `tag`: a run, and runs of it."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
