@@ -6,11 +6,13 @@ python := $(PYTHON)
 env :=
 dev :=
 peers :=
+shared :=
 else
 python := .venv/bin/python
 env := .venv/.train
 dev := .venv/.dev
 peers := .venv/.peers
+shared := -n auto --dist loadfile
 endif
 
 NPROC ?= 2
@@ -33,7 +35,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 
 test: $(dev)  ## everything: the tests, several processes included, and the coverage of utils/
 	$(python) -m coverage erase
-	$(python) -m coverage run -m pytest $(ARGS)
+	$(python) -m coverage run -m pytest $(shared) $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
