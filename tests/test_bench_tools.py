@@ -67,6 +67,7 @@ def test_interrupted_peers_are_reported_as_far_as_they_came(tmp_path, monkeypatc
     run_main(bench_peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
     found = json.loads((tmp_path / "peers.json").read_text())["contestants"]
     assert list(found) == seen[:2]
+    assert "1 runs of each row" in (tmp_path / "peers.md").read_text()
 
 
 def test_a_stage_that_takes_too_long_leaves_nothing_behind(tmp_path):
@@ -111,7 +112,10 @@ def test_what_is_prepared_for_a_gpu_can_be_started(tmp_path, monkeypatch, capsys
             if "train_ddp_amp.py" in command:
                 flags = command[command.index("train_ddp_amp.py") + 1 :]
                 cfg = load_config([f.replace("configs/", f"{ROOT}/configs/") for f in flags])
-                assert cfg.model == "resnet9" and cfg.dataset == "imagefolder"
+                expected = ("resnet9", "imagefolder")
+                if "tools.profiler" in command:
+                    expected = ("resnet50", "synthetic")
+                assert (cfg.model, cfg.dataset) == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["on_gpu", str(tmp_path)])
     with pytest.raises(SystemExit):

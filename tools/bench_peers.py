@@ -177,7 +177,9 @@ def main():
         sys.exit("nothing was measured")
     result["contestants"] = measured
     where = ", ".join(result["gpus"]) or f"{cores} cores of {result['cpu']}"
-    said = f"{result['config']['model']}, {where}, torch {result['torch']}, {args.repeats} runs"
+    counts = sorted({len(c["samples"]) for c in measured.values()})
+    said = f"{result['config']['model']}, {where}, torch {result['torch']}, "
+    said += f"{' or '.join(map(str, counts))} runs"
     text = f"{said} of each row in turns, medians (least to most).\n\n{table(result)}\n"
     write_table(result, text, args.output, "peers")
 
