@@ -14,7 +14,7 @@ torch.set_num_threads = threads.append
 if "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    share = max(1, available_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.sched_setaffinity(0, cores[number * share :][:share] or cores)
 
 

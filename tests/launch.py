@@ -1,13 +1,14 @@
 """How the tests start several processes: always with a time limit, and never leaving one behind."""
 
 import http.server
+import itertools
 import multiprocessing
 import os
 import pickle
 import socket
 import threading
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tools.runs import ROOT, finish_run, start_run
 from utils.checkpoint import save_checkpoint
@@ -55,10 +56,16 @@ def planted(tmp_path, script, line, instead):
     return copy
 
 
+# Below those that the system gives away, and others for each of pytest's processes: nobody takes
+# one between here and the ranks.
+_ports = itertools.count(20000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
 def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    for port in _ports:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -64,32 +64,57 @@ def test_a_bench_has_samples_limits_and_reports(result):
     assert "data:image/png;base64," in page and "<td>DDP x1</td>" in page
 
 
-class Interrupted:
-    """Stands for Bench: Ctrl-C in its `last` run."""
+class Stopped:
+    """Stands for Bench; its run number `last` ends with `error`."""
 
-    def __init__(self, last):
-        self.runs, self.last = [], last
+    def __init__(self, last, error):
+        self.runs, self.last, self.error = [], last, error
 
-    def row(self, row):
-        self.runs.append(row.name)
+    def run(self, what, row):
+        self.runs.append(f"{what} {row.name}")
         if len(self.runs) == self.last:
-            raise KeyboardInterrupt
+            raise self.error
         return {"images_per_second": 1.0}
 
-    limits = row
+    def row(self, row):
+        return self.run("row", row)
+
+    def limits(self, row):
+        return self.run("limits", row)
+
+
+def lengths(found):
+    return {name: len(samples) for name, samples in found["rows"].items()}
 
 
 def test_an_interrupted_bench_reports_what_it_has():
     rows = bench.rows_for([1, 2], 0, 256, quick=True)
-    bench_ = Interrupted(last=4)  # the second limit; DDP x1 shares the first row's
-    found = bench.measure(bench_, rows, 3)
-    assert bench_.runs == ["1 device", "1 device", "DDP x1", "DDP x2"]
-    assert {name: len(samples) for name, samples in found["rows"].items()} == {
-        "1 device": 1,
-        "DDP x1": 1,
-    }
-    late = [name for name, why in found["absent"].items() if "interrupted" in why]
-    assert late == ["DDP x2", "DDP + AMP x1", "DDP + AMP x2"]
+    stopped = Stopped(5, KeyboardInterrupt())
+    found = bench.measure(stopped, rows, 3)
+    # One process has the same limits as one device, and two were not measured any more.
+    assert stopped.runs == [
+        "row 1 device",
+        "limits 1 device",
+        "row DDP x1",
+        "row DDP x2",
+        "limits DDP x2",
+    ]
+    assert lengths(found) == {"1 device": 1, "DDP x1": 1}
+    assert list(found["absent"]) == ["DDP x2", "DDP + AMP x1", "DDP + AMP x2"]
+
+
+def test_a_row_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
+    rows = bench.rows_for([1, 2], 0, 256, quick=True)
+    stopped = Stopped(4, RuntimeError("DDP x2 failed with exit code 1:\nout of memory | gone\n"))
+    found = bench.measure(stopped, rows, 2)
+    assert lengths(found) == {"1 device": 2, "DDP x1": 2, "DDP + AMP x1": 2, "DDP + AMP x2": 2}
+    assert found["absent"] == {"DDP x2": "failed: out of memory / gone"}
+    assert stopped.runs.count("row DDP x2") == 1 and "limits DDP x2" not in stopped.runs
+
+    monkeypatch.setattr(bench, "measure", lambda *_: {"rows": {}, "limits": {}, "absent": {}})
+    monkeypatch.setattr("sys.argv", ["bench", f"--output={tmp_path}"])
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        bench.main()
 
 
 def test_busy_is_what_kernels_cover():
@@ -106,6 +131,9 @@ def test_a_profile_names_the_operations(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=180)
     text = (tmp_path / "profile.md").read_text()
     assert "4 steps" in text and "convolution_backward" in text
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert again.returncode == 1 and "nothing was profiled" in again.stderr  # it was resumed
+    assert not (tmp_path / "profile.md").exists()
 
 
 def test_settings_for_all_rows():

@@ -1,6 +1,7 @@
 """The benches beside tools.bench: peers, loaders, checkpoints, and what is prepared for a GPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,31 +55,58 @@ def test_a_bare_loop_and_the_tutorial_are_timed(tmp_path):
             assert sample["images_per_second"] > 0 and 0 <= sample["train_accuracy"] <= 1
 
 
-def test_interrupted_peers_are_reported_as_far_as_they_came(tmp_path, monkeypatch):
+def test_peers_that_fail_or_come_too_late_cost_no_other(tmp_path, monkeypatch):
     seen = []
 
     def sample(bench, contestant):
         seen.append(contestant.key())
-        if len(seen) == 3:
+        if len(seen) == 2:
+            raise RuntimeError("it failed")
+        if len(seen) == 4:
             raise KeyboardInterrupt
         return {"images_per_second": 10.0, "train_accuracy": 0.1}
 
     monkeypatch.setattr(bench_peers, "sample", sample)
-    run_main(bench_peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
+    with pytest.raises(SystemExit, match="could be measured: ours, 1 device float32"):
+        run_main(bench_peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
     found = json.loads((tmp_path / "peers.json").read_text())["contestants"]
-    assert list(found) == seen[:2]
+    assert list(found) == [seen[0], seen[2]]
     assert "1 runs of each row" in (tmp_path / "peers.md").read_text()
 
 
+def test_workers_that_start_anew_are_timed_over_a_real_epoch():
+    asked = {}
+
+    def peer(row, arguments):
+        asked[arguments[1]] = row.flags
+        return [{"samples": 1, "seconds": 1.0, "accuracy": 0.0}]
+
+    for contestant in contestants([1], [0, 4]):
+        if contestant.peer == "tutorial":
+            bench_peers.sample(SimpleNamespace(flags={}, peer=peer), contestant)
+    assert set(asked) == {"10!", "0", "4"}
+    assert asked["10!"]["synthetic_samples"] == 50_000
+    assert not any("synthetic_samples" in asked[workers] for workers in ("0", "4"))
+
+
+STAGE = """
+import os, subprocess, sys, time
+print(os.environ["RUN_TAG"], flush=True)
+env = os.environ | {"RUN_TAG": os.environ["RUN_TAG"] + "run"}  # as start_run() does
+sleeper = [sys.executable, "-c", "import time; print('asleep', flush=True); time.sleep(600)"]
+subprocess.Popen(sleeper, env=env, start_new_session=True)
+time.sleep(600)
+"""
+
+
 def test_a_stage_that_takes_too_long_leaves_nothing_behind(tmp_path):
-    sleeper = "import os, time; print(os.environ['RUN_TAG'], flush=True); time.sleep(600)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeper!r}])"
     with open(tmp_path / "log", "w+") as log:
         assert on_gpu.run(["-c", "raise SystemExit(3)"], log, 60) == 3
-        assert on_gpu.run(["-c", code], log, 3) == on_gpu.STOPPED
+        assert on_gpu.run(["-c", STAGE], log, 5) == on_gpu.STOPPED
         log.seek(0)
-        tag, *traceback = log.read().splitlines()
-    assert "KeyboardInterrupt" in traceback and family(tag) == []
+        tag, *said = log.read().splitlines()
+    assert "asleep" in said and "KeyboardInterrupt" in said
+    assert len(tag) == 32 and family(tag) == []
 
 
 def test_a_checkpoints_costs_are_timed(tmp_path):

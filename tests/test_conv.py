@@ -1,13 +1,14 @@
 """A convolution of a tiny map is a matrix product, and the same numbers."""
 
 import itertools
+import re
 
 import pytest
 import torch
 import torchvision
 from torch import nn
 
-from utils.conv import Conv2d, convert_convolutions
+from utils.conv import FEWEST_IMAGES, Conv2d, convert_convolutions, restore_convolutions
 
 CASES = [
     (size, kernel, stride, padding)
@@ -34,7 +35,7 @@ def both(images, *args, **options):
 
 @pytest.mark.parametrize(("size", "kernel", "stride", "padding"), CASES)
 def test_outputs_and_gradients_are_those_of_a_convolution(size, kernel, stride, padding):
-    images = torch.randn(3, 4, *size, dtype=torch.float64)
+    images = torch.randn(FEWEST_IMAGES, 4, *size, dtype=torch.float64)
     for memory in (torch.contiguous_format, torch.channels_last):
         pair = both(images.to(memory_format=memory), 4, 5, kernel, stride, padding)
         for plain, ours in zip(*pair, strict=True):
@@ -49,6 +50,7 @@ def test_outputs_and_gradients_are_those_of_a_convolution(size, kernel, stride, 
         {"padding": "valid"},
         {"padding": 1, "groups": 2},
         {"padding": 1, "padding_mode": "reflect"},
+        {"padding": 1, "dilation": 2},
         {"padding": 2, "dilation": 2},
         {"padding": (1, 0), "stride": (2, 1)},
         {"padding": 1, "bias": False},
@@ -58,16 +60,22 @@ def test_outputs_and_gradients_are_those_of_a_convolution(size, kernel, stride, 
     ],
 )
 def test_every_option_of_a_convolution(options):
-    for side in (3, 4, 5):
-        images = torch.randn(2, 4, side, side).double()
-        for plain, ours in zip(*both(images, 4, 6, **{"kernel_size": 3} | options), strict=True):
+    options = {"kernel_size": 3} | options
+    for side, count in itertools.product((1, 2, 3, 4, 5), (2, FEWEST_IMAGES)):
+        images = torch.randn(count, 4, side, side).double()
+        try:
+            plain_and_ours = both(images, 4, 6, **options)
+        except RuntimeError as error:
+            assert re.search("Kernel size can't be|Padding size should be", str(error))  # no fit
+            continue
+        for plain, ours in zip(*plain_and_ours, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_a_resnet_on_small_images_uses_products_and_keeps_its_names(monkeypatch):
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=3).double().eval()
-    names, images = list(model.state_dict()), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    names, images = list(model.state_dict()), torch.randn(16, 3, 32, 32).double()
     expected = model(images)
     products = []
     real = torch.nn.functional.linear
@@ -79,3 +87,28 @@ def test_a_resnet_on_small_images_uses_products_and_keeps_its_names(monkeypatch)
     assert len(products) == 10
     assert list(converted.state_dict()) == names
     assert all(type(m) is Conv2d for m in converted.modules() if isinstance(m, nn.Conv2d))
+    del products[:]
+    converted(images[:15])
+    assert len(products) == 7  # too few images for the 2x2 maps' matrices
+    restore_convolutions(converted)
+    assert not any(type(m) is Conv2d for m in converted.modules())
+    torch.testing.assert_close(converted(images), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_autocast_and_no_images(size):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(8, 6, 1 if size == 4 else 3, padding=0 if size == 4 else 1)
+    ours = convert_convolutions(nn.Sequential(plain))[0]
+    images = torch.randn(FEWEST_IMAGES, 8, size, size)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = ours(images)
+        assert outputs.dtype == torch.bfloat16
+        torch.testing.assert_close(outputs, plain(images), rtol=2e-2, atol=2e-2)
+    assert ours(images[:0]).shape == (0, 6, size, size)
+
+
+def test_a_map_smaller_than_the_kernel_is_the_convolutions_error():
+    module = convert_convolutions(nn.Sequential(nn.Conv2d(4, 5, 3)))[0]
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater"):
+        module(torch.randn(2, 4, 2, 2))

@@ -173,7 +173,7 @@ def limit_key(row):
 
 def measure(bench, rows, repeats):
     """All in turns, `repeats` times -> {"rows": {name: samples}, "limits": {key: samples},
-    "absent": {name: why}}. Interrupted (Ctrl-C), what has been measured until then."""
+    "absent": {name: why}}. A row that fails is absent, and so is what Ctrl-C came before."""
     absent = {row.name: row.absent for row in rows if row.absent}
     rows = [row for row in rows if not row.absent]
     found = {"rows": {row.name: [] for row in rows}, "limits": {}, "absent": absent}
@@ -184,10 +184,17 @@ def measure(bench, rows, repeats):
         if row.limited and key not in found["limits"]:
             found["limits"][key] = []
             jobs.append((bench.limits, row, found["limits"][key]))
-    jobs, start = jobs * repeats, time.monotonic()
+    jobs, start, failed = jobs * repeats, time.monotonic(), {}
     try:
         for done, (run, row, samples) in enumerate(jobs, start=1):
-            samples.append(run(row))
+            if row.name in failed:
+                continue
+            try:
+                samples.append(run(row))
+            except (RuntimeError, AssertionError) as error:
+                print(error, file=sys.stderr, flush=True)
+                failed[row.name] = f"failed: {last_line(error)}"
+                continue
             if samples is found["rows"][row.name]:
                 print(f"{row.name}: {samples[-1]['images_per_second']:.0f} images/s", flush=True)
             left = (time.monotonic() - start) / done * (len(jobs) - done)
@@ -195,10 +202,16 @@ def measure(bench, rows, repeats):
     except KeyboardInterrupt:
         print("interrupted: reporting what has been measured", file=sys.stderr, flush=True)
     for row in rows:
-        if not found["rows"][row.name] or not found["limits"].get(limit_key(row), True):
-            absent[row.name] = "interrupted before it was measured"
+        missing = not found["rows"][row.name] or not found["limits"].get(limit_key(row), True)
+        if missing or row.name in failed:
+            absent[row.name] = failed.get(row.name, "it, or its limits, were not measured")
             del found["rows"][row.name]
     return found
+
+
+def last_line(error):
+    """Of what a run said: short, and fit for a table."""
+    return str(error).strip().splitlines()[-1].replace("|", "/")[:120]
 
 
 def machine():
@@ -290,6 +303,8 @@ def main():
     write_reports(result, Path(args.output))
     if args.compare:
         print(compared(json.loads(Path(args.compare).read_text()), result))
+    if any(why.startswith("failed") for why in result["absent"].values()):
+        sys.exit("not all rows could be measured: see the table")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """python -m tools.bench_peers: these scripts beside what a user would pick instead (tools/peer.py).
 
 Every row is a process of its own through torchrun, all rows take turns, `--repeats` times; the
-same images, model, optimizer and global batch, the second epoch of each run. A ratio compares with
-the fastest peer of the same number of processes, and says in which precisions. Peers keep each
-rank's own BatchNorm statistics on the CPU, where PyTorch has no SyncBatchNorm: the rows "own
-statistics" do the same.
+same images, model, optimizer and global batch, the second epoch of each run. An epoch is `--steps`
+long; where the workers start anew in each, it is as long as CIFAR-10's, or what they cost would
+count many times over. A ratio compares with the fastest peer of the same number of processes, and
+says in which precisions. Peers keep each rank's own BatchNorm statistics on the CPU, where PyTorch
+has no SyncBatchNorm: the rows "own statistics" do the same.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tools.bench import Bench, Row, machine, setting
+from tools.bench import Bench, Row, last_line, machine, setting
 from tools.bench_report import EPOCH, interval, medians, write_table
 from tools.peer import PEERS
 from tools.runs import flag_list
@@ -165,14 +166,22 @@ def main():
         bench = Bench(flags, folder, args.steps)
         try:
             for c in everyone * args.repeats:
-                found = sample(bench, c)
-                result["contestants"][c.key()]["samples"].append(found)
-                speed, done = found["images_per_second"], done + 1
+                own = result["contestants"][c.key()]
+                if "failed" in own:
+                    continue
+                try:
+                    own["samples"].append(sample(bench, c))
+                except (RuntimeError, AssertionError) as error:
+                    own["failed"] = last_line(error)
+                    print(f"{c.key()} failed: {error}", file=sys.stderr, flush=True)
+                    continue
+                speed, done = own["samples"][-1]["images_per_second"], done + 1
                 left = (time.monotonic() - start) / done * (len(everyone) * args.repeats - done)
                 print(f"{c.key()}: {speed:.0f} images/s, {left:.0f} s left", flush=True)
         except KeyboardInterrupt:
             print("interrupted: reporting what has been measured", file=sys.stderr, flush=True)
-    measured = {k: c for k, c in result["contestants"].items() if c["samples"]}
+    failed = [key for key, c in result["contestants"].items() if "failed" in c]
+    measured = {key: c for key, c in result["contestants"].items() if c["samples"]}
     if not measured:
         sys.exit("nothing was measured")
     result["contestants"] = measured
@@ -182,6 +191,8 @@ def main():
     said += f"{' or '.join(map(str, counts))} runs"
     text = f"{said} of each row in turns, medians (least to most).\n\n{table(result)}\n"
     write_table(result, text, args.output, "peers")
+    if failed:
+        sys.exit(f"not all rows could be measured: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

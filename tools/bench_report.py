@@ -82,8 +82,9 @@ def rows(result):
 
 def notes(result):
     """What has to be known to read the table."""
-    samples = next(iter(result["rows"].values()))
-    steps, repeats = samples[0]["updates"], len(samples)
+    name, samples = next(iter(result["rows"].items()))
+    counts = sorted({len(row) for row in result["rows"].values()})
+    steps, repeats = samples[0]["updates"], " or ".join(map(str, counts))
     first = medians(samples, "start_up")[0]
     where = ", ".join(result["gpus"]) or f"{result['cores']} cores of {result['cpu']}"
     shared = ""
@@ -97,7 +98,7 @@ def notes(result):
         f"an epoch of {steps} steps after one that warms up; the time for {EPOCH:,} images is "
         f"calculated. Another global batch means other updates an epoch: no efficiency. Limits: "
         f"measured in turns with the rows; the smallest of computing alone, reading alone, "
-        f"all-reducing alone. Start to the end of the first step: {first:.1f} s (1 device)."
+        f"all-reducing alone. Start to the end of the first step: {first:.1f} s ({name})."
         f"{shared}"
     )
 

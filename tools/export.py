@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tools.inference import load_trained
+from utils.conv import restore_convolutions
 from utils.distributed import UserError, report_errors
 
 TOLERANCE = 1e-4  # of the largest output
@@ -86,6 +87,7 @@ def export(checkpoint, format, output):
     """
     model, _, facts = load_trained(checkpoint, torch.device("cpu"))
     model = model.float().to(memory_format=torch.contiguous_format)
+    restore_convolutions(model)  # their form for this machine's CPU is no other's
     write, run = FORMATS[format]
     facts, size, worst = json.dumps(facts), facts["image_size"], 0.0
     generator = torch.Generator().manual_seed(0)

@@ -105,12 +105,13 @@ def roof():
     start = time.perf_counter()
     launches()
     torch.cuda.synchronize()
+    seconds = time.perf_counter() - start  # of 1000
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "copy, GB/s read and written": per_second(lambda: target.copy_(source), 2 * size) / 1e9,
         "bfloat16 matrix products, TFLOP/s": per_second(lambda: left @ right, 2 * n**3) / 1e12,
-        "a kernel's launch, us": (time.perf_counter() - start) * 1e3,
+        "a kernel's launch, us": seconds * 1e3,
     }
 
 
@@ -137,16 +138,23 @@ def run(command, log, limit):
     It is interrupted first, so that it can report what it has; nothing of it is left behind.
     """
     tag = uuid.uuid4().hex
-    env = os.environ | {"OMP_NUM_THREADS": "1", "RUN_TAG": tag}
     process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, stdout=log, stderr=log, env=env
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RUN_TAG": tag},
+        # A shell's background jobs would ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         return process.wait(limit)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(20)
+        if isinstance(stop, KeyboardInterrupt):
+            raise
         return STOPPED
     finally:
         kill_family(tag)
@@ -162,6 +170,7 @@ def main():
     parser.add_argument("--data-dir", metavar="DIR")
     parser.add_argument("--measure", choices=("roof", "decode"), help="what a stage runs")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped stage leaves nothing
     if not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
     args.out = args.out.resolve()

@@ -33,7 +33,7 @@ def busy(intervals):
 def report(profiler, steps):
     events = profiler.events()
     kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    said, by = "no GPU: the operations of the CPU", "self_cpu_time_total"
+    said, by = "no kernels of a GPU: the operations of the CPU", "self_cpu_time_total"
     if kernels:
         share = busy([(e.time_range.start, e.time_range.end) for e in kernels])
         launches = sum(e.name.startswith(LAUNCHES) for e in events)
@@ -46,6 +46,10 @@ def report(profiler, steps):
 
 def main():
     folder, script, *flags = sys.argv[1:]
+    path = Path(folder) / "profile.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    first = os.environ.get("RANK", "0") == "0"
     sys.argv = [script, *flags]
     supervise = utils.supervise.supervise
     activities = [ProfilerActivity.CPU]
@@ -53,19 +57,13 @@ def main():
         activities.append(ProfilerActivity.CUDA)
 
     def profiled(loader, epoch, *args):
-        batches = supervise(loader, epoch, *args)
-        if epoch != 1 or os.environ.get("RANK", "0") != "0":
+        batches, steps = supervise(loader, epoch, *args), min(STEPS, len(loader) - SKIPPED)
+        if epoch != 1 or not first or steps < 1:
             yield from batches
             return
-        steps = min(STEPS, len(loader) - SKIPPED)
-        if steps < 1:
-            raise ValueError(f"an epoch of {len(loader)} steps: {SKIPPED} are left out")
-        plan = schedule(wait=SKIPPED - 2, warmup=2, active=steps, repeat=1)
-        path = Path(folder) / "profile.md"
-        path.parent.mkdir(parents=True, exist_ok=True)
         with torch.profiler.profile(
             activities=activities,
-            schedule=plan,
+            schedule=schedule(wait=SKIPPED - 2, warmup=2, active=steps, repeat=1),
             on_trace_ready=lambda profiler: path.write_text(report(profiler, steps)),
         ) as profiler:
             for batch in batches:
@@ -74,6 +72,11 @@ def main():
 
     utils.supervise.supervise = profiled
     runpy.run_path(script, run_name="__main__")
+    if first and not path.exists():
+        sys.exit(
+            f"nothing was profiled: a second epoch of more than {SKIPPED} steps has to run in this "
+            "process (--epochs 2 --resume never; train_ddp_spawn.py starts others)"
+        )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 MOST_PIXELS = 16  # of a map; on larger ones a 1x1 convolution is as fast as a product
+FEWEST_IMAGES = 16  # for which the matrix of several outputs is worth making
 
 
 class Conv2d(nn.Conv2d):
@@ -14,8 +15,7 @@ class Conv2d(nn.Conv2d):
     3x3 convolution of a 2x2 map, the layer is one matrix between all pixels and all outputs, of the
     taps that lie between them; a convolution multiplies padding as well (5/9 of its work there, 8/9
     on one pixel). The last stages of an ImageNet model on 32x32 images are like that. The sums have
-    the same terms: outputs and gradients differ by rounding alone. With fewer than 8 images there
-    is nothing to gain.
+    the same terms: outputs and gradients differ by rounding alone. Outputs are channels_last.
     """
 
     def forward(self, images):
@@ -37,30 +37,30 @@ class Conv2d(nn.Conv2d):
         if None in taps:
             return super().forward(images)
         rows, columns = taps
-        height, width, outputs = len(rows[0]), len(columns[0]), (len(rows), len(columns))
+        few = not torch.compiler.is_compiling() and images.shape[0] < FEWEST_IMAGES
+        if few and len(rows) * len(columns) > 1:
+            return super().forward(images)
         numbers = [
             y * self.kernel_size[1] + x for ys in rows for xs in columns for y in ys for x in xs
         ]
         # The tap of each (output, pixel); then the matrix, in the order of channels_last images.
         weights = self.weight.permute(2, 3, 0, 1).flatten(0, 1)
-        weights = weights.index_select(0, torch.tensor(numbers)).unflatten(0, (-1, height * width))
+        weights = weights.index_select(0, torch.tensor(numbers))
+        weights = weights.unflatten(0, (len(rows) * len(columns), -1))
         matrix = weights.transpose(1, 2).flatten(2).flatten(0, 1)
         bias = None if self.bias is None else self.bias.repeat(len(rows) * len(columns))
-        pixels = images[:, :, :height, :width].permute(0, 2, 3, 1).flatten(1)
-        return linear(pixels, matrix, bias).unflatten(1, (*outputs, -1)).permute(0, 3, 1, 2)
+        outputs = linear(images.permute(0, 2, 3, 1).flatten(1), matrix, bias)
+        return outputs.unflatten(1, (len(rows), len(columns), -1)).permute(0, 3, 1, 2)
 
 
 def _taps(size, kernel, stride, padding, dilation):
     """In one dimension the number of the tap between each output (a list each) and each pixel;
-    None unless there is one between all of them. Pixels that no output reaches are left out."""
+    None unless there is one between all of them."""
     outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    first = padding - (outputs - 1) * stride  # between the last output and the first pixel
-    pixels = min(size, kernel - first)
-    if dilation != 1 or outputs < 1 or pixels < 1 or first < 0 or padding + pixels > kernel:
+    if dilation != 1 or outputs < 1 or size > kernel - padding:
         return None
-    return [
-        list(range(padding - o * stride, padding - o * stride + pixels)) for o in range(outputs)
-    ]
+    starts = (padding - output * stride for output in range(outputs))
+    return [list(range(start, start + size)) for start in starts]
 
 
 def convert_convolutions(module):
@@ -72,3 +72,10 @@ def convert_convolutions(module):
     for name, child in module.named_children():
         setattr(module, name, convert_convolutions(child))
     return module
+
+
+def restore_convolutions(model):
+    """Make each Conv2d in `model` PyTorch's again, in place: for what shall run elsewhere."""
+    for module in model.modules():
+        if type(module) is Conv2d:
+            module.__class__ = nn.Conv2d
