@@ -4,7 +4,8 @@ Nothing in the script changes: the marks hang on what every script calls, superv
 and optimizer.step(). On CUDA they are events on the device's own clock, so that nothing waits for
 them. OUT/rank-N.json: for each epoch a list of steps, a step being seconds of
 [waiting for data, forward with loss, backward with its communication, optimizer with clipping,
-the rest].
+the rest]. The checkpoint of the epoch before is waited for, outside of the time: these epochs are
+short, and what writing costs is tools.bench_checkpoint's to measure.
 """
 
 import json
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 import utils.supervise
+from utils.saving import finish_saving
 
 PARTS = ["data", "forward", "backward", "optimizer", "rest"]
 # What the time up to each kind of mark was spent on.
@@ -47,6 +49,10 @@ class Probe:
         supervise, backward = utils.supervise.supervise, torch.Tensor.backward
 
         def marked_supervise(loader, *args):
+            finish_saving()  # before the epoch's clock starts
+            return marked(loader, *args)
+
+        def marked(loader, *args):
             self.device = loader.device.type
             self.epochs.append([])
             batches = iter(supervise(loader, *args))
