@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.launch import planted, run_script, start_script
-from tools.runs import family, wait_for_family
+from tools.runs import ROOT, family, finish_run, start_run, wait_for_family
 from utils.checkpoint import read_checkpoint
 
 
@@ -92,6 +92,31 @@ def test_an_exception_on_one_rank_is_the_one_that_is_shown(tmp_path):
     assert "ZeroDivisionError" in run.stderr
     root_cause = run.stderr.split("Root Cause")[1]
     assert "rank      : 1" in root_cause
+
+
+EARLY = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from utils.distributed import UserError, init_distributed, report_errors
+
+@report_errors
+def main():
+    if os.environ["LOCAL_RANK"] == "0":
+        {first}
+    raise UserError("the second device is gone")
+
+main()
+"""
+
+
+@pytest.mark.parametrize("first", ["time.sleep(2)", "init_distributed('cpu')"])
+def test_an_error_before_the_ranks_have_met_is_told_once(first, tmp_path):
+    """All ranks see it, local rank 0 two seconds late; or only local rank 1 does."""
+    script = tmp_path / "script.py"
+    script.write_text(EARLY.format(root=str(ROOT), first=first))
+    run = finish_run(start_run(script, 2, {}), tmp_path)
+    assert run.code == 1 and run.stderr.count("error: the second device is gone") == 1, run.stderr
+    assert run.seconds < 60
 
 
 def test_a_killed_rank_ends_the_run(tmp_path):

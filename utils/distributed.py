@@ -291,7 +291,9 @@ def _launched():
 
 def _first_to_fail():
     if _store is None:  # before the process group every rank of a node sees the same error
-        return os.environ.get("LOCAL_RANK", "0") == "0" or not _launched()
+        if os.environ.get("LOCAL_RANK", "0") != "0" and _launched():
+            time.sleep(10)  # local rank 0 speaks, and its end is this rank's
+        return True  # nobody did: the error is this rank's alone
     try:
         return _store.add("failures", 1) == 1
     except Exception:  # the store went down with rank 0, of which torchrun reports
