@@ -103,7 +103,7 @@ def test_an_interrupted_bench_reports_what_it_has():
     assert list(found["absent"]) == ["DDP x2", "DDP + AMP x1", "DDP + AMP x2"]
 
 
-def test_a_row_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
+def test_a_row_that_fails_costs_no_other(tmp_path, monkeypatch):
     rows = bench.rows_for([1, 2], 0, 256, quick=True)
     stopped = Stopped(4, RuntimeError("DDP x2 failed with exit code 1:\nout of memory | gone\n"))
     found = bench.measure(stopped, rows, 2)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tools.bench import Bench, Row, last_line, machine, setting
-from tools.bench_report import EPOCH, interval, medians, write_table
+from tools.bench_report import EPOCH, interval, medians, run_counts, write_table
 from tools.peer import PEERS
 from tools.runs import flag_list
 from utils.config import load_config
@@ -186,9 +186,8 @@ def main():
         sys.exit("nothing was measured")
     result["contestants"] = measured
     where = ", ".join(result["gpus"]) or f"{cores} cores of {result['cpu']}"
-    counts = sorted({len(c["samples"]) for c in measured.values()})
-    said = f"{result['config']['model']}, {where}, torch {result['torch']}, "
-    said += f"{' or '.join(map(str, counts))} runs"
+    runs = run_counts(c["samples"] for c in measured.values())
+    said = f"{result['config']['model']}, {where}, torch {result['torch']}, {runs} runs"
     text = f"{said} of each row in turns, medians (least to most).\n\n{table(result)}\n"
     write_table(result, text, args.output, "peers")
     if failed:

@@ -21,6 +21,11 @@ def medians(samples, name):
     return statistics.median(values), values[0], values[-1]
 
 
+def run_counts(rows):
+    """How many samples the rows have, in words: an interrupted bench has more of some."""
+    return " or ".join(map(str, sorted({len(samples) for samples in rows})))
+
+
 def limits_of(result, key):
     """Median images/s of each limit: compute, data, communication."""
     runs = result["limits"][key]
@@ -83,8 +88,7 @@ def rows(result):
 def notes(result):
     """What has to be known to read the table."""
     name, samples = next(iter(result["rows"].items()))
-    counts = sorted({len(row) for row in result["rows"].values()})
-    steps, repeats = samples[0]["updates"], " or ".join(map(str, counts))
+    steps, repeats = samples[0]["updates"], run_counts(result["rows"].values())
     first = medians(samples, "start_up")[0]
     where = ", ".join(result["gpus"]) or f"{result['cores']} cores of {result['cpu']}"
     shared = ""

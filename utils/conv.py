@@ -37,20 +37,20 @@ class Conv2d(nn.Conv2d):
         if None in taps:
             return super().forward(images)
         rows, columns = taps
+        outputs = len(rows) * len(columns)
         few = not torch.compiler.is_compiling() and images.shape[0] < FEWEST_IMAGES
-        if few and len(rows) * len(columns) > 1:
+        if few and outputs > 1:
             return super().forward(images)
         numbers = [
             y * self.kernel_size[1] + x for ys in rows for xs in columns for y in ys for x in xs
         ]
         # The tap of each (output, pixel); then the matrix, in the order of channels_last images.
         weights = self.weight.permute(2, 3, 0, 1).flatten(0, 1)
-        weights = weights.index_select(0, torch.tensor(numbers))
-        weights = weights.unflatten(0, (len(rows) * len(columns), -1))
+        weights = weights.index_select(0, torch.tensor(numbers)).unflatten(0, (outputs, -1))
         matrix = weights.transpose(1, 2).flatten(2).flatten(0, 1)
-        bias = None if self.bias is None else self.bias.repeat(len(rows) * len(columns))
-        outputs = linear(images.permute(0, 2, 3, 1).flatten(1), matrix, bias)
-        return outputs.unflatten(1, (len(rows), len(columns), -1)).permute(0, 3, 1, 2)
+        bias = None if self.bias is None else self.bias.repeat(outputs)
+        maps = linear(images.permute(0, 2, 3, 1).flatten(1), matrix, bias)
+        return maps.unflatten(1, (len(rows), len(columns), -1)).permute(0, 3, 1, 2)
 
 
 def _taps(size, kernel, stride, padding, dilation):
