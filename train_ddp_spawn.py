@@ -1,9 +1,9 @@
-"""Train an image classifier with DistributedDataParallel, started from Python without torchrun.
+"""Train an image classifier with DistributedDataParallel, launched from Python without torchrun.
 
     CUDA_VISIBLE_DEVICES=2,3 python train_ddp_spawn.py --config configs/cifar10.yaml
 
-Since train_ddp.py: mp.spawn starts a process for each visible GPU and tells it its rank. On one
-machine only, and nothing restarts a rank that dies: torchrun does both.
+Changes from train_ddp.py: mp.spawn starts one process per visible GPU and passes it its rank. This
+works on one machine only, and nothing restarts a rank that fails: torchrun does both.
 """
 
 import torch
@@ -12,27 +12,22 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.datasets import build_datasets
-from utils.distributed import init_distributed, report_errors
-from utils.loaders import build_loader
+from utils.data import build_datasets, build_loader, describe_data
+from utils.distributed import init_distributed
+from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model, convert_sync_batchnorm, prepare_ddp
+from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.plan import announce
-from utils.runtime import seed_everything
-from utils.spawn import host_store, set_environment, wait_for_ranks
-from utils.supervise import finish_epoch, supervise
+from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.spawn import SpawnConfig, host_store, set_environment, wait_for_ranks
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
     meter.start()
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-
+    for images, labels in progress(loader):  # on the device, normalized
         outputs = model(images)
         loss = criterion(outputs, labels)
 
@@ -43,68 +38,70 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, 
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
+        checkpoint.step()  # saves within the epoch, too, when a save is due
     return meter.compute()
 
 
-@report_errors  # one message, from the first rank that fails
+@report_errors
 def main():
-    cfg = load_config()
-    device = init_distributed(cfg.device, cfg.timeout)
+    cfg = load_config(SpawnConfig)
+    device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
+    configure_torch(cfg)
     seed_everything(cfg.seed)
 
     # Data
-    train_set, val_set = build_datasets(cfg)
+    train_set, val_set, classes = build_datasets(cfg)
     train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     val_sampler = DistributedSampler(val_set, shuffle=False)
-    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
-    val_loader = build_loader(val_set, val_sampler, cfg, device)
+    batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, len(train_set.classes)).to(device)
+    model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model, device)
     model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
-    prepare_ddp(model, cfg)  # so that a resumed run adds up gradients in the same order
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
-    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     meter = Meter(device)
 
-    # Everything a restarted run needs; load_checkpoint fills it in.
+    # Checkpoints: everything that a restarted run needs
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "config": vars(cfg),
-        "data": train_set.meta(),
+        "data": describe_data(train_set, val_set, classes),
     }
-    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises where replicas have diverged
+    start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
-    announce(cfg, state, val_loader, start_epoch)
+    log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
-        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
-        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
-        val = evaluate(model, val_loader, device)
-        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
+        train = train_one_epoch(
+            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        )
+        val = evaluate(model, val_loader, meter)
         is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
+        checkpoint.save(epoch + 1, is_best=is_best)
 
 
 def run_rank(local_rank, world_size, port):
-    set_environment(local_rank, world_size, port)  # what torchrun tells its processes
+    set_environment(local_rank, world_size, port)  # what torchrun sets for its processes
     main()
     dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
 
 
 if __name__ == "__main__":
-    world_size = load_config().spawn_processes or max(1, torch.cuda.device_count())
+    world_size = load_config(SpawnConfig).spawn_processes or max(1, torch.cuda.device_count())
     store = host_store()  # on a free port
     ranks = mp.spawn(run_rank, (world_size, store.port), world_size, join=False)
-    wait_for_ranks(ranks)  # Ctrl-C and the first failure end them all
+    wait_for_ranks(ranks)  # Ctrl-C or the first failure ends them all

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 train_fsdp.py --config configs/cifar10.yaml
 
-Since train_ddp.py: fully_shard replaces DistributedDataParallel. Each rank keeps 1/N of everything;
-a block's parameters are gathered when it is their turn and given up again.
+Changes from train_ddp.py: fully_shard replaces DistributedDataParallel. Each rank keeps 1/N of
+everything; the parameters of a block are gathered just before it runs and freed right after.
 """
 
 import torch
@@ -11,27 +11,22 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DistributedSampler
 
-from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.datasets import build_datasets
-from utils.distributed import init_distributed, report_errors
-from utils.fsdp import fsdp_options
-from utils.loaders import build_loader
+from utils.data import build_datasets, build_loader, describe_data
+from utils.distributed import init_distributed
+from utils.errors import report_errors
+from utils.fsdp import FsdpConfig, blocks_of, check_same_weights, fsdp_kwargs, shard_batchnorms
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import blocks_of, build_model, convert_sync_batchnorm
+from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.plan import announce
-from utils.runtime import seed_everything
-from utils.supervise import finish_epoch, supervise
+from utils.runtime import configure_torch, log_summary, progress, seed_everything
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
     meter.start()
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-
+    for images, labels in progress(loader):  # on the device, normalized
         outputs = model(images)
         loss = criterion(outputs, labels)
 
@@ -42,61 +37,65 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, 
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
+        checkpoint.step()  # saves within the epoch, too, when a save is due
     return meter.compute()
 
 
-@report_errors  # one message, from the first rank that fails
+@report_errors
 def main():
-    cfg = load_config()
-    device = init_distributed(cfg.device, cfg.timeout)
+    cfg = load_config(FsdpConfig)
+    device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
+    configure_torch(cfg)
     seed_everything(cfg.seed)
 
     # Data
-    train_set, val_set = build_datasets(cfg)
+    train_set, val_set, classes = build_datasets(cfg)
     train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     val_sampler = DistributedSampler(val_set, shuffle=False)
-    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
-    val_loader = build_loader(val_set, val_sampler, cfg, device)
+    batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, len(train_set.classes)).to(device)
+    model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model, device)
-    model = model.to(memory_format=torch.contiguous_format)  # or FSDP refuses the parameters
-    options, root_options = fsdp_options(cfg, device, model)
-    for block in blocks_of(model):  # each gathered just before it is used
-        fully_shard(block, **options)
-    fully_shard(model, **root_options)  # the layers outside of the blocks
+    check_same_weights(model)  # fully_shard keeps each rank's own; DDP would broadcast rank 0's
+    model = model.to(memory_format=torch.contiguous_format)  # fully_shard refuses channels_last
+    shard_batchnorms(model, cfg)  # separately: they stay in float32
+    for block in blocks_of(model):
+        fully_shard(block, **fsdp_kwargs(cfg))  # gathered just before it runs
+    fully_shard(model, **fsdp_kwargs(cfg, root=True))  # the layers outside of the blocks
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
-    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
+    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     meter = Meter(device)
 
-    # Everything a restarted run needs; load_checkpoint fills it in.
+    # Checkpoints: everything that a restarted run needs
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "config": vars(cfg),
-        "data": train_set.meta(),
+        "data": describe_data(train_set, val_set, classes),
     }
-    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises where replicas have diverged
+    start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
-    announce(cfg, state, val_loader, start_epoch)
+    log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
-        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
-        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
-        val = evaluate(model, val_loader, device)
-        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
+        train = train_one_epoch(
+            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        )
+        val = evaluate(model, val_loader, meter)
         is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
+        checkpoint.save(epoch + 1, is_best=is_best)
 
 
 if __name__ == "__main__":

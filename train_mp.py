@@ -2,43 +2,40 @@
 
     python train_mp.py --config configs/cifar10.yaml --devices cuda:0,cuda:1
 
-Since train_1gpu.py: the model is cut into stages, a device each, and the activations move from one
-to the next. A model too large for one device fits; for one that fits, train_ddp.py is faster.
+Changes from train_1gpu.py: the model is cut into stages, one per device, and the activations move
+from one to the next. It makes room for a model too large for one device; one that fits trains
+faster with train_ddp.py.
 """
 
 import torch
 from torch.utils.data import SequentialSampler
 
-from utils.checkpoint import load_checkpoint, save_checkpoint
+from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.datasets import build_datasets
-from utils.distributed import report_errors
-from utils.loaders import EpochSampler, build_loader
+from utils.data import build_datasets, build_loader, describe_data
+from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.model_parallel import MicroBatches, assign_layers, get_devices
+from utils.model_parallel import MicroBatches, StagesConfig, assign_layers, get_devices
 from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
-from utils.plan import announce
-from utils.runtime import seed_everything
-from utils.supervise import finish_epoch, supervise
+from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.sampler import EpochSampler
 
 
-def place(model, devices, split):
-    """Put stage i of the model's layers on devices[i]; their inputs follow them there."""
+def place_stages(model, devices, split):
+    """Move stage i of the model's layers to devices[i]; their inputs follow them there."""
     model = model.to(devices[0])
     for layer, device in assign_layers(model, devices, split):
         layer.to(device).register_forward_pre_hook(lambda _, x, device=device: x[0].to(device))
     return model
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device):
+def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
     meter.start()
-    for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-
+    for images, labels in progress(loader):  # on the device, normalized
         outputs = model(images)
+        labels = labels.to(outputs.device)
         loss = criterion(outputs, labels)
 
         optimizer.zero_grad()
@@ -48,56 +45,59 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, 
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # on the device: no loss.item(), no waiting for the GPU
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
+        checkpoint.step()  # saves within the epoch, too, when a save is due
     return meter.compute()
 
 
-@report_errors  # one message, from the first rank that fails
+@report_errors
 def main():
-    cfg = load_config()
-    devices = get_devices(cfg.devices)
-    device = devices[-1]  # where outputs, labels and loss meet
+    cfg = load_config(StagesConfig)
+    devices = get_devices(cfg.devices)  # of this process, first stage first
+    device = devices[0]  # of the images; outputs and loss are on the last
+    configure_torch(cfg)
     seed_everything(cfg.seed)
 
     # Data
-    train_set, val_set = build_datasets(cfg)
+    train_set, val_set, classes = build_datasets(cfg)
     train_sampler = EpochSampler(train_set, seed=cfg.seed)
     val_sampler = SequentialSampler(val_set)
-    train_loader = build_loader(train_set, train_sampler, cfg, device, train=True)
-    val_loader = build_loader(val_set, val_sampler, cfg, device)
+    batch_size = cfg.global_batch_size
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, len(train_set.classes))
-    model = MicroBatches(place(model, devices, cfg.split), cfg.micro_batches)
+    model = build_model(cfg, num_classes=len(classes))
+    model = MicroBatches(place_stages(model, devices, cfg.split), cfg.micro_batches)
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
-    scheduler = build_scheduler(optimizer, cfg, len(train_loader))
-    meter = Meter(device)
+    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
+    meter = Meter(devices[-1])
 
-    # Everything a restarted run needs; load_checkpoint fills it in.
+    # Checkpoints: everything that a restarted run needs
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "config": vars(cfg),
-        "data": train_set.meta(),
+        "data": describe_data(train_set, val_set, classes),
     }
-    start_epoch = load_checkpoint(cfg.output_dir, state, cfg.resume, cfg.must_match())
+    checkpoint = Checkpointer(cfg, state)
+    start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
-    announce(cfg, state, val_loader, start_epoch)
+    log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
-        loader = supervise(train_loader, epoch, state, cfg)  # saves and checks between steps
-        train = train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, cfg, device)
-        val = evaluate(model, val_loader, device)
-        train |= finish_epoch(epoch, state, val, cfg)  # do all ranks hold the same model?
+        train = train_one_epoch(
+            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        )
+        val = evaluate(model, val_loader, meter)
         is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        save_checkpoint(cfg.output_dir, state, epoch + 1, is_best, cfg.keep_last, cfg.save_sharded)
+        checkpoint.save(epoch + 1, is_best=is_best)
 
 
 if __name__ == "__main__":

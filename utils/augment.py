@@ -1,11 +1,8 @@
 """Augmentation as a pure function of (seed, epoch, sample index). Needs torch and numpy.
 
-A random number generator per rank or per worker would give a sample another crop whenever the
-number of ranks or workers changes, and the same crop on every rank when the seeds coincide. Here
-each draw is a hash of what it is for, so that one sample in one epoch looks the same everywhere.
+With one random number generator per rank or worker, a sample would be cropped differently whenever
+the number of ranks or workers changes. Here, each draw is a hash of what it is for.
 """
-
-import math
 
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
@@ -31,22 +28,22 @@ def _mix(x):
 
 
 def random_bits(seed, epoch, indices, draws):
-    """Independent uniform integers: int64 (len(indices), draws), each in [0, 2**62).
+    """Independent uniform integers in [0, 2**62): int64 (len(indices), draws).
 
-    indices: int64 (n,), on any device; the result is there too, the same on all.
+    indices: int64 (n,), on any device; the result is on the same device.
     """
-    key = int(_mix(_mix(torch.tensor(_signed(seed * _GOLDEN))) + epoch))  # not on the device: a
-    rows = _mix(indices * _signed(_GOLDEN) + key)  # tensor of a number would make it wait
+    key = int(_mix(_mix(torch.tensor(_signed(seed * _GOLDEN))) + epoch))  # on the CPU: a
+    rows = _mix(indices * _signed(_GOLDEN) + key)  # CUDA tensor of a number would synchronize
     columns = torch.arange(1, draws + 1, device=indices.device) * _signed(_GOLDEN)
     return _shift_right(_mix(rows[:, None] + columns), 2)
 
 
 def crop_flip(images, indices, seed, epoch):
-    """Pad by an eighth of the size with zeros, crop back at random, mirror every other image.
+    """Pad with zeros by an eighth of the size, crop at random, and flip half of the images.
 
-    images: uint8 (n, channels, size, size) on any device; indices: int64 (n,) of the samples in
-    their set, on the same device. Returns the same shape and dtype, channels_last, bit for bit
-    alike on all devices and in any batch. Nothing waits for the device.
+    images: uint8 (n, channels, size, size), on any device; indices: int64 (n,), the samples'
+    indices in their dataset, on the same device. Returns the same shape and dtype, channels_last,
+    bit for bit the same on every device and in any batch. Does not synchronize with the device.
     """
     size, padding = images.shape[-1], images.shape[-1] // 8
     bits = random_bits(seed, epoch, indices, 3)
@@ -57,48 +54,21 @@ def crop_flip(images, indices, seed, epoch):
     return images.permute(0, 3, 1, 2)
 
 
-def _crop_flip_on_gpu(images, size, corners, mirrored):
+def _crop_flip_on_gpu(images, size, corners, flipped):
     """(n, height, width, channels) -> (n, size, size, channels), each from its own corner."""
     windows = images.unfold(1, size, 1).unfold(2, size, 1)  # a view
     rows = torch.arange(len(images), device=images.device)
     images = windows[rows, corners[:, 0], corners[:, 1]].permute(0, 2, 3, 1)
-    return torch.where(mirrored[:, None, None, None], images.flip(2), images)
+    return torch.where(flipped[:, None, None, None], images.flip(2), images)
 
 
-def _crop_flip_on_cpu(images, size, corners, mirrored):
-    """The same in copies of whole rows and images: three times as fast on a core."""
+def _crop_flip_on_cpu(images, size, corners, flipped):
+    """The same by copying whole rows and images, three times as fast on one core."""
     n, height, width, channels = images.shape
     rows = images.view(n, height, width * channels).numpy()
     windows = sliding_window_view(rows, (size, size * channels), (1, 2))
     top, left = corners.T.numpy()
     images = windows[torch.arange(n).numpy(), top, left * channels].reshape(n, size, size, channels)
-    mirrored = mirrored.nonzero()[:, 0]
-    images[mirrored.numpy()] = torch.from_numpy(images).index_select(0, mirrored).flip(2).numpy()
+    flipped = flipped.nonzero()[:, 0]
+    images[flipped.numpy()] = torch.from_numpy(images).index_select(0, flipped).flip(2).numpy()
     return torch.from_numpy(images)
-
-
-def resized_crop_boxes(sizes, indices, seed, epoch):
-    """Where to crop, by the rule of torchvision's RandomResizedCrop, and whether to mirror.
-
-    sizes: a (height, width) in pixels per sample; indices: int64 (n,). Returns a list of
-    (top, left, height, width, mirror): an area of 8 to 100 % with an aspect of 3/4 to 4/3.
-    (Szegedy et al. 2015, arXiv 1409.4842)
-    """
-    tries = 10
-    draws = random_bits(seed, epoch, indices, 2 * tries + 3).double() / 2**62
-    return [_box(size, row, tries) for size, row in zip(sizes, draws.tolist(), strict=True)]
-
-
-def _box(size, draws, tries):
-    (height, width), (top, left, mirror) = size, draws[-3:]
-    for area, aspect in zip(draws[:tries], draws[tries : 2 * tries], strict=True):
-        pixels = height * width * (0.08 + 0.92 * area)
-        ratio = math.exp(math.log(3 / 4) + aspect * (math.log(4 / 3) - math.log(3 / 4)))
-        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            break
-    else:  # a very long image: its middle, with the aspect cut to the range
-        w = min(width, max(1, round(height * 4 / 3)))
-        h = min(height, max(1, round(width * 4 / 3)))
-        return (height - h) // 2, (width - w) // 2, h, w, mirror < 0.5
-    return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w, mirror < 0.5

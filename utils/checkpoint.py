@@ -1,131 +1,259 @@
-"""One checkpoint format for every script. Needs torch, distributed.py, saving.py and sharded.py.
+"""Checkpoints: one format for every script, written by rank 0 while training continues.
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
-weights_only=True: "model" (plain names, no "module." or "_orig_mod."), "optimizer", "scheduler",
-whatever else `state` holds, and "epoch" (epochs done), "world_size", "torch", "format".
+weights_only=True: "model" (plain names, full tensors), "optimizer" (by parameter name), whatever
+else `state` holds, and "config", "epoch" (epochs done), "world_size", "torch", "format".
 
-output_dir/epoch-0007.pt   after 7 epochs; the newest keep_last of them are kept
+output_dir/epoch-0007.pt   after 7 epochs; the newest cfg.keep_last of them are kept
 output_dir/last.pt         the newest of them, or a newer one from within an epoch
 output_dir/best.pt         the one with the best validation accuracy
-output_dir/*.parts/        tensors of sharded checkpoints, whose .pt holds all the rest
+output_dir/*.parts/        the tensors of sharded checkpoints (utils/sharded.py)
 """
 
+import copy
 import fcntl
 import os
 import shutil
-import socket
 import sys
-import uuid
+import textwrap
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import state_dict as dsd
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from utils.distributed import (
-    UserError,
-    all_gather_object,
-    fail_together,
-    get_world_size,
-    is_main_process,
-)
-from utils.saving import finish_saving, save_on_master
-from utils.sharded import (
-    check_parts,
-    join_tensors,
-    load_parts,
-    placed_like,
-    save_parts,
-    split_tensors,
-    stored_tensors,
-    whole,
-)
+from utils.distributed import all_gather_object, fail_together, get_world_size, is_main_process
+from utils.errors import UserError, option
 
-FORMAT = 1
-_locks = {}  # held while this process lives
+FORMAT = 2
+STEPS_BETWEEN_CLOCKS = 16  # the ranks must agree on the time, and to agree is to wait
+_locks = {}  # {folder: file}, held while this process lives
 
 
 def unwrap(model):
-    """The plain model inside DistributedDataParallel, DataParallel and torch.compile."""
-    while (inner := getattr(model, "module", getattr(model, "_orig_mod", None))) is not None:
-        model = inner
+    """The plain model inside DistributedDataParallel, DataParallel or MicroBatches."""
+    while hasattr(model, "module"):
+        model = model.module
     return model
 
 
-def save_checkpoint(
-    output_dir, state, epoch, is_best=False, keep_last=2, sharded=False, between_steps=False
-):
-    """Write `state` after `epoch` epochs, by rank 0, while training goes on: see save_on_master().
+class Checkpointer:
+    """Saves and resumes a run in cfg.output_dir. All ranks call each method together.
 
-    state: {name: an object with state_dict(), or a plain value}; "model" and "optimizer" may be
-    sharded. sharded: each rank writes its part of their tensors, and training waits for it.
-    between_steps: in the middle of the next epoch, into last.pt alone. All ranks call it together.
+    state: {name: an object with state_dict() and load_state_dict(), or a plain value}; "model",
+    "optimizer" and "loader" must be among them. compare_ranks: raise UserError where ranks differ
+    in their settings or data, and before each save where their replicas of the model differ.
     """
-    finish_saving()  # or it would take the parts to come for a killed run's
-    checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
-    checkpoint |= {"torch": str(torch.__version__)}
-    for name, value in state.items():
-        value = unwrap(value) if name == "model" else value
-        checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
-    folder = Path(output_dir)
-    path = folder / ("last.pt" if between_steps else f"epoch-{epoch:04d}.pt")
-    if sharded:
-        # Always a new folder: parts written over older ones and cut short would load as a mix.
-        parts = all_gather_object(folder / f"epoch-{epoch:04d}-{uuid.uuid4().hex[:8]}.parts")[0]
-        tensors, checkpoint = split_tensors(checkpoint)
-        checkpoint["parts"] = {"folder": parts.name, "files": save_parts(parts, tensors)}
-    else:
-        checkpoint = whole(checkpoint)
 
-    def then():
-        for name in ["best.pt"] * is_best + ["last.pt"] * (not between_steps):
-            _point(folder / name, path)
-        for old in sorted(folder.glob("epoch-*.pt"), key=_number)[:-keep_last]:
-            old.unlink()
-        _remove_unused_parts(folder)
+    def __init__(self, cfg, state, compare_ranks=False):
+        self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
+        self.compare_ranks = compare_ranks and get_world_size() > 1
+        self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
+        self.epoch, self.saved_at = 0, time.monotonic()
+        self.writer, self.pending = ThreadPoolExecutor(1), None
 
-    save_on_master(checkpoint, path, then)
+    def load(self):
+        """Fill `state` from the newest good checkpoint; return the epochs done, 0 if there is none.
 
+        A damaged checkpoint is passed over, with a warning, for the one before it. Raises UserError
+        where none can be read, the settings differ, or the model does.
+        """
+        found = None
+        with fail_together():
+            if is_main_process():
+                _claim(self.folder)
+                if self.cfg.resume == "never":
+                    _set_aside(self.folder)
+                found = _newest_good(self.folder)
+        name = all_gather_object(found and found[0].name)[0]
+        with fail_together():
+            if self.compare_ranks:
+                self._refuse_differences()
+            if name is not None:
+                self._fill(*(found or self._read_like_rank_0(name)))
+            elif self.cfg.resume == "always":
+                raise UserError(f"there is no checkpoint in {self.folder} to resume from")
+            if is_main_process():
+                (self.folder / "config.yaml").write_text(self.cfg.dump())
+        if isinstance(self.state["model"], DistributedDataParallel):
+            settle_ddp_buckets(self.state["model"])
+        return self.epoch
 
-def load_checkpoint(output_dir, state, resume="auto", must_match=None):
-    """Fill `state` from the newest good checkpoint in `output_dir`; return the epochs done.
+    def step(self):
+        """Call after each optimizer step: saves within the epoch when a save is due."""
+        cfg, loader = self.cfg, self.state["loader"]
+        step, every = loader.step, cfg.check_replicas_every
+        if step == len(loader):
+            return  # the end of the epoch saves
+        if every > 0 and step % every == 0:
+            self._compare_replicas(between_steps=True)
+        due = cfg.save_steps and step % cfg.save_steps == 0
+        if cfg.save_minutes and step % STEPS_BETWEEN_CLOCKS == 0:
+            minutes = (time.monotonic() - self.saved_at) / 60
+            due |= all_gather_object(minutes)[0] >= cfg.save_minutes  # rank 0's clock
+        if due:
+            self.save(self.epoch, between_steps=True)
 
-    resume: "auto": 0 where there is none; "always": that is an error; "never": move what is there
-    to output_dir/previous-N and start anew. must_match: {setting: value} that the "config" in the
-    checkpoint must equal.
-    A checkpoint that cannot be read is passed over with a warning for the one before it.
-    Raises UserError where none can be read, where settings differ, or the model is another.
-    """
-    folder = Path(output_dir)
-    finish_saving()
-    with fail_together():
+    def save(self, epoch, is_best=False, between_steps=False):
+        """Save the state after `epoch` epochs. Returns once it is copied; a thread writes the file.
+
+        A save that fails raises UserError at the next one, and the last save of a run at once.
+        between_steps: within the next epoch, to last.pt alone.
+        """
+        self._compare_replicas(between_steps)
+        self.wait()
+        self.epoch, self.saved_at = epoch, time.monotonic()
+        checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
+        checkpoint |= {"torch": str(torch.__version__), "config": vars(self.cfg)}
+        sharded = self.cfg.save_sharded
+        options = dsd.StateDictOptions(full_state_dict=not sharded, cpu_offload=not sharded)
+        tensors = dsd.get_state_dict(self.model, self.optimizer, options=options)
+        checkpoint |= dict(zip(("model", "optimizer"), tensors, strict=True))
+        for name, value in self.state.items():
+            if name not in ("model", "optimizer"):
+                checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        if sharded:
+            with option("--save-sharded"):
+                from utils.sharded import save_sharded
+            checkpoint = save_sharded(checkpoint, self.folder)
         if is_main_process():
-            _claim(folder)
-            if resume == "never":
-                _set_aside(folder)
-    found = None
-    with fail_together():
-        if is_main_process():
-            found = _newest_good(folder)
-    name = all_gather_object(found and found[0].name)[0]
-    with fail_together():
-        if name is None:
-            if resume == "always":
-                raise UserError(f"there is no checkpoint in {folder} to resume from")
-            return 0
-        path = folder / name
-        checkpoint = found[1] if found else _read_like_rank_0(path)
-        _check_config(path, checkpoint.get("config", {}), must_match or {})
-        _fill(state, checkpoint, path)
-    return checkpoint["epoch"]
+            name = "last.pt" if between_steps else f"epoch-{epoch:04d}.pt"
+            links = [] if between_steps else ["last.pt", "best.pt"][: 1 + is_best]
+            self.pending = self.writer.submit(self._write, copy.deepcopy(checkpoint), name, links)
+        if epoch == self.cfg.epochs:
+            self.wait()
+
+    def wait(self):
+        """Wait until the last save is on the disk; raise its error, if it had one."""
+        with fail_together():
+            pending, self.pending = self.pending, None
+            if pending:
+                pending.result()
+
+    def _write(self, checkpoint, name, links):
+        path = self.folder / name
+        try:
+            save_atomically(checkpoint, path)
+            for link in links:
+                _link(self.folder / link, path)
+            for old in _by_epoch(self.folder)[: -self.cfg.keep_last]:
+                old.unlink()
+            if any(self.folder.glob("*.parts")):
+                from utils.sharded import remove_unused_parts
+
+                remove_unused_parts(self.folder)
+        except (OSError, RuntimeError) as error:
+            # torch.save hides "disk full" behind a RuntimeError about positions in the file.
+            reason = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(reason, OSError):
+                raise
+            raise UserError(f"cannot save {path}: {reason.strerror}") from None
+
+    def _compare_replicas(self, between_steps):
+        if self.compare_ranks and self.cfg.check_replicas_every >= 0:
+            with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
+                from utils.replicas import check_replicas
+            check_replicas(self.state["model"], self.optimizer, between_steps=between_steps)
+
+    def _refuse_differences(self):
+        mine = self.cfg.fixed_on_resume() | self.state.get("data", {})
+        for rank, theirs in enumerate(all_gather_object(mine)):
+            if theirs != mine:
+                difference = _differences(theirs, mine)
+                raise UserError(f"rank {rank} has {difference}: give all nodes the same files")
+
+    def _read_like_rank_0(self, name):
+        path = self.folder / name
+        if not path.exists():
+            raise UserError(f"{path} is on rank 0's node only: all nodes must share output_dir")
+        return path, read_checkpoint(path, join_parts=False)
+
+    def _fill(self, path, checkpoint):
+        changed = _differences(self.cfg.fixed_on_resume(), checkpoint["config"])
+        if changed and not self.cfg.allow_config_change:
+            raise UserError(
+                f"{path} was written with other settings: it is now {changed}. Pass another "
+                f"--output-dir, or --allow-config-change"
+            )
+        if "parts" in checkpoint:
+            with option(f"reading {path}"):
+                from utils.sharded import load_sharded
+            checkpoint = load_sharded(
+                path, checkpoint, dsd.get_state_dict(self.model, self.optimizer)
+            )
+        for saved, own in zip(
+            checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True
+        ):  # how to compute is for this run to say: FSDP's parameters, for one, have no fused step
+            saved |= {k: v for k, v in own.items() if k not in ("params", "lr", "initial_lr")}
+        # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
+        dtensors = any(isinstance(p, DTensor) for p in self.model.parameters())
+        options = dsd.StateDictOptions(full_state_dict=dtensors and "parts" not in checkpoint)
+        try:
+            dsd.set_model_state_dict(self.model, checkpoint["model"], options=options)
+        except RuntimeError as error:
+            text = textwrap.shorten(str(error), 500)
+            raise UserError(f"{path} holds another model: {text}") from None
+        options.strict = False  # SGD without momentum has no state
+        dsd.set_optimizer_state_dict(
+            self.model, self.optimizer, checkpoint["optimizer"], options=options
+        )
+        for parameter, values in self.optimizer.state.items():
+            for key, value in values.items():  # in the parameter's memory format, as a fused step
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # expects
+                    values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        for name, value in self.state.items():
+            restored = hasattr(value, "load_state_dict") and name in checkpoint
+            if restored and name not in ("model", "optimizer"):
+                value.load_state_dict(checkpoint[name])
+        self.epoch = checkpoint["epoch"]
 
 
-def read_checkpoint(path, join=True):
-    """A checkpoint as a dict on the CPU. UserError where it is damaged or none of ours.
+def settle_ddp_buckets(model):
+    """Give DistributedDataParallel's gradient buckets their final order before the first step.
 
-    The checksum of each record is verified: torch.load alone would take a flipped bit for a
-    weight. join: the parts of a sharded checkpoint, too, are checked and put together.
+    DDP sorts its buckets after the first backward pass, by the order in which the gradients became
+    ready; so the first step of a run, and of a resumed one, would sum in another order than all
+    later steps. This is that first pass, over the sum of all parameters instead of the model.
     """
+    inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
+    device, dtype = parameters[-1].device, parameters[-1].dtype
+    inner.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
+    with torch.compiler.set_stance("force_eager"):
+        model().backward()
+    del inner.forward  # the class's own again
+    model.zero_grad(set_to_none=True)
+
+
+def save_atomically(obj, path):
+    """torch.save to a temporary file, flushed to the disk and renamed: a crash at any moment leaves
+    the previous file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename itself
+        os.close(folder)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def read_checkpoint(path, join_parts=True):
+    """A checkpoint as a dict on the CPU. UserError where it is damaged or in another format.
+
+    The checksum of each record is verified: torch.load alone would not notice a flipped bit.
+    join_parts: the tensors of a sharded checkpoint are put together, too.
+    """
+    path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -134,138 +262,44 @@ def read_checkpoint(path, join=True):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except UserError:
         raise
-    except Exception as error:  # zip, pickle and OS errors of many kinds, all of one meaning
+    except Exception as error:  # zip, pickle and OS errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} cannot be read as a checkpoint: {reason}") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
-    if join and "parts" in checkpoint:
-        folder = _check_parts(path, checkpoint)
-        tensors = {n: torch.empty_like(t, device="cpu") for n, t in stored_tensors(folder).items()}
-        load_parts(folder, tensors)
-        checkpoint = join_tensors(tensors, checkpoint)
+    if "parts" in checkpoint:
+        with option(f"reading {path}"):
+            from utils.sharded import check_sharded, join_sharded
+        check_sharded(path, checkpoint)
+        checkpoint = join_sharded(path, checkpoint) if join_parts else checkpoint
     return checkpoint
 
 
-def _check_parts(path, checkpoint):
-    parts = checkpoint["parts"]
-    check_parts(path.parent / parts["folder"], parts["files"])
-    return path.parent / parts["folder"]
-
-
-def _remove_unused_parts(folder):
-    """Of checkpoints that are gone, and of runs that were killed while saving."""
-    unused = set(folder.glob("*.parts"))
-    for path in folder.glob("*.pt") if unused else ():
-        with suppress(Exception):  # a damaged checkpoint needs no parts
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            unused.discard(folder / saved["parts"]["folder"])
-    for path in unused:
-        shutil.rmtree(path)
-
-
-def _number(path):
-    return int(path.stem.removeprefix("epoch-"))
+def _by_epoch(folder):
+    return sorted(folder.glob("epoch-*.pt"), key=lambda path: int(path.stem.split("-")[1]))
 
 
 def _newest_good(folder):
     """(path, checkpoint), or None where there is no file at all."""
-    paths = sorted(folder.glob("epoch-*.pt"), key=_number, reverse=True)
-    if (folder / "last.pt").exists():
-        paths.insert(0, folder / "last.pt")
-    problems = []
-    for path in paths:
+    existing = [path for path in (folder / "last.pt", *_by_epoch(folder)[::-1]) if path.exists()]
+    for path in existing:
         try:
-            checkpoint = read_checkpoint(path, join=False)
-            if "parts" in checkpoint:
-                _check_parts(path, checkpoint)
+            return path, read_checkpoint(path, join_parts=False)
         except UserError as error:
-            problems.append(str(error))
-            continue
-        for problem in problems:
-            print(f"warning: {problem}; resuming from {path}", file=sys.stderr, flush=True)
-        return path, checkpoint
-    if problems:
-        raise UserError(f"{'; '.join(problems)}. Pass --resume never to start anew")
+            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr, flush=True)
+    if existing:
+        raise UserError(f"no checkpoint in {folder} can be read: pass --resume never to start over")
     return None
 
 
-def _read_like_rank_0(path):
-    if not path.exists():
-        raise UserError(
-            f"{socket.gethostname()} does not see {path}, which rank 0 resumes from: "
-            f"output_dir must lie on a file system that all nodes share"
-        )
-    return read_checkpoint(path, join=False)
-
-
-def _check_config(path, saved, must_match):
-    missing = object()
-    changes = [
-        f"{key} was {saved[key]!r} and is {value!r}"
-        for key, value in must_match.items()
-        if saved.get(key, missing) not in (value, missing)
-    ]
-    if changes:
-        raise UserError(
-            f"the run in {path.parent} had other settings: {'; '.join(changes)}. Pass another "
-            f"--output-dir, or --allow-config-change to go on with the new ones"
-        )
-
-
-def _fill(state, checkpoint, path):
-    groups = state["optimizer"].param_groups if "optimizer" in state else []
-    tensors, rest = split_tensors(checkpoint)
-    folder = path.parent / checkpoint["parts"]["folder"] if "parts" in checkpoint else None
-    if folder:
-        tensors = stored_tensors(folder)
-    like = _like(tensors, unwrap(state["model"]).state_dict(), groups, path)
-    if folder:
-        placed = {n: torch.empty_like(like[n], dtype=tensors[n].dtype) for n in like}
-        load_parts(folder, placed)
-    else:
-        placed = {name: placed_like(tensors[name], like[name]) for name in like}
-    checkpoint = join_tensors(placed, rest)
-    for saved, own in zip(
-        checkpoint["optimizer"]["param_groups"] if groups else (), groups, strict=True
-    ):
-        # How to compute is for this run to say: FSDP's parameters have no fused step.
-        saved |= {key: own[key] for key in ("fused", "foreach", "capturable") if key in own}
-    for name, value in state.items():
-        value = unwrap(value) if name == "model" else value
-        if hasattr(value, "load_state_dict") and name in checkpoint:
-            value.load_state_dict(checkpoint[name])
-
-
-def _like(tensors, model, groups, path):
-    """{name: what the tensor of that name shall be like}, for all that this run can use."""
-    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    _check_model(model, weights, path)
-    like = {f"model.{name}": tensor for name, tensor in model.items()}
-    parameters = [parameter.detach() for group in groups for parameter in group["params"]]
-    for name in (name for name in tensors if groups and name.startswith("optimizer.")):
-        parameter, tensor = parameters[int(name.split(".")[1])], tensors[name]
-        number = torch.empty(tensor.shape, dtype=tensor.dtype)  # Adam's count of steps, say
-        like[name] = parameter if parameter.shape == tensor.shape else number
-    return like
-
-
-def _check_model(ours, theirs, path):
-    """UserError names the tensors that differ: strict=False would hide them."""
-    differences = [f"{key} is missing" for key in ours if key not in theirs]
-    differences += [f"{key} is not in this model" for key in theirs if key not in ours]
-    differences += [
-        f"{key} is {tuple(theirs[key].shape)}, here {tuple(ours[key].shape)}"
-        for key in ours
-        if key in theirs and theirs[key].shape != ours[key].shape
-    ]
-    if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise UserError(f"{path} holds another model: {'; '.join(differences[:5])}{more}")
+def _differences(mine, theirs):
+    """What differs between two dicts, in the names that both have."""
+    names = [name for name in mine if name in theirs and mine[name] != theirs[name]]
+    return "; ".join(f"{name} {mine[name]!r}, not {theirs[name]!r}" for name in names)
 
 
 def _claim(folder):
-    """Make the folder, and lock it against a second run for as long as this process lives."""
+    """Create the folder, and lock it against a second run for as long as this process lives."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         key = folder.resolve()
@@ -277,24 +311,22 @@ def _claim(folder):
     except BlockingIOError:
         raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}; pass another --output-dir"
-        ) from None
+        text = f"cannot write to {folder}: {error.strerror}; pass another --output-dir"
+        raise UserError(text) from None
 
 
 def _set_aside(folder):
     keep = (".lock", "previous-")
     old = [path for path in folder.iterdir() if not path.name.startswith(keep)]
     if old:
-        number = 1 + len(list(folder.glob("previous-*")))
-        aside = folder / f"previous-{number}"
+        aside = folder / f"previous-{1 + len(list(folder.glob('previous-*')))}"
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)
 
 
-def _point(name, path):
-    """Make `name` a second name of the file `path`, at once; a copy where links are not known."""
+def _link(name, path):
+    """Make `name` a second name of the file `path`, atomically; a copy where links do not work."""
     temporary = name.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:

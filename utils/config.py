@@ -1,127 +1,235 @@
-"""One flat, frozen Config: each field is a YAML key, a flag, an attribute and a --help line.
+"""One frozen Config: each field is a YAML key, a flag, an attribute, and a line of --help.
 
-Order of precedence: the defaults below, then the YAML file (`--config FILE`), then the flags.
-Every mistake ends the program with exit code 2 and one line that names the file, the key and the
-nearest name, before any data is read or a process group is joined, once a node and not once a rank.
+Order of precedence: the defaults below, then the YAML file (--config FILE), then the flags. A
+script with settings of its own passes a subclass to load_config(). Every mistake ends the program
+with exit code 2 and one line that names the file, the key and the closest known name.
 """
 
 import argparse
 import difflib
 import math
-import os
-import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 import yaml
 
-from utils.distributed import UserError
-from utils.settings import Config
-from utils.weights import find_weights
+from utils.distributed import script_name
+from utils.errors import UserError, option, report_errors
 
 
-class ConfigError(Exception):
-    """A mistake in a file or a flag."""
+class ConfigError(UserError):
+    """A mistake in a config file or a flag."""
+
+    exit_code = 2
 
 
-def load_config(argv=None):
-    """Defaults, then `--config FILE`, then flags -> Config. Exits with code 2 on a mistake."""
-    try:
-        flags = vars(_parser().parse_args(argv))
-        path = flags.pop("config", None)
-        values = _read_yaml(path) if path else {}
-        values |= {key: _cast(key, text, _flag(key)) for key, text in flags.items()}
-        return _resolve(Config(**values))
-    except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank sees the same mistake
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+def setting(default, help, choices=None, low=None, free=False):
+    """A Config field. low: its smallest value. free: it may change when a run is resumed, because
+    it does not change the weights that the run reaches."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
 
 
-def _resolve(cfg):
-    """Settings that contradict each other are refused, the open ones are filled in."""
-    if cfg.augment == "resized_crop" and cfg.loader == "device":
-        raise ConfigError("augment=resized_crop needs loader=workers: it crops the original images")
-    if cfg.freeze != "none" and not cfg.weights:
-        raise ConfigError("freeze=backbone would train on a random backbone: pass --weights")
-    if cfg.val_fraction >= 1:
-        raise ConfigError(f"val_fraction={cfg.val_fraction} leaves nothing to train on")
-    try:
-        own_size = find_weights(cfg.model, cfg.weights).inputs.get("image_size", 32)
-    except UserError as error:
-        raise ConfigError(str(error)) from None
-    if cfg.val_fraction and cfg.dataset != "imagefolder":
-        raise ConfigError(f"val_fraction is for dataset=imagefolder, not {cfg.dataset}")
-    cfg = replace(cfg, image_size=cfg.image_size or own_size)
-    if cfg.image_size < 8:
-        raise ConfigError(f"image_size must be 0 or at least 8, not {cfg.image_size}")
-    if cfg.dataset == "auto":
-        found = (Path(cfg.data_dir) / "cifar-10-batches-py").is_dir()
-        cfg = replace(cfg, dataset="cifar10" if found else "synthetic")
-    if not cfg.output_dir:
-        cfg = replace(cfg, output_dir=str(Path("runs") / (Path(sys.argv[0]).stem or "python")))
-    return cfg
+@dataclass(frozen=True)
+class Config:
+    """What to train and how. Facts about the running process, such as its rank, are not in it."""
+
+    dataset: str = setting(
+        "auto",
+        "auto: cifar10 if data_dir holds it, else synthetic; imagefolder adds settings of its own",
+        choices=("auto", "cifar10", "imagefolder", "synthetic", "fake"),
+    )
+    data_dir: str = setting("data", "where the images are, or are downloaded to", free=True)
+    synthetic_samples: int = setting(8192, "training images of dataset=synthetic", low=1)
+    image_size: int = setting(
+        0, "pixels per side of the input; 0: as --weights expect, or 32", low=0
+    )
+    augment: str = setting(
+        "crop_flip",
+        "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for dataset=imagefolder)",
+        choices=("none", "crop_flip", "resized_crop"),
+    )
+    loader: str = setting(
+        "auto",
+        "device: the dataset stays on the training device; auto: if it fits. Same batches",
+        choices=("auto", "workers", "device"),
+        free=True,
+    )
+    num_workers: int = setting(-1, "loader processes per rank; -1: automatic", low=-1, free=True)
+    num_threads: int = setting(0, "CPU threads (changes rounding); 0: all cores", low=0, free=True)
+    model: str = setting("resnet18", "of torchvision, or resnet20, resnet9; endings _cifar, _gn")
+    weights: str = setting("", "pretrained: torchvision's name (DEFAULT), or a file; adds --freeze")
+    sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: over each rank's own")
+    dtype: str = setting(
+        "float32",
+        "of the model (changes numerics); tf32: float32 with TF32 products on CUDA",
+        choices=("float32", "tf32", "float64"),
+    )
+    compile: str = setting(
+        "none",
+        "mode of torch.compile (changes rounding)",
+        choices=("none", "default", "reduce-overhead", "max-autotune"),
+    )
+    epochs: int = setting(10, "passes over the training set", low=1)
+    global_batch_size: int = setting(
+        256, "samples per step, over all ranks (or --per-process-batch-size)", low=1
+    )
+    optimizer: str = setting(
+        "sgd", "adam and adamw need lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
+    )
+    lr: float = setting(0.1, "peak learning rate", low=0)
+    momentum: float = setting(0.9, "of SGD", low=0)
+    weight_decay: float = setting(5e-4, "of all trained parameters", low=0)
+    warmup_epochs: float = setting(1.0, "epochs of linear warmup", low=0)
+    lr_schedule: str = setting(
+        "cosine",
+        "after the warmup; step divides lr by 10 after 1/3 and 2/3 of the epochs",
+        choices=("cosine", "linear", "step", "constant"),
+    )
+    clip_norm: float = setting(0.0, "largest L2 norm of the gradients; 0: no clipping", low=0)
+    output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
+    seed: int = setting(0, "of the weights, the order of the samples, the augmentation", low=0)
+    device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
+    timeout: float = setting(300.0, "seconds that a collective may wait", low=1, free=True)
+    resume: str = setting(
+        "auto",
+        "always: fail if there is no checkpoint; never: move old files to output_dir/previous-N",
+        choices=("auto", "always", "never"),
+        free=True,
+    )
+    allow_config_change: bool = setting(False, "resume with other settings (numerics)", free=True)
+    save_steps: int = setting(0, "save every so many steps, too; 0: do not", low=0, free=True)
+    save_minutes: float = setting(10.0, "save every so many minutes, too; 0: no", low=0, free=True)
+    save_sharded: bool = setting(False, "each rank writes its own part", free=True)
+    keep_last: int = setting(2, "epoch checkpoints to keep", low=1, free=True)
+    check_replicas_every: int = setting(
+        0, "steps between checks that ranks agree; 0: at each save; -1: never", low=-1, free=True
+    )
+    audit: bool = setting(False, "report which samples each epoch has trained", free=True)
+
+    @property
+    def peak_lr(self):
+        """The learning rate after the warmup."""
+        return self.lr
+
+    @property
+    def torch_dtype(self):
+        """The torch.dtype of weights and activations."""
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def resolved(self):
+        """This config with all open values filled in. ConfigError where values contradict."""
+        auto = "synthetic" if find_spec("utils.array_data") else "fake"
+        if (Path(self.data_dir) / "cifar-10-batches-py").is_dir():
+            auto = "cifar10"
+        if 0 < self.image_size < 8:
+            raise ConfigError(f"image_size must be 0 or at least 8, not {self.image_size}")
+        return replace(
+            self,
+            dataset=auto if self.dataset == "auto" else self.dataset,
+            image_size=self.image_size or 32,
+            output_dir=self.output_dir
+            or str(Path("runs") / (Path(script_name()).stem or "python")),
+        )
+
+    def fixed_on_resume(self):
+        """{name: value} of the settings that decide which weights a run reaches."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.metadata["free"]}
+
+    def dump(self):
+        """The resolved config as YAML text."""
+        return yaml.safe_dump(vars(self), sort_keys=False)
+
+
+@report_errors
+def load_config(kind=Config, argv=None):
+    """Defaults, then --config FILE, then flags -> an instance of `kind`, checked and resolved."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("config", "dataset", "weights", "per_process_batch_size"):
+        early.add_argument(_flag(name))
+    given = {k: text for k, text in vars(early.parse_known_args(argv)[0]).items() if text}
+    texts = _read_yaml(given["config"]) if "config" in given else {}
+    kind = _with_options(kind, {name: text for name, (text, _) in texts.items()} | given)
+    flags = vars(_parser(kind).parse_args(argv)).items()
+    texts |= {name: (text, _flag(name)) for name, text in flags if name != "config"}
+    known = {f.name: f for f in fields(kind)}
+    for name, (_, where) in texts.items():
+        if name not in known:
+            raise ConfigError(f"{where}: unknown key {name!r}{_closest(name, known)}")
+    values = {name: _cast(known[name], text, where) for name, (text, where) in texts.items()}
+    return kind(**values).resolved()
+
+
+def _with_options(kind, texts):
+    """`kind` with the settings of the optional modules that these values select."""
+    options = []
+    if texts.get("dataset") == "imagefolder":
+        with option("--dataset imagefolder"):
+            from utils import image_folder
+        options.append(image_folder.Settings)
+    if texts.get("weights"):
+        with option("--weights"):
+            from utils import weights
+        options.append(weights.Settings)
+    if texts.get("per_process_batch_size", "0") != "0":
+        with option("--per-process-batch-size"):
+            from utils import per_process
+        options.append(per_process.Settings)
+    return dataclass(frozen=True)(type("Config", (*options, kind), {})) if options else kind
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         unknown = next((w for w in message.split() if w.startswith("--")), "").split("=")[0]
-        raise ConfigError(f"{message}{_nearest(unknown, self._option_string_actions)}")
+        raise ConfigError(f"{message}{_closest(unknown, self._option_string_actions)}")
 
 
-def _flag(key):
-    return "--" + key.replace("_", "-")
+def _flag(name):
+    return "--" + name.replace("_", "-")
 
 
-def _parser():
+def _parser(kind):
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the names below")
-    for f in fields(Config):
-        default = f"default: {f.default!r}".replace("'", "")
-        text = f"{f.metadata['help']} ({default})".replace("%", "%%")
+    for f in fields(kind):
+        text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
         if f.type is bool:
             parser.add_argument(_flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         else:
-            choices = f.metadata["choices"]
-            metavar = "|".join(choices) if choices else f.type.__name__.upper()
+            metavar = "|".join(f.metadata["choices"] or [f.type.__name__.upper()])
             parser.add_argument(_flag(f.name), metavar=metavar, help=text)
     return parser
 
 
-def _nearest(name, names):
+def _closest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close and name not in names else ""
 
 
 def _read_yaml(path):
-    """A YAML mapping -> {key: value}, each key known, given once and of the right type."""
+    """A YAML mapping -> {key: (text, "file:line")}."""
     try:
         node = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --config {path}: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"cannot read --config {path} as YAML: {text}") from None
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path} must hold a mapping, lines of 'key: value'")
-    values, names = {}, [f.name for f in fields(Config)]
-    for key_node, value_node in node.value:
-        key, where = key_node.value, f"{path}:{key_node.start_mark.line + 1}"
-        if key not in names:
-            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(str(key), names)}")
-        if key in values:
-            raise ConfigError(f"{where}: {key!r} is given twice")
-        if not isinstance(value_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: {key} takes one value, not a list or a mapping")
-        values[key] = _cast(key, value_node.value, where)
-    return values
+    texts = {}
+    for key, value in node.value:
+        where = f"{path}:{key.start_mark.line + 1}"
+        if key.value in texts or not isinstance(value, yaml.ScalarNode):
+            raise ConfigError(f"{where}: {key.value} takes one value, once")
+        texts[key.value] = value.value, where
+    return texts
 
 
-def _cast(key, text, where):
-    """The text of one value -> the type of its field, checked.
+def _cast(f, text, where):
+    """The text of one value -> the type of field `f`, checked.
 
     From the text, because PyYAML reads `1e-3` as a string and a bare `no` as False.
     """
-    f = next(f for f in fields(Config) if f.name == key)
     low, choices = f.metadata["low"], f.metadata["choices"]
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     try:
@@ -132,10 +240,12 @@ def _cast(key, text, where):
             raise ValueError
     except (KeyError, ValueError):
         kind = {bool: "true or false", int: "a whole number", float: "a number"}[f.type]
-        raise ConfigError(f"{where}: {key} takes {kind}, not {text!r}") from None
+        raise ConfigError(f"{where}: {f.name} takes {kind}, not {text!r}") from None
     if choices and value not in choices:
-        near = _nearest(value, choices)
-        raise ConfigError(f"{where}: {key} is one of {', '.join(choices)}, not {value!r}{near}")
+        raise ConfigError(
+            f"{where}: {f.name} is one of {', '.join(choices)}, not {value!r}"
+            f"{_closest(value, choices)}"
+        )
     if low is not None and value < low:
-        raise ConfigError(f"{where}: {key} must be at least {low}, not {value}")
+        raise ConfigError(f"{where}: {f.name} must be at least {low}, not {value}")
     return value

@@ -1,8 +1,9 @@
-"""How fully_shard() shall shard, from the config."""
+"""What fully_shard() needs to know, from the config."""
 
 import atexit
 import os
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,44 +11,85 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.distributed import UserError, get_world_size
-from utils.weights import FrozenBatchNorm
+from utils.config import Config, ConfigError, setting
+from utils.distributed import all_gather_object, get_world_size
+from utils.errors import UserError
 
 
-def fsdp_options(cfg, device, model):
-    """Keyword arguments for fully_shard(), for a block and for the whole model: the ranks, the
-    precision, where the shards live. The whole model's outputs are float32 in any case.
+@dataclass(frozen=True)
+class FsdpConfig(Config):
+    """Config of train_fsdp.py."""
 
-    With cfg.fsdp_dtype the model's BatchNorms, which need float32, are sharded here, on their own.
+    fsdp_dtype: str = setting(
+        "none",
+        "bfloat16: gather parameters and compute in it (changes numerics); gradients are summed "
+        "in float32",
+        choices=("none", "bfloat16"),
+    )
+    fsdp_offload: bool = setting(False, "keep the shards in the CPU's memory", free=True)
+
+    def resolved(self):
+        """This config with all open values filled in. ConfigError where values contradict."""
+        on_cuda = self.device != "cpu" and torch.cuda.is_available()
+        if self.fsdp_offload and self.clip_norm and on_cuda:
+            raise ConfigError(
+                "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
+                "pass --clip-norm 0, or --no-fsdp-offload"
+            )
+        return super().resolved()
+
+
+def check_same_weights(model):
+    """Raise UserError, on all ranks, where their weights differ before they are sharded."""
+    sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
+    if any(other != sums[0] for other in sums):
+        raise UserError("the ranks drew different weights: call seed_everything(cfg.seed) on all")
+
+
+def blocks_of(module):
+    """The composite members of a model's Sequentials, such as a ResNet's blocks: a list."""
+    blocks = []
+    for child in module.children():
+        composite = isinstance(module, torch.nn.Sequential) and any(child.children())
+        blocks += [child] if composite else blocks_of(child)
+    return blocks
+
+
+def fsdp_kwargs(cfg, root=False):
+    """Keyword arguments for fully_shard(): the ranks, the precision, where the shards are kept.
+
+    root: for the whole model, whose outputs are float32 in any case.
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
     """
-    if device.type == "cpu":
+    on_cpu = dist.get_backend() == "gloo"
+    if on_cpu:
         atexit.register(_skip_teardown)
-    options = {"mesh": init_device_mesh(device.type, (get_world_size(),))}
-    if cfg.fsdp_offload and cfg.clip_norm and device.type == "cuda":
-        raise UserError(
-            "--fsdp-offload has gradients on the CPU, where NCCL cannot add up their norm: pass "
-            "--clip-norm 0, or --no-fsdp-offload"
-        )
+    kwargs = {"mesh": init_device_mesh("cpu" if on_cpu else "cuda", (get_world_size(),))}
     if cfg.fsdp_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    if cfg.fsdp_dtype == "none":
-        return options, options
-    for module in model.modules():
-        if isinstance(module, _BatchNorm | FrozenBatchNorm):
-            fully_shard(
-                module, **options, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
-            )
-    compute = {"param_dtype": getattr(torch, cfg.fsdp_dtype), "reduce_dtype": torch.float32}
-    block, whole = (MixedPrecisionPolicy(**compute, output_dtype=t) for t in (None, torch.float32))
-    return options | {"mp_policy": block}, options | {"mp_policy": whole}
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
+    if cfg.fsdp_dtype != "none":
+        kwargs["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, cfg.fsdp_dtype),
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32 if root else None,
+        )
+    return kwargs
+
+
+def shard_batchnorms(model, cfg):
+    """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs."""
+    if cfg.fsdp_dtype != "none":
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) or hasattr(module, "running_var"):  # frozen ones, too
+                fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
 
 
 def _skip_teardown():
-    """End a process that has come to its end, with exit code 0.
+    """Exit, with code 0, a process that has finished.
 
-    fully_shard() over gloo leaves threads behind that destroy_process_group() does not join (torch
-    2.15): about one exit in a hundred then aborts in C++'s teardown (pytorch/pytorch#190489).
+    fully_shard() over gloo leaves threads that destroy_process_group() does not join (torch 2.15):
+    about one exit in a hundred then aborts in C++'s teardown (pytorch/pytorch#190489).
     """
     if dist.is_initialized():  # not destroyed: the script has failed, with an exit code of its own
         return

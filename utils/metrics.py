@@ -1,4 +1,4 @@
-"""Loss and accuracy over all ranks, and where they are written. Needs torch and distributed.py."""
+"""Loss and accuracy over all ranks, and where they are logged. Needs torch and distributed.py."""
 
 import json
 import math
@@ -9,21 +9,15 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from utils.distributed import (
-    UserError,
-    all_gather_object,
-    all_reduce,
-    get_rank,
-    get_world_size,
-    is_main_process,
-)
+from utils.distributed import all_gather_object, all_reduce, get_rank, get_world_size
+from utils.errors import UserError
 
 
 class Meter:
     """Running sums of loss and correct predictions, kept on the device.
 
-    No .item() a step, which would make the CPU wait for the GPU; one reduction an epoch. A
-    checkpoint within an epoch holds the sums so far, so that a resumed epoch counts all of it.
+    There is no .item() in a step, which would make the CPU wait for the GPU; one reduction per
+    epoch. A checkpoint within an epoch holds the sums so far, so that the epoch is counted whole.
     """
 
     def __init__(self, device):
@@ -47,10 +41,10 @@ class Meter:
         self.samples += len(labels)
 
     def compute(self):
-        """Over the samples of all ranks: loss and accuracy (means), samples, seconds; then from 0.
+        """Mean loss, accuracy, samples and seconds, over all ranks; then the sums restart at 0.
 
-        The sums are reduced, not the ranks' means: those would count a short shard's samples
-        for more than the others'.
+        The sums are reduced, not the ranks' means, which would overweight the samples of a rank
+        that has fewer of them.
         """
         samples = self.sums.new_tensor([self.samples])
         loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()
@@ -66,7 +60,7 @@ class Meter:
     def state_dict(self):
         """The sums of every rank; all ranks call it together.
 
-        Raises UserError, on all of them, where the loss is not a number.
+        Raises UserError, on all of them, where the loss is not finite.
         """
         seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
@@ -74,7 +68,7 @@ class Meter:
         return {"ranks": ranks}
 
     def load_state_dict(self, state):
-        """Each rank takes its own sums; where the number of ranks has changed, rank 0 takes all."""
+        """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
         rank, ranks = get_rank(), state["ranks"]
         if len(ranks) == get_world_size():
             self._set(*ranks[rank])
@@ -85,50 +79,43 @@ class Meter:
 
 def _refuse_nan(loss):
     if not math.isfinite(loss):
-        raise UserError(
-            f"the training loss is {loss}: the last checkpoint stays as it is; try a smaller --lr, "
-            f"or --clip-norm 1"
-        )
+        raise UserError(f"the training loss is {loss}: try a smaller --lr, or --clip-norm 1")
 
 
 @torch.no_grad()
-def evaluate(model, loader, device, meter=None):
+def evaluate(model, loader, meter):
     """Loss and accuracy over the samples of `loader.dataset`, each counted exactly once.
 
-    DistributedSampler repeats samples until every rank has as many as the others: they are
-    computed, because a forward pass may communicate and so must happen on all ranks alike, and
-    not counted. Rank r holds the samples r, r + world size, ...; its repeats come last.
-    meter: what counts (default: a new Meter). Raises RuntimeError where that did not count each
-    sample once.
+    DistributedSampler repeats samples until every rank has the same number. The repeats are
+    computed, because a forward pass may communicate and so must run on all ranks, but they are not
+    counted: rank r holds the samples r, r + world size, ..., and its repeats come last.
+    Raises RuntimeError if the number of samples counted is not the dataset's.
     """
     model.eval()
-    meter = meter or Meter(device)
+    meter.start()
     left = len(range(get_rank(), len(loader.dataset), get_world_size()))
     for images, labels in loader:
-        images = images.to(device, non_blocking=True)
-        labels = labels.to(device, non_blocking=True)
-        outputs, labels = model(images)[:left], labels[:left]
+        outputs = model(images)[:left]
+        labels = labels[:left].to(outputs.device)
         left -= len(labels)
         if len(labels):
             meter.update(cross_entropy(outputs, labels), outputs, labels)
     result = meter.compute()
     if result["samples"] != len(loader.dataset):
-        raise RuntimeError(
-            f"evaluation counted {result['samples']} samples of a set of {len(loader.dataset)}"
-        )
+        raise RuntimeError(f"evaluated {result['samples']} of {len(loader.dataset)} samples")
     return result
 
 
 class MetricLogger:
-    """One line an epoch: as JSON in output_dir/metrics.jsonl, and on the main process's console.
+    """One line per epoch: as JSON in output_dir/metrics.jsonl, and on the main process's console.
 
-    start_epoch: rows of this epoch and later are dropped from the file: the run continues there.
+    start_epoch: rows of this epoch and later are dropped from the file; the run continues there.
     """
 
     def __init__(self, output_dir, start_epoch=0):
         self.path = Path(output_dir) / "metrics.jsonl"
         self.best = -1.0
-        if is_main_process():
+        if get_rank() == 0:
             rows = read_metrics(self.path) if self.path.exists() else []
             rows = [row for row in rows if row["epoch"] < start_epoch]
             self.best = max((row["val_accuracy"] for row in rows), default=-1.0)
@@ -137,17 +124,16 @@ class MetricLogger:
             os.replace(temporary, self.path)
 
     def log(self, epoch, train, val, lr):
-        """Write the row of an epoch (results of Meter.compute()); True if it is
-        the best so far (on the main process, which alone saves).
+        """Log the results of Meter.compute() for an epoch. Returns True on the main process, which
+        alone saves, if the validation accuracy is the best so far.
 
-        Raises UserError, on all ranks, where the loss is not a number: such weights are no
-        checkpoint.
+        Raises UserError, on all ranks, where the loss is not finite.
         """
         _refuse_nan(train["loss"])
         row = {"epoch": epoch, "world_size": get_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
-        if is_main_process():
+        if get_rank() == 0:
             with open(self.path, "a") as file:
                 file.write(json.dumps(row) + "\n")
             print(
@@ -161,7 +147,7 @@ class MetricLogger:
 
 
 def read_metrics(path):
-    """The rows of a metrics.jsonl. A line that a crash cut short is left out."""
+    """The rows of a metrics.jsonl, up to the first line that a crash has cut short."""
     rows = []
     for line in Path(path).read_text().splitlines():
         try:

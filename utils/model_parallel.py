@@ -2,71 +2,71 @@
 
 import itertools
 import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torchvision
 
-from utils.distributed import UserError, get_device, get_local_rank, init_distributed
-from utils.models import layers_of
+from utils.config import Config, setting
+from utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class StagesConfig(Config):
+    """Config of train_mp.py and train_ddp_mp.py."""
+
+    devices: str = setting(
+        "auto",
+        "of the stages, such as cuda:0,cuda:1 or cpu,cpu; cuda,cuda: the next two of this node for "
+        "each process; auto: an equal share of the visible GPUs, or cpu,cpu",
+        free=True,
+    )
+    split: str = setting("", "layers per stage, such as 6,4; empty: balanced", free=True)
+    micro_batches: int = setting(
+        1, "parts in which a process computes its batch (changes numerics with BatchNorm)", low=1
+    )
 
 
 def get_devices(names="auto"):
-    """The devices of a script that runs as one process: a list of torch.device, first stage first.
+    """The torch.devices of this process, first stage first.
 
-    names: such as "cuda:0,cuda:1" or "cpu,cpu"; "cuda,cuda" is the first two; auto: all visible
-    GPUs, or cpu,cpu.
+    names: such as "cuda:0,cuda:1" or "cpu,cpu", the same for all processes of the node; or
+    "cuda,cuda": the process with local rank r owns the GPUs 2r and 2r + 1. auto: an equal share of
+    the visible GPUs, or cpu,cpu. Raises UserError for names that are not devices of this node.
     """
-    names = _names(names, processes=1)
-    devices = _devices(names, first=0)
-    get_device(str(devices[0]))
-    return devices
-
-
-def init_distributed_devices(names="auto", timeout=300.0):
-    """Join the process group as init_distributed() does; return the devices of this process.
-
-    names: as for get_devices(), but "cuda,cuda" is two of this node's for each process: local rank
-    r owns 2r and 2r + 1. Numbered ones ("cuda:0,cuda:1") are the same for all processes.
-    """
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    names = _names(names, int(local_world_size) if local_world_size.isdecimal() else 1)
-    own = names.count("cuda")
-    init_distributed("cuda" if own else names[0], timeout, max(1, own))
-    return _devices(names, first=get_local_rank() * own)
-
-
-def _names(names, processes):
-    if names != "auto":
-        return names.split(",")
-    visible = torch.cuda.device_count()
-    return ["cuda"] * max(1, visible // processes) if visible else ["cpu", "cpu"]
-
-
-def _devices(names, first):
-    numbers = itertools.count(first)
+    numbers = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank, processes = (int(text) if text.isdecimal() else 0 for text in numbers)
+    processes, visible = max(1, processes), torch.cuda.device_count()
+    if names == "auto":
+        names = ",".join(["cuda"] * max(1, visible // processes) if visible else ["cpu", "cpu"])
+    each = names.split(",").count("cuda")  # GPUs that belong to one process
+    own = itertools.count(local_rank * each)
     try:
         devices = [
-            torch.device("cuda", next(numbers)) if n == "cuda" else torch.device(n) for n in names
+            torch.device(n if n != "cuda" else f"cuda:{next(own)}") for n in names.split(",")
         ]
     except RuntimeError:
         devices = []
     if not devices or any(device.type not in ("cpu", "cuda") for device in devices):
-        raise UserError(f"--devices {','.join(names)} is no list such as cuda:0,cuda:1 or cpu,cpu")
-    needed = max((device.index + 1 for device in devices if device.type == "cuda"), default=0)
-    if needed > torch.cuda.device_count():
+        raise UserError(f"--devices {names} is not a list such as cuda:0,cuda:1 or cpu,cpu")
+    needed = max([processes * each, *(d.index + 1 for d in devices if d.type == "cuda")])
+    if needed > visible:
         raise UserError(
-            f"--devices {','.join(names)} needs {needed} CUDA devices here, but "
-            f"{torch.cuda.device_count()} are visible: name fewer, or pass --devices cpu,cpu"
+            f"--devices {names} with {processes} processes needs {needed} CUDA devices, but "
+            f"{visible} are visible: name fewer, or pass --devices cpu,cpu"
         )
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
     return devices
 
 
 class MicroBatches(torch.nn.Module):
-    """A model that computes its batch in parts: at most `count`, of equal size but for the last.
+    """Computes a model's batch in at most `count` parts, of equal size except for the last.
 
-    Where its stages lie on several GPUs they work at the same time: nothing waits for a GPU, so
-    the first starts on a part while the next still has the one before. On CPUs the parts follow
-    one another. (https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html)
+    Stages on several GPUs then work at the same time: the CPU does not wait for a GPU, so the first
+    stage starts on a part while the next still computes the one before. On CPUs, the parts run one
+    after another. (https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html)
     """
 
     def __init__(self, model, count):
@@ -78,25 +78,45 @@ class MicroBatches(torch.nn.Module):
         return torch.cat([self.module(part) for part in images.chunk(self.count)])
 
 
+def layers_of(model):
+    """The layers of a ResNet, ViT or Sequential that run one after another: a list of modules.
+
+    Its blocks, and what comes before and after them. Together they hold all parameters except for
+    a ViT's class token and position embedding. UserError for other models.
+    """
+    if isinstance(model, torch.nn.Sequential):
+        return list(model)
+    if isinstance(model, torchvision.models.VisionTransformer):
+        encoder = model.encoder
+        return [model.conv_proj, *encoder.layers, encoder.ln, model.heads]
+    if hasattr(model, "layer1") and hasattr(model, "fc"):
+        stages = [child for name, child in model.named_children() if name.startswith("layer")]
+        return [model.conv1, model.bn1, *(block for s in stages for block in s), model.fc]
+    raise UserError(
+        f"the order of the layers of a {type(model).__name__} is unknown: use a ResNet, a ViT or a "
+        f"Sequential"
+    )
+
+
 def assign_layers(model, devices, split=""):
     """The model's layers, in order, each with its device: a list of (module, torch.device).
 
-    A stage of successive layers for each device. split: layers a stage, such as "6,4"; empty: so
-    that the stage with the most parameters has as few as can be. Raises UserError where the layers
-    cannot be cut so.
+    Each device gets a stage of consecutive layers. split: layers per stage, such as "6,4"; empty:
+    so that the largest stage has as few parameters as possible. Raises UserError where the layers
+    cannot be split that way.
     """
     if model._compiled_call_impl is not None:
-        raise UserError("a model in stages is not called as a whole: pass --compile none")
+        raise UserError("the stages of a model are not compiled: pass --compile none")
     layers, count = layers_of(model), len(devices)
     if split:
         sizes = [int(size) if size.strip().isdecimal() else 0 for size in split.split(",")]
         if len(sizes) != count or sum(sizes) != len(layers) or 0 in sizes:
             raise UserError(
                 f"--split {split} must be {count} positive numbers that add up to the model's "
-                f"{len(layers)} layers: {_table(layers)}"
+                f"{len(layers)} layers: {', '.join(type(layer).__name__ for layer in layers)}"
             )
     elif len(layers) < count:
-        raise UserError(f"{len(layers)} layers cannot be cut into {count} stages")
+        raise UserError(f"{len(layers)} layers cannot be split into {count} stages")
     else:
         sizes = _balance([sum(p.numel() for p in layer.parameters()) for layer in layers], count)
     owners = [d for device, size in zip(devices, sizes, strict=True) for d in [device] * size]
@@ -104,7 +124,7 @@ def assign_layers(model, devices, split=""):
 
 
 def _balance(weights, count):
-    """The sizes of `count` runs of `weights` whose heaviest is as light as possible."""
+    """The sizes of `count` runs of `weights` whose heaviest run is as light as possible."""
 
     @cache
     def best(first, runs):
@@ -117,7 +137,3 @@ def _balance(weights, count):
         return min(options)
 
     return best(0, count)[1]
-
-
-def _table(layers):
-    return ", ".join(type(layer).__name__ for layer in layers)

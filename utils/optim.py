@@ -1,43 +1,41 @@
-"""The optimizer and the learning rate of every step, from the config."""
+"""The optimizer, and the learning rate of every step, from the config. Needs only torch."""
 
 import math
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from utils.distributed import get_world_size
-
 
 def build_optimizer(model, cfg):
-    """SGD, Adam or AdamW over the model's parameters that are not frozen.
+    """SGD, Adam or AdamW over the model's trainable parameters.
 
-    Fused: one kernel for all of them, on CUDA and the CPU; FSDP's sharded parameters have no such
-    kernel (torch 2.15).
+    Fused: one kernel updates all of them, on CUDA and on the CPU; FSDP's sharded parameters have no
+    such kernel (torch 2.15).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"lr": cfg.peak_lr(get_world_size()), "weight_decay": cfg.weight_decay}
+    options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
     options["fused"] = not any(isinstance(parameter, DTensor) for parameter in parameters)
     if cfg.optimizer == "adam":
         return torch.optim.Adam(parameters, **options)
     if cfg.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
-    optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, nesterov=cfg.nesterov, **options)
+    nesterov = cfg.optimizer == "sgd_nesterov"
+    optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, nesterov=nesterov, **options)
     if cfg.momentum:
-        # Fused SGD makes these at its first step and, where a GradScaler skips that step, leaves
-        # them uninitialised (torch 2.15): the next step then adds what lay in memory.
+        # Fused SGD creates these in its first step and, if a GradScaler skips that step, leaves
+        # them uninitialized (torch 2.15): the next step would add arbitrary memory.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 def build_scheduler(optimizer, cfg, steps_per_epoch):
-    """Linear warm-up, then cfg.lr_schedule. Call step() after every optimizer step.
+    """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
 
-    A function of the step alone, so that a resumed run needs only to know where it is.
+    A function of the step alone, so that a resumed run only needs to know its step.
     """
     total = cfg.epochs * steps_per_epoch
     warmup = round(cfg.warmup_epochs * steps_per_epoch)
-    interval = max(1, round(cfg.lr_step_epochs * steps_per_epoch))
 
     def factor(step):
         if step < warmup:
@@ -46,7 +44,7 @@ def build_scheduler(optimizer, cfg, steps_per_epoch):
         if cfg.lr_schedule == "cosine":
             return (1 + math.cos(math.pi * done)) / 2
         if cfg.lr_schedule == "step":
-            return cfg.lr_gamma ** ((step - warmup) // interval)
+            return 0.1 ** (3 * step // total)
         return 1 - done if cfg.lr_schedule == "linear" else 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same model? Needs torch and distributed.py."""
+"""Do all ranks still hold the same model? A checksum of every tensor, compared bit for bit."""
 
 import re
 from collections import Counter
@@ -6,37 +6,56 @@ from collections import Counter
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.distributed import UserError, all_gather_object, get_world_size
+from utils.distributed import all_gather_object, get_world_size
+from utils.errors import UserError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_replicas(model, optimizer, between_steps=False):
-    """Raise UserError, on all ranks, where they differ in a bit of what should be the same: the
-    parameters, buffers and optimizer state. All ranks call it together.
+    """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
+    single bit. All ranks call it together.
 
-    Shards (FSDP's DTensors) differ by design and are left out. So are, between_steps, the buffers
-    of a BatchNorm that is not synchronised: each rank's own until DistributedDataParallel
-    broadcasts them at the next forward pass.
+    Shards (DTensors) differ by design and are not compared. between_steps: neither are the buffers
+    of an unsynchronized BatchNorm, which differ until DistributedDataParallel broadcasts them at
+    the next forward pass.
     """
     if get_world_size() == 1:
         return
     names, sums = zip(*_checksums(model, optimizer, between_steps), strict=True)
     ranks = all_gather_object(torch.stack(sums).tolist())  # the only time that the device waits
-    different = [i for i, own in enumerate(zip(*ranks, strict=True)) if len(set(own)) > 1]
+    different = [i for i, values in enumerate(zip(*ranks, strict=True)) if len(set(values)) > 1]
     if different:
-        first = [rank[different[0]] for rank in ranks]
-        usual = Counter(first).most_common(1)[0][0]
-        rank = next(rank for rank, own in enumerate(first) if own != usual)
+        values = [sums[different[0]] for sums in ranks]
+        usual = Counter(values).most_common(1)[0][0]
+        rank = next(rank for rank, value in enumerate(values) if value != usual)
         raise UserError(
             f"the ranks no longer hold the same model: rank {rank} differs from the others in "
-            f"{names[different[0]]}, the first of {len(different)} different tensors (of "
-            f"{len(names)}). Was each gradient and buffer synchronised, was each rank seeded alike?"
+            f"{names[different[0]]}, the first of {len(different)} tensors that differ (of "
+            f"{len(names)}). Check that every gradient and buffer is synchronized and that every "
+            f"rank uses the same seed"
         )
 
 
+def checksum(tensor):
+    """An int64 scalar, on the tensor's device, that changes with any bit of any one element.
+
+    The sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a change of
+    one element always shows, because odd numbers have an inverse.
+    """
+    flat, size = tensor.detach().reshape(-1).contiguous(), tensor.element_size()
+    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        size = 8  # several elements at a time
+    bits = flat.view(_INTEGERS[size])
+    total, first = bits.new_zeros((), dtype=torch.int64), 1
+    for piece in bits.split(1 << 24):  # as int64, a large tensor would take many times its memory
+        odd = torch.arange(first, first + 2 * len(piece), 2, device=bits.device)
+        total, first = total + (piece.long() * odd).sum(), first + 2 * len(piece)
+    return total
+
+
 def _checksums(model, optimizer, between_steps):
-    """(name, int64 scalar tensor) of each replicated tensor, all on one device, in model order."""
+    """(name, int64 scalar) of each replicated tensor, all on one device, in the model's order."""
     device = next(model.parameters()).device
     for name, tensor in _tensors(model, optimizer, between_steps):
         if not hasattr(tensor, "full_tensor"):
@@ -46,8 +65,8 @@ def _checksums(model, optimizer, between_steps):
 def _tensors(model, optimizer, between_steps):
     yield from model.named_parameters()
     for path, module in model.named_modules():
-        synchronised = not isinstance(module, _BatchNorm) or "Sync" in type(module).__name__
-        if synchronised or not between_steps:
+        synchronized = not isinstance(module, _BatchNorm) or "Sync" in type(module).__name__
+        if synchronized or not between_steps:
             for name, buffer in module.named_buffers(recurse=False):
                 yield f"{path}.{name}", buffer
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -55,19 +74,3 @@ def _tensors(model, optimizer, between_steps):
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield f"{names.get(parameter, 'a parameter')} ({key})", value
-
-
-def checksum(tensor):
-    """An int64 scalar on the tensor's device that changes with any bit of any one element.
-
-    The sum of the bits, as integers, times odd numbers, modulo 2**64: an odd number has an inverse.
-    """
-    flat, size = tensor.detach().reshape(-1).contiguous(), tensor.element_size()
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        size = 8  # several elements at a time
-    bits = flat.view(_INTEGERS[size])
-    total, first = bits.new_zeros((), dtype=torch.int64), 1
-    for piece in bits.split(1 << 24):  # as int64 a large tensor would need its memory many times
-        odd = torch.arange(first, first + 2 * len(piece), 2, device=bits.device)
-        total, first = total + (piece.long() * odd).sum(), first + 2 * len(piece)
-    return total

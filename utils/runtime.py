@@ -1,57 +1,92 @@
-"""Random seeds, and showing how far an epoch is. Needs torch and distributed.py."""
+"""Process-wide settings of torch, random seeds, and what a run prints. Needs distributed.py."""
 
+import os
 import random
 import sys
 import time
+from importlib.util import find_spec
 
 import torch
 
-from utils.distributed import get_rank, is_main_process
+from utils.distributed import cores_per_rank, get_rank, get_world_size, is_main_process, script_name
+from utils.errors import UserError
 
 SECONDS_BETWEEN_LINES = 15
 
 
+def configure_torch(cfg):
+    """Set the number of CPU threads and the precision of float32 products for this process.
+
+    The threads follow the cores that the job may use, never the load, so that the same command
+    gives the same bits. UserError where several processes run a script made for one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and get_world_size() == 1:
+        raise UserError(
+            f"{script_name()} runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
+            f"start it with  python {script_name()}, or start train_ddp.py with torchrun"
+        )
+    # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
+    torch.set_num_threads(cfg.num_threads or max(1, cores_per_rank() - max(0, cfg.num_workers)))
+    # Of PyTorch's two interfaces the older: torch.export fails where only the newer one is used.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.dtype == "tf32"
+
+
 def seed_everything(seed):
-    """The same weights on every rank. (FSDP would not broadcast rank 0's as DDP does.)"""
+    """The same weights on every rank. (FSDP would not broadcast rank 0's, as DDP does.)"""
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def seed_step(seed, epoch, step):
-    """Random numbers inside the model (dropout): others on each rank and at each step, the same
-    after a restart in the middle of an epoch."""
-    seed = hash((seed, epoch, step, get_rank()))  # of integers, so alike everywhere
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 50 times as long without
-    if torch.cuda.is_initialized():  # CUDA, looking for it
+    """For random numbers in the model (dropout): different on each rank and in each step, and the
+    same in a run that resumes within an epoch."""
+    seed = hash((seed, epoch, step, get_rank()))  # of integers: the same in every process
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for CUDA: 50 times slower
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
-def progress(loader, name, start=0):
-    """The batches of `loader`, with a progress bar where a person is looking.
+def progress(loader):
+    """The batches of `loader`; the main process shows how far the epoch is.
 
-    On the main process alone: tqdm's bar on a terminal where tqdm is installed, otherwise a plain
-    line now and then, for a log. start: batches that an earlier run has done.
+    With tqdm's bar on a terminal (if tqdm is installed), else with a line now and then.
     """
     if not is_main_process():
         return iter(loader)
-    bar = _tqdm() if sys.stderr.isatty() else None
-    if bar:
-        return iter(bar(loader, desc=name, leave=False, unit="batch", initial=start))
-    return _lines(loader, name, start)
-
-
-def _tqdm():
-    try:
+    name = f"epoch {loader.epoch}"
+    if sys.stderr.isatty() and find_spec("tqdm"):  # optional: requirements-extras.txt
         from tqdm import tqdm
-    except ImportError:  # optional: requirements-extras.txt
-        return None
-    return tqdm
+
+        return iter(tqdm(loader, desc=name, leave=False, unit="batch", initial=loader.start))
+    return _lines(loader, name)
 
 
-def _lines(loader, name, start):
-    said = time.monotonic()
-    for step, batch in enumerate(loader, start):
-        if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
+def _lines(loader, name):
+    printed = time.monotonic()
+    for step, batch in enumerate(loader, loader.start):
+        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
             print(f"{name}: step {step} of {len(loader)}", file=sys.stderr, flush=True)
         yield batch
+
+
+def log_summary(cfg, state, start_epoch):
+    """Print what the run is about to do, on the main process."""
+    model, loader = state["model"], state["loader"]
+    if isinstance(model, torch.nn.DataParallel) and cfg.compile != "none":
+        raise UserError("DataParallel's replicas would run GPU 0's code: pass --compile none")
+    if not is_main_process():
+        return
+    steps, batch, ranks = len(loader), cfg.global_batch_size, get_world_size()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    position = f"epoch {start_epoch}" + (f", step {loader.start}" if loader.start else "")
+    print(
+        f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.dtype}\n"
+        f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
+        f"batch: {batch} = {ranks} processes x {loader.batch_size} on {loader.device.type} "
+        f"({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
+        f"epochs: {cfg.epochs} of {steps} steps, from {position}, in {cfg.output_dir}",
+        flush=True,
+    )
+    if start_epoch >= cfg.epochs:
+        print("nothing left to do: pass --resume never to start over, or another --output-dir")

@@ -1,97 +1,150 @@
-"""Tensors spread over the ranks (DTensor), and checkpoints of which every rank writes its own part.
+"""--save-sharded: checkpoints whose tensors are written in parts, by every rank its own.
 
-Needs torch and distributed.py. The parts are torch.distributed.checkpoint's
-(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html), whose index is a pickle: read
-only folders that you trust.
+A folder of parts, with an index, is written by torch.distributed.checkpoint
+(https://docs.pytorch.org/docs/stable/distributed.checkpoint.html); the checkpoint file names the
+folder and holds everything else. The index is a pickle: read only checkpoints that you trust.
 """
 
+import shutil
+import uuid
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from utils.distributed import UserError, all_gather_object, fail_together, is_main_process
+from utils.distributed import all_gather_object, fail_together, get_rank, is_main_process
+from utils.errors import UserError
 
 
-def whole(value):
-    """`value`, a tensor or a tree of dicts and lists, with the parts of each DTensor put together.
+def save_sharded(checkpoint, folder):
+    """Write the tensors of "model" and "optimizer" into a new folder of parts in `folder`.
 
-    All ranks call it together.
+    Returns the checkpoint without them, and with "parts": {"folder", "files": {name: checksum}}.
+    All ranks call it together. Raises UserError, on all ranks, if a part cannot be written.
     """
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole(item) for item in value]
-    if isinstance(value, DTensor):  # to the mesh: offloaded shards lie where NCCL cannot gather
-        return value.to(value.device_mesh.device_type).full_tensor()
-    return value
+    # Always a new folder: parts that overwrite older ones might be cut short, and load as a mix.
+    name = f"epoch-{checkpoint['epoch']:04d}-{uuid.uuid4().hex[:8]}.parts"
+    name = all_gather_object(name)[0]
+    tensors, rest = split_tensors(checkpoint)
+    return rest | {"parts": {"folder": name, "files": save_parts(Path(folder) / name, tensors)}}
 
 
-def placed_like(tensor, reference):
-    """A copy of a whole `tensor`: on the device, in the memory format and in the parts of
-    `reference`. Parts are cut from this rank's copy, without communication."""
-    if isinstance(reference, DTensor):
-        mesh, placements = reference.device_mesh, reference.placements
-        parts = distribute_tensor(tensor.contiguous(), mesh, placements, src_data_rank=None)
-        return parts.to(reference.device)
-    return torch.empty_like(reference, dtype=tensor.dtype).copy_(tensor)
+def check_sharded(path, checkpoint):
+    """Raise UserError if a part of the checkpoint in the file `path` is missing or damaged."""
+    parts = checkpoint["parts"]
+    for name, checksum in parts["files"].items():
+        part = path.parent / parts["folder"] / name
+        if not part.exists() or _checksum(part) != checksum:
+            raise UserError(f"{part} is {'damaged' if part.exists() else 'missing'}")
+
+
+def join_sharded(path, checkpoint):
+    """The checkpoint in the file `path` with its tensors, complete and on the CPU."""
+    folder = path.parent / checkpoint["parts"]["folder"]
+    tensors = {n: torch.empty_like(t, device="cpu") for n, t in stored_tensors(folder).items()}
+    load_parts(folder, tensors)
+    return join_tensors(tensors, checkpoint)
+
+
+def load_sharded(path, checkpoint, like):
+    """The checkpoint in the file `path` with its tensors, sharded and on devices as in `like`.
+
+    like: the state dicts of model and optimizer, by parameter name. Each rank reads what it needs.
+    A tensor that `like` does not have, or has in another shape, is read as a whole.
+    """
+    folder = path.parent / checkpoint["parts"]["folder"]
+    places, _ = split_tensors(dict(zip(("model", "optimizer"), like, strict=True)))
+    tensors = {}
+    for name, stored in stored_tensors(folder).items():
+        place = places.get(name)
+        if place is None or place.shape != stored.shape:
+            place = torch.empty(stored.shape)
+        tensors[name] = torch.empty_like(place, dtype=stored.dtype)
+    load_parts(folder, tensors)
+    return join_tensors(tensors, checkpoint)
+
+
+def remove_unused_parts(folder):
+    """Remove the parts of checkpoints that are gone, and of runs that were killed while saving."""
+    unused = set(folder.glob("*.parts"))
+    for path in folder.glob("*.pt") if unused else ():
+        with suppress(Exception):  # a damaged checkpoint needs no parts
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            unused.discard(folder / saved["parts"]["folder"])
+    for path in unused:
+        shutil.rmtree(path)
 
 
 def split_tensors(checkpoint):
-    """-> the tensors of "model" and of "optimizer" by name, and the checkpoint without them."""
-    tensors = {f"model.{name}": tensor for name, tensor in checkpoint["model"].items()}
-    optimizer = checkpoint.get("optimizer", {"state": {}})
-    for number, values in optimizer["state"].items():
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):  # SGD without momentum holds None
-                tensors[f"optimizer.{number}.{name}"] = value
-    return tensors, checkpoint | {"model": {}, "optimizer": optimizer | {"state": {}}}
+    """-> the tensors of a checkpoint as a flat dict, and the checkpoint without them.
+
+    The tensors are those of "model", {name: tensor}, and of "optimizer", whose "state" is
+    {parameter name: {key: tensor or number}}.
+    """
+    tensors = {f"model/{name}": tensor for name, tensor in checkpoint["model"].items()}
+    numbers = {}
+    for name, values in checkpoint["optimizer"]["state"].items():
+        numbers[name] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer/{key}/{name}"] = value  # only the last part may have slashes
+            else:
+                numbers[name][key] = value
+    optimizer = checkpoint["optimizer"] | {"state": numbers}
+    return tensors, checkpoint | {"model": {}, "optimizer": optimizer}
 
 
 def join_tensors(tensors, rest):
-    """The checkpoint again: split_tensors undone."""
-    model, state = {}, {}
-    for name, tensor in tensors.items():
-        kind, name = name.split(".", 1)
+    """The checkpoint that split_tensors() split."""
+    model = {}
+    state = {name: dict(values) for name, values in rest["optimizer"]["state"].items()}
+    for path, tensor in tensors.items():
+        kind, name = path.split("/", 1)
         if kind == "model":
             model[name] = tensor
         else:
-            number, name = name.split(".", 1)
-            state.setdefault(int(number), {})[name] = tensor
+            key, name = name.split("/", 1)
+            state[name][key] = tensor
     return rest | {"model": model, "optimizer": rest["optimizer"] | {"state": state}}
 
 
 def save_parts(folder, tensors):
-    """Write `tensors` (by name) into a new folder, each rank its part. Returns {file: checksum}.
+    """Write `tensors`, {name: tensor or DTensor}, into the folder, each rank its part of them.
 
-    All ranks call it together. UserError, on all, where a part cannot be written.
+    Returns {file: checksum}. All ranks call it together. Raises UserError, on all ranks, if a part
+    cannot be written or rank 0 does not see it.
     """
     try:
         dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         reasons = {str(reason) for reason, _ in error.failures.values()}
         raise UserError(
-            f"cannot save {folder}: {'; '.join(reasons)}; what was saved before is still there"
+            f"cannot save {folder}: {'; '.join(reasons)}; the checkpoint before it is still there"
         ) from None
     with fail_together():
-        files = {p.name: _checksum(p) for p in Path(folder).iterdir()} if is_main_process() else {}
-    return all_gather_object(files)[0]
-
-
-def check_parts(folder, files):
-    """UserError where a file of save_parts() is missing or damaged."""
-    for name, checksum in files.items():
-        path = Path(folder) / name
-        if not path.exists() or _checksum(path) != checksum:
-            raise UserError(f"{path} is {'damaged' if path.exists() else 'missing'}")
+        paths = list(folder.glob(f"__{get_rank()}_*"))
+        if is_main_process():
+            paths.append(folder / ".metadata")
+        written = {path.name: _checksum(path) for path in paths}
+    files = {}
+    for others in all_gather_object(written):
+        files |= others
+    with fail_together():
+        unseen = [name for name in files if not (folder / name).exists()]
+        if unseen and is_main_process():
+            raise UserError(
+                f"{folder / unseen[0]} was written on another node, and rank 0 does not see it: "
+                f"put output_dir on a file system that all nodes share"
+            )
+    return files
 
 
 def stored_tensors(folder):
-    """What save_parts() wrote: tensors without memory (device meta), by name."""
+    """What save_parts() wrote, as {name: tensor without memory, on the device meta}."""
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
@@ -100,8 +153,8 @@ def stored_tensors(folder):
 
 
 def load_parts(folder, tensors):
-    """Fill `tensors` (by name; whole or in any parts) from the folder, each rank on its own."""
-    with warnings.catch_warnings():  # that it is not distributed, which is what is asked for
+    """Fill `tensors`, {name: tensor or DTensor, sharded in any way}, without communication."""
+    with warnings.catch_warnings():  # that it is not distributed, which is intended
         warnings.simplefilter("ignore")
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
 

@@ -1,4 +1,4 @@
-"""Batch normalisation with statistics over all ranks, on any device. Needs only torch."""
+"""BatchNorm with statistics over all ranks, for CPU tensors. Needs only torch."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +7,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm's numbers, also for CPU tensors, which that one refuses.
+    """Computes what torch.nn.SyncBatchNorm computes, which does not accept CPU tensors.
 
-    With it, N ranks on shares of a batch compute what one process computes on the whole of it.
-    (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
+    N ranks, each with its share of a batch, get the outputs that one process gets with the whole
+    batch. (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
     """
 
     def _check_input_dim(self, images):
@@ -18,7 +18,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {images.dim()}")
 
     def forward(self, images):
-        """images: (n, channels, ...) -> the same shape; n may differ from rank to rank."""
+        """images: (n, channels, ...) -> the same shape; n may differ between ranks."""
         synced = self.training and dist.is_initialized() and dist.get_world_size() > 1
         if not synced:
             return super().forward(images)
@@ -35,7 +35,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module):
-        """`module` with each BatchNorm in it replaced; parameters, buffers and names stay."""
+        """`module` with every BatchNorm in it replaced, keeping its parameters and buffers."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             synced = cls(
                 module.num_features,
@@ -52,17 +52,18 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """(images - mean) / sqrt(var + eps) * weight + bias; mean and var over all ranks' images.
+    """(images - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks' images.
 
-    Forward: the ranks' means and variances are merged by count (Chan et al. 1979), which loses no
-    digits where E[x^2] - E[x]^2 would. Backward: the two sums in BatchNorm's gradient are reduced.
+    Forward merges the means and variances of the ranks, weighted by their counts (Chan et al.
+    1979), which stays accurate where E[x^2] - E[x]^2 cancels. Backward all-reduces the two sums in
+    the gradient of BatchNorm.
     """
 
     @staticmethod
     def forward(ctx, images, weight, bias, eps):
         channels = images.shape[1]
-        exact = torch.promote_types(images.dtype, torch.float32)  # statistics of bfloat16 too
-        # BatchNorm's own kernel: var_mean takes 20 times as long on channels_last images.
+        exact = torch.promote_types(images.dtype, torch.float32)  # for bfloat16
+        # The kernel of BatchNorm itself: var_mean is 20 times slower on channels_last images.
         local_mean, local_var = torch.batch_norm_update_stats(images.to(exact), None, None, 0.0)
         local_count = local_mean.new_tensor([images.numel() // channels])
         stats = torch.cat([local_mean, local_var, local_count])
@@ -84,14 +85,14 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, grad, *_):
         images, weight, mean, var, count = ctx.saved_tensors
         invstd = torch.rsqrt(var + ctx.eps)
-        # PyTorch's kernel for fixed statistics gives this rank's sum(grad * normalised), sum(grad).
+        # For fixed statistics, this kernel returns sum(grad * normalized) and sum(grad).
         _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grad, images, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
         )
         sums = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(sums)
-        # weight * invstd * (grad - mean(grad) - normalised * mean(grad * normalised)), regrouped
-        # to three passes over the images: scale * grad + slope * images + offset.
+        # weight * invstd * (grad - mean(grad) - normalized * mean(grad * normalized)), regrouped
+        # so that it passes over the images three times: scale * grad + slope * images + offset.
         scale = weight * invstd
         slope = -scale * invstd * sums[0] / count
         offset = -slope * mean - scale * sums[1] / count

@@ -1,8 +1,9 @@
-"""Starting from trained weights: where they are, which images they expect, what stays frozen."""
+"""--weights and --freeze: start from trained weights, and train the last layer alone."""
 
 import difflib
 import socket
 import zipfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,15 +12,34 @@ import torchvision
 from torch import nn
 from torch.nn.functional import batch_norm
 
-from utils.checkpoint import read_checkpoint
-from utils.distributed import UserError, main_process_first
+from utils.config import setting
+from utils.distributed import main_process_first
+from utils.errors import UserError, option
 
-SECONDS_OF_SILENCE = 60  # of a server, before a download is given up
+DOWNLOAD_TIMEOUT = 60  # seconds without an answer before a download fails
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What --weights adds to the Config."""
+
+    freeze: str = setting(
+        "none",
+        "backbone: train the last layer alone; all other weights and the BatchNorm statistics "
+        "stay as they are",
+        choices=("none", "backbone"),
+    )
+
+    def resolved(self):
+        """The config with the image size that the weights expect, if it is left open."""
+        inputs = find_weights(self.model, self.weights).inputs  # also refuses an unknown name
+        sized = replace(self, image_size=self.image_size or inputs.get("image_size", 0))
+        return super(Settings, sized).resolved()
 
 
 class Weights(NamedTuple):
-    """enum: torchvision's entry, if it is one; path: the file; inputs: "image_size", "mean", "std",
-    "resize" and "interpolation" of the images that they expect, as far as that is known."""
+    """enum: torchvision's entry, or None; path: the file; inputs: what the weights expect of their
+    images, as far as it is known: image_size, resize, interpolation, mean, std."""
 
     enum: object
     path: Path
@@ -27,132 +47,78 @@ class Weights(NamedTuple):
 
 
 def find_weights(model, weights):
-    """What `weights` means for the model of that name -> Weights. Fetches nothing.
+    """What `weights` means for the model of that name, as Weights. Downloads nothing.
 
     weights: a name in torchvision.models.get_model_weights(model), such as DEFAULT; or a file: a
-    state dict under torchvision's names, or a checkpoint of these scripts. Empty: no weights.
-    Raises UserError for what is none of that.
+    state dict with torchvision's names, or a checkpoint of these scripts; or "": no weights.
+    Raises UserError for anything else.
     """
     if not weights:
         return Weights(None, None, {})
-    known = {}
-    if model in torchvision.models.list_models(module=torchvision.models):
-        known = dict(torchvision.models.get_model_weights(model).__members__)
+    base, known = _base_name(model), {}
+    if base in torchvision.models.list_models(module=torchvision.models):
+        known = dict(torchvision.models.get_model_weights(base).__members__)
     if weights in known:
         enum, folder = known[weights], Path(torch.hub.get_dir()) / "checkpoints"
-        return Weights(enum, folder / Path(enum.url).name, _inputs(enum, model))
+        return Weights(enum, folder / Path(enum.url).name, _inputs(enum, base))
     path = Path(weights).expanduser()
     if not path.is_file():
-        near = difflib.get_close_matches(weights, known, n=1)
+        close = difflib.get_close_matches(weights, known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UserError(
-            f"weights {weights!r} is no file, and {model} has "
-            f"{', '.join(known) or 'no weights by name'}"
-            f"{f' (did you mean {near[0]!r}?)' if near else ''}"
+            f"--weights {weights!r} is not a file, and {base} has "
+            f"{', '.join(known) or 'no weights by name'}{hint}"
         )
     saved = _read(path)
-    if "format" in saved:
-        return Weights(None, path, saved["data"])
-    same = (enum for enum in known.values() if Path(enum.url).name == path.name)
-    enum = next(same, known.get("DEFAULT"))
-    return Weights(None, path, _inputs(enum, model) if enum else {})
-
-
-def _inputs(enum, model):
-    images = enum.transforms()
-    mean, std = images.mean, images.std
-    if model in ("googlenet", "inception_v3"):
-        mean = std = (0.5, 0.5, 0.5)  # what their transform_input=True turns the others into
-    return {
-        "image_size": images.crop_size[0],
-        "resize": images.resize_size[0],
-        "mean": list(mean),
-        "std": list(std),
-        "interpolation": images.interpolation.value,
-    }
-
-
-def _read(path):
-    try:
-        saved = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        if isinstance(saved, dict):
-            return saved
-        reason = f"it holds a {type(saved).__name__}"
-    except Exception as error:  # zip, pickle and OS errors of many kinds, all of one meaning
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    raise UserError(
-        f"{path} cannot be read as weights, a file written by torch.save(model.state_dict(), "
-        f"path): {reason}"
-    )
+    if _is_checkpoint(saved):
+        names = ("image_size", "resize", "interpolation", "mean", "std")
+        return Weights(None, path, {n: saved["data"][n] for n in names if n in saved["data"]})
+    same_file = (enum for enum in known.values() if Path(enum.url).name == path.name)
+    enum = next(same_file, known.get("DEFAULT"))
+    return Weights(None, path, _inputs(enum, base) if enum else {})
 
 
 def load_weights(model, name, weights):
-    """Fill the model of that name, but for its head, from `weights` (see find_weights()).
+    """Fill the model of that name, except for its last layer, from `weights` (see find_weights).
 
-    Torchvision's are downloaded by one process a node, into torch.hub's folder, where they stay.
-    Raises UserError where they cannot be had, or do not fit: nothing is left at random silently.
+    Torchvision's weights are downloaded by one process per node into torch.hub's folder.
+    Raises UserError if they cannot be read, or do not fit in every other layer.
     """
-    found = find_weights(name, weights)
-    if found.enum:
-        saved = _fetch(name, found)
-    else:
-        saved = _read(found.path)
-        saved = read_checkpoint(found.path) if "format" in saved else saved
-        saved = saved.get("model", saved.get("state_dict", saved))
-        saved = {key.removeprefix("module."): value for key, value in saved.items()}
-    passed_over = (f"{head_of(model)}.", "aux1.", "aux2.", "AuxLogits.")  # heads
-    wanted = {k: v.shape for k, v in model.state_dict().items() if not k.startswith(passed_over)}
-    given = {k: v.shape for k, v in saved.items() if not k.startswith(passed_over)}
-    for key in [key for key in wanted if key.endswith("num_batches_tracked")]:
-        given.setdefault(key, wanted[key])  # which old files do not hold
-    wrong = [
-        f"{key} is {_size(wanted, key)} here and {_size(given, key)} there"
-        for key in wanted | given
-        if wanted.get(key) != given.get(key)
+    entry = find_weights(name, weights)
+    saved = _download(_base_name(name), entry) if entry.enum else _read(entry.path)
+    if _is_checkpoint(saved):
+        from utils.checkpoint import read_checkpoint  # verifies checksums, reads sharded ones
+
+        saved = read_checkpoint(entry.path)
+    saved = saved.get("model", saved.get("state_dict", saved))
+    saved = {key.removeprefix("module."): value for key, value in saved.items()}
+    heads = (f"{head_of(model)}.", "aux1.", "aux2.", "AuxLogits.")
+    expected = {k: v.shape for k, v in model.state_dict().items() if not k.startswith(heads)}
+    stored = {k: v.shape for k, v in saved.items() if not k.startswith(heads)}
+    for key in (key for key in expected if key.endswith("num_batches_tracked")):
+        stored.setdefault(key, expected[key])  # missing from old files
+    differences = [
+        f"{key} is {_size(expected, key)} in the model and {_size(stored, key)} in the file"
+        for key in expected | stored
+        if expected.get(key) != stored.get(key)
     ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UserError(
-            f"the weights in {found.path} do not fit {name} as it is set up here (--stem, --norm, "
-            f"--image-size): {'; '.join(wrong[:3])}{more}"
+            f"the weights in {entry.path} do not fit the model {name} (check its suffixes, and "
+            f"--image-size): {'; '.join(differences[:3])}{more}"
         )
-    model.load_state_dict({key: saved[key] for key in wanted if key in saved}, strict=False)
-
-
-def _size(shapes, key):
-    return tuple(shapes[key]) if key in shapes else "missing"
-
-
-def _fetch(name, found):
-    """The state dict of torchvision's weights; whoever comes first on a node downloads them."""
-    before = socket.getdefaulttimeout()
-    with main_process_first():
-        missing = not found.path.exists()
-        try:
-            socket.setdefaulttimeout(SECONDS_OF_SILENCE)
-            with torch.random.fork_rng(devices=[]):  # leave the global random numbers alone
-                return torchvision.models.get_model(name, weights=found.enum).state_dict()
-        except Exception as error:  # of the network, of the disk, of a damaged file
-            if missing:
-                raise UserError(
-                    f"the weights {found.path.name} are not in {found.path.parent} and could not "
-                    f"be fetched from {found.enum.url}: {error}. Put the file there yourself, or "
-                    f"pass its path with --weights"
-                ) from None
-            raise UserError(
-                f"{found.path} is damaged ({error}): remove it, and it is fetched anew"
-            ) from None
-        finally:
-            socket.setdefaulttimeout(before)
+    model.load_state_dict({key: saved[key] for key in expected if key in saved}, strict=False)
 
 
 def head_of(model):
-    """The name of the last layer that computes outputs: what depends on the classes."""
+    """The name of the last linear or convolutional layer, whose outputs are the classes."""
     kinds = nn.Linear | nn.Conv2d
     return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1]
 
 
 class FrozenBatchNorm(nn.Module):
-    """A BatchNorm2d that stays as it is, in train() as well, under the same names."""
+    """A BatchNorm2d that keeps its weights and statistics, in train() too, under the same names."""
 
     def __init__(self, original):
         super().__init__()
@@ -162,12 +128,12 @@ class FrozenBatchNorm(nn.Module):
 
     def forward(self, images):
         """images: (n, channels, height, width) -> the same shape."""
-        scale, mean, variance = self.weight, self.running_mean, self.running_var
-        return batch_norm(images, mean, variance, scale, self.bias, training=False, eps=self.eps)
+        mean, variance = self.running_mean, self.running_var
+        return batch_norm(images, mean, variance, self.weight, self.bias, eps=self.eps)
 
 
 def freeze_backbone(model):
-    """The model with all but its head frozen: no gradients, and no new BatchNorm statistics."""
+    """The model with everything but its last layer frozen: no gradients, fixed BatchNorm."""
     head = model.get_submodule(head_of(model))
     model.requires_grad_(False)
     head.requires_grad_(True)
@@ -180,3 +146,71 @@ def _freeze_batchnorm(module):
     for name, child in module.named_children():
         setattr(module, name, _freeze_batchnorm(child))
     return module
+
+
+def _base_name(model):
+    """resnet18 of resnet18_cifar_gn."""
+    if not model.endswith(("_cifar", "_gn")):
+        return model
+    with option(f"--model {model}"):
+        from utils.small_models import split_name
+    return split_name(model)[0]
+
+
+def _inputs(enum, model):
+    transform = enum.transforms()
+    mean, std = transform.mean, transform.std
+    if model in ("googlenet", "inception_v3"):
+        mean = std = (0.5, 0.5, 0.5)  # to which their transform_input=True changes the others
+    return {
+        "image_size": transform.crop_size[0],
+        "resize": transform.resize_size[0],
+        "interpolation": transform.interpolation.value,
+        "mean": list(mean),
+        "std": list(std),
+    }
+
+
+def _read(path):
+    try:
+        saved = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if isinstance(saved, dict):
+            return saved
+        reason = f"it holds a {type(saved).__name__}"
+    except Exception as error:  # zip, pickle and OS errors of many kinds, which all mean the same
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    raise UserError(
+        f"{path} cannot be read as weights, a file written by torch.save(model.state_dict(), "
+        f"path): {reason}"
+    )
+
+
+def _is_checkpoint(saved):
+    return "format" in saved and isinstance(saved.get("data"), dict)
+
+
+def _size(shapes, key):
+    return tuple(shapes[key]) if key in shapes else "missing"
+
+
+def _download(name, entry):
+    """The state dict of torchvision's weights, from torch.hub's folder or from the network."""
+    before = socket.getdefaulttimeout()
+    with main_process_first():  # one process per node downloads
+        is_new = not entry.path.exists()
+        try:
+            socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
+            with torch.random.fork_rng(devices=[]):  # leave the global random state alone
+                return torchvision.models.get_model(name, weights=entry.enum).state_dict()
+        except Exception as error:  # from the network, the disk, or a damaged file
+            if is_new:
+                raise UserError(
+                    f"the weights {entry.path.name} are not in {entry.path.parent} and could not "
+                    f"be downloaded from {entry.enum.url}: {error}. Put the file there, or pass "
+                    f"its path with --weights"
+                ) from None
+            raise UserError(
+                f"{entry.path} is damaged ({error}): remove it to download it again"
+            ) from None
+        finally:
+            socket.setdefaulttimeout(before)

@@ -1,0 +1,29 @@
+"""The settings of train_ddp_accum.py."""
+
+import os
+from dataclasses import dataclass
+
+from utils.config import Config, ConfigError, setting
+
+
+@dataclass(frozen=True)
+class AccumulationConfig(Config):
+    """Config of train_ddp_accum.py."""
+
+    micro_batches: int = setting(
+        1,
+        "parts in which a process computes its batch; with BatchNorm, whose statistics are then "
+        "those of a part, this changes numerics (models with the ending _gn have none)",
+        low=1,
+    )
+
+    def resolved(self):
+        """This config with all open values filled in. ConfigError where values contradict."""
+        cfg = super().resolved()
+        samples = cfg.global_batch_size // int(os.environ.get("WORLD_SIZE", "1"))
+        if cfg.micro_batches > samples:
+            raise ConfigError(
+                f"a process has {samples} samples per step, too few for {cfg.micro_batches} "
+                f"micro-batches: pass a smaller --micro-batches"
+            )
+        return cfg

@@ -1,0 +1,224 @@
+"""Datasets by name, and loaders for any map-style Dataset of (image, label).
+
+What a rank trains depends on (seed, epoch, sample index) alone, not on the number of ranks or
+workers: the sampler decides the order, and random transforms are seeded for each sample. A loader
+is part of the checkpoint: a resumed run continues with the very next global batch.
+
+A dataset is faster if it also has `get_batch(indices, epoch)`: int64 (n,) -> uint8 images
+(n, 3, height, width) and int64 labels (n,), augmented as a function of (seed, epoch, index). uint8
+images are normalized on the device, with the dataset's `mean` and `std` (per channel, in [0, 1]).
+"""
+
+import random
+import signal
+import zlib
+from importlib.util import find_spec
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, default_collate
+from torchvision.datasets import FakeData
+from torchvision.transforms import ToTensor
+
+from utils.distributed import cores_per_rank, die_with_parent, get_world_size, main_process_first
+from utils.errors import UserError, option
+from utils.runtime import seed_step
+
+
+def build_datasets(cfg):
+    """The training set, the validation set, and the names of the classes, as in the config."""
+    inputs = {}  # what pretrained weights expect of the images
+    if cfg.weights:
+        with option("--weights"):
+            from utils.weights import find_weights
+        inputs = find_weights(cfg.model, cfg.weights).inputs
+    if cfg.dataset == "fake":
+        return _fake(cfg)
+    with option(f"--dataset {cfg.dataset} (--dataset fake needs no file)"):
+        if cfg.dataset == "imagefolder":
+            from utils.image_folder import build
+        else:
+            from utils.array_data import build
+    with main_process_first():  # one download per node
+        return build(cfg, inputs)
+
+
+def _fake(cfg):
+    """Random images and labels, to try out a script."""
+    train, val = (
+        FakeData(n, (3, cfg.image_size, cfg.image_size), 10, ToTensor(), random_offset=cfg.seed + n)
+        for n in (cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4))
+    )
+    return train, val, [str(label) for label in range(10)]
+
+
+def describe_data(train_set, val_set, classes):
+    """What a checkpoint stores of the data: how images are prepared, and enough to compare them."""
+    facts = {"classes": list(classes)}
+    for name, dataset in (("train", train_set), ("val", val_set)):
+        labels = getattr(dataset, "labels", getattr(dataset, "targets", ()))
+        facts[f"{name}_samples"] = len(dataset)
+        facts[f"{name}_labels"] = zlib.crc32(torch.as_tensor(labels).cpu().numpy().tobytes())
+    return facts | getattr(train_set, "preprocessing", {}) | getattr(val_set, "split", {})
+
+
+def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
+    """A Loader for any map-style dataset of (image, label).
+
+    batch_size: this rank's; train: drop the samples that do not fill a global batch, and seed
+    dropout for each step. Raises UserError where the global batch cannot be shared or filled.
+    """
+    ranks, batch = get_world_size(), cfg.global_batch_size
+    if batch != batch_size * ranks:
+        raise UserError(
+            f"global_batch_size {batch} cannot be shared by {ranks} processes: "
+            f"pass --global-batch-size {-(-batch // ranks) * ranks}"
+        )
+    if train and len(dataset) < batch:
+        raise UserError(
+            f"{len(dataset)} training samples do not fill one global batch of {batch}: pass a "
+            f"smaller --global-batch-size"
+        )
+    kind = Loader
+    if train and cfg.audit:
+        with option("--audit"):
+            from utils.audit import AuditedLoader as kind
+    return kind(dataset, sampler, batch_size, device, cfg, train)
+
+
+class Loader:
+    """Iterates over (images, labels) on the device: float images, channels_last if 4-D.
+
+    step: batches yielded in this epoch; start: where the next iteration begins, after a resume;
+    indices: the samples of the last batch, int64 (n,).
+    """
+
+    def __init__(self, dataset, sampler, batch_size, device, cfg, train):
+        self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
+        self.step = self.start = 0
+        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)
+        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)
+        self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
+        resident = _resident(dataset, device, cfg)
+        self.name = "device" if resident else "workers"
+        workers = cfg.num_workers
+        if workers < 0:  # a CPU is busy training
+            workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0
+        workers = 0 if resident else workers
+        self.reader = DataLoader(
+            _Batches(resident or dataset, cfg.seed),
+            batch_size=None,  # the sampler yields whole batches
+            sampler=_BatchSampler(self, device if resident else "cpu"),
+            num_workers=workers,
+            pin_memory=device.type == "cuda" and not resident,
+            persistent_workers=workers > 0,
+            worker_init_fn=_init_worker,
+            generator=torch.Generator(),  # leaves the global random state alone
+        )
+
+    def __len__(self):
+        """Batches per epoch, the same on every rank."""
+        samples, batch = len(self.sampler), self.batch_size
+        return samples // batch if self.train else -(-samples // batch)
+
+    @property
+    def epoch(self):
+        return getattr(self.sampler, "epoch", 0)  # set by set_epoch()
+
+    def __iter__(self):
+        self.step, self.start = self.start, 0
+        for batch in self.reader:
+            if isinstance(batch, UserError):
+                raise batch
+            images, labels, self.indices = batch
+            if self.train:
+                seed_step(self.seed, self.epoch, self.step)
+            self.step += 1
+            yield self._normalize(images), labels.to(self.device, non_blocking=True)
+        self.step = 0
+
+    def _normalize(self, images):
+        images = images.to(self.device, non_blocking=True)
+        if images.dtype == torch.uint8:  # in two roundings: a GPU would multiply and add in one
+            nhwc = images.permute(0, 2, 3, 1)
+            width, channels = nhwc.shape[2:]
+            scale, shift = (t.expand(width, channels).flatten() for t in (self.scale, self.shift))
+            rows = nhwc.flatten(2).to(self.dtype).mul_(scale).add_(shift)  # faster than by pixel
+            return rows.view(nhwc.shape).permute(0, 3, 1, 2)
+        layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
+        return images.to(self.dtype, memory_format=layout)
+
+    def state_dict(self):
+        """How far the epoch is, in global batches; all ranks call it together."""
+        return {"step": self.step, "global_batch": self.batch_size * get_world_size()}
+
+    def load_state_dict(self, state):
+        """Continue with the next global batch, on any number of ranks. UserError where the rest of
+        the epoch cannot be split into batches of the size it began with."""
+        batch = self.batch_size * get_world_size()
+        if state["step"] and state["global_batch"] != batch:
+            raise UserError(
+                f"the run stopped within an epoch, after {state['step']} global batches of "
+                f"{state['global_batch']}: finish the epoch with this batch size, not {batch}"
+            )
+        self.start = state["step"]
+
+
+def _resident(dataset, device, cfg):
+    """The dataset as an ArrayDataset on the device, or None where workers shall read it."""
+    if cfg.loader == "workers" or (cfg.loader == "auto" and not find_spec("utils.resident")):
+        return None
+    with option("--loader device"):
+        from utils.resident import make_resident
+    return make_resident(dataset, device, cfg)
+
+
+class _BatchSampler:
+    """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
+    persistent workers keep the copy of the dataset that they started with."""
+
+    def __init__(self, loader, device):
+        self.loader, self.device = loader, device
+
+    def __iter__(self):
+        indices = torch.tensor(list(self.loader.sampler)).to(self.device)
+        for batch in indices.split(self.loader.batch_size)[self.loader.step : len(self.loader)]:
+            yield self.loader.epoch, batch
+
+
+class _Batches:
+    """Makes whole batches, in a worker or in this process: (images, labels, indices)."""
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, batch):
+        epoch, indices = batch
+        try:
+            if hasattr(self.dataset, "get_batch"):
+                return *self.dataset.get_batch(indices, epoch), indices
+            return *self._collate(indices, epoch), indices
+        except UserError as error:  # raised in a worker, it would carry the worker's traceback
+            return error
+
+    def _collate(self, indices, epoch):
+        state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        samples = []
+        for index in indices.tolist():
+            seed = hash((self.seed, epoch, index))  # of integers: the same in every process
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
+            samples.append(self.dataset[index])
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        numpy.random.set_state(state[2])
+        return default_collate(samples)
+
+
+def _init_worker(_):
+    """Ctrl-C reaches every process of the terminal, but only the rank shall answer it; a worker
+    ends with its rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()

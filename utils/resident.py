@@ -1,0 +1,55 @@
+"""loader=device and loader=auto: the whole dataset as uint8 in the training device's memory."""
+
+import os
+
+import torch
+
+from utils.array_data import ArrayDataset
+from utils.distributed import all_gather_object, get_local_world_size, main_process_first
+from utils.errors import UserError
+
+
+def make_resident(dataset, device, cfg):
+    """The dataset as an ArrayDataset on `device`, or None if workers are to read it.
+
+    loader=device: always. loader=auto: if the images take at most a quarter of the free memory and,
+    where they come from files, can be cached; decided alike on all ranks, which call this together.
+    A dataset other than an ArrayDataset needs as_array(), which returns one, or None if its
+    augmentation needs the original images. Raises UserError for loader=device without it.
+    """
+    if cfg.loader == "auto" and not all(all_gather_object(_fits(dataset, device))):
+        return None
+    with main_process_first():  # one process per node decodes a folder, the others map its file
+        array = _as_array(dataset)
+    if array is None and cfg.loader == "device":
+        raise UserError(
+            f"loader=device cannot keep this {type(dataset).__name__} on the device, because it "
+            f"has no as_array() or augments the original images: pass --loader workers"
+        )
+    return None if array is None else array.to(device)
+
+
+def _as_array(dataset):
+    if isinstance(dataset, ArrayDataset):
+        return dataset
+    return dataset.as_array() if hasattr(dataset, "as_array") else None
+
+
+def _fits(dataset, device):
+    if not isinstance(dataset, ArrayDataset) and not hasattr(dataset, "as_array"):
+        return False
+    cache = getattr(dataset, "cache", None)  # the folder where as_array() keeps decoded images
+    if cache is not None:
+        existing = next(path for path in (cache, *cache.parents) if path.exists())
+        if not os.access(existing, os.W_OK):
+            return False
+    image, _ = dataset[0]
+    return image.nbytes * len(dataset) <= _free_memory(device) / 4
+
+
+def _free_memory(device):
+    """Bytes that this process may expect to get."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_PHYS_PAGES")  # all of them: free pages do not include cached files
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2 / get_local_world_size()

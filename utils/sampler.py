@@ -1,0 +1,25 @@
+"""The order of the samples in a script that runs as one process. Needs only torch."""
+
+import torch
+from torch.utils.data import Sampler
+
+
+class EpochSampler(Sampler):
+    """A RandomSampler whose order depends on (seed, epoch) alone.
+
+    The same permutation as DistributedSampler's, so that one process and many train on the same
+    global batches (https://docs.pytorch.org/docs/stable/data.html).
+    """
+
+    def __init__(self, dataset, seed):
+        self.dataset, self.seed, self.epoch = dataset, seed, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(len(self.dataset), generator=generator).tolist())
