@@ -1,0 +1,49 @@
+"""The figures of docs/: current, valid, and nothing in them overlaps."""
+
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+
+from tools.figures import FIGURES, FOLDER, draw, parse, path_of
+from tools.lessons import LADDER, ROOT
+
+
+def test_every_script_has_a_figure_on_its_page():
+    assert set(FIGURES) == {rung.script for rung in LADDER}
+    assert {path_of(script) for script in FIGURES} == set(FOLDER.glob("*.svg"))
+    for script in FIGURES:
+        page = ROOT / "docs" / script.replace(".py", ".md")
+        assert f"(figures/{path_of(script).name})" in page.read_text()
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_figure_is_current(script):
+    assert path_of(script).read_text() == draw(FIGURES[script]), "run: python -m tools.figures"
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_figure_is_valid_and_nothing_leaves_it(script):
+    svg = ET.fromstring(path_of(script).read_text())
+    width, height = float(svg.get("width")), float(svg.get("height"))
+    boxes = list(svg.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(boxes) > 10
+    for box in boxes:
+        x, y, w, h = (float(box.get(name)) for name in ("x", "y", "width", "height"))
+        assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
+    for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+        assert float(text.get("x")) >= 0 and float(text.get("y")) <= height
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_blocks_of_a_lane_do_not_overlap(script):
+    for name, spec in FIGURES[script].lanes.items():
+        blocks = sorted(parse(spec))
+        assert all(0 <= start < end <= 100 for start, end, *_ in blocks), name
+        assert all(one[1] <= two[0] for one, two in pairwise(blocks)), name
+
+
+def test_text_that_does_not_fit_is_refused():
+    figure = FIGURES["train_1gpu.py"]._replace(lanes={"cuda:0": "0-5 forward much too long"})
+    with pytest.raises(ValueError, match="does not fit"):
+        draw(figure)
