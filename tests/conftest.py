@@ -5,12 +5,10 @@ import torch
 
 from utils.distributed import available_cores
 
-torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the forks of run_ranks
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks, and torchrun need not warn
-threads = []  # what the tests of this process asked for instead
-torch.set_num_threads = threads.append
+torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the forks of run_ranks()
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks, so that torchrun does not warn
 
-# Where the test files are shared out to several processes (pytest -n), each has cores of its own.
+# With pytest-xdist, each process has cores of its own.
 if "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     cores = sorted(os.sched_getaffinity(0))
@@ -20,6 +18,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of `-n auto`: two cores each, for most tests start two processes; 0: no sharing out."""
-    count = available_cores() // 2
+    """For `-n auto`: one process per core; most tests wait for processes that they start."""
+    count = available_cores()
     return count if count > 1 else 0
+
+
+@pytest.fixture(autouse=True)
+def requested_threads(monkeypatch):
+    """The numbers of threads that the code under test asks for; this process keeps its one."""
+    requested = []
+    monkeypatch.setattr(torch, "set_num_threads", requested.append)
+    return requested

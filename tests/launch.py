@@ -1,4 +1,4 @@
-"""How the tests start several processes: always with a time limit, and never leaving one behind."""
+"""Starting processes in tests: always with a time limit, and never leaving one behind."""
 
 import http.server
 import itertools
@@ -11,10 +11,8 @@ import traceback
 from contextlib import contextmanager, suppress
 
 from tools.runs import ROOT, finish_run, start_run
-from utils.checkpoint import save_checkpoint
-from utils.saving import finish_saving
 
-# One small run of a BatchNorm model; each test says what it changes.
+# A small run of a BatchNorm model; tests pass what they change.
 SMALL = {
     "dataset": "synthetic",
     "synthetic_samples": 96,
@@ -34,15 +32,9 @@ def start_script(script, nproc=None, environment=None, **flags):
 
 
 def run_script(script, nproc=None, limit=180, environment=None, **flags):
-    """Run a script to its end -> Run. Fails where it hangs or leaves a process behind."""
+    """Run a script to its end -> Run. Fails if it hangs or leaves a process behind."""
     process = start_script(script, nproc, environment, **flags)
     return finish_run(process, flags.get("output_dir", "/nowhere"), limit)
-
-
-def save_now(*args, **kwargs):
-    """save_checkpoint(), and wait for the file."""
-    save_checkpoint(*args, **kwargs)
-    finish_saving()
 
 
 def planted(tmp_path, script, line, instead):
@@ -56,8 +48,8 @@ def planted(tmp_path, script, line, instead):
     return copy
 
 
-# Below those that the system gives away, and others for each of pytest's processes: nobody takes
-# one between here and the ranks.
+# Below the system's ephemeral ports, and different for each of pytest's processes: no other process
+# takes one before the ranks do.
 _ports = itertools.count(20000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
 
 
@@ -70,7 +62,7 @@ def free_port():
 
 @contextmanager
 def web_server(folder, requests):
-    """The files of `folder` behind http://127.0.0.1:PORT; yields that. GETs are noted in a file."""
+    """The files of `folder` behind http://127.0.0.1:PORT; yields that. GETs are logged."""
     requests.touch()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -96,7 +88,7 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     """function(rank, *args) in `world_size` forked processes that form a gloo group.
 
     Returns what each rank returned, in order; an exception comes back as an Exception object.
-    local_world_size: ranks a node, to play several nodes (default: all on one).
+    local_world_size: ranks per node, to simulate several nodes (default: all on one).
     """
     context = multiprocessing.get_context("fork")
     results, port = context.Queue(), free_port()
@@ -110,12 +102,12 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     for rank in ranks:
         rank.start()
     try:
-        found = dict(results.get(timeout=limit) for _ in ranks)
+        returned = dict(results.get(timeout=limit) for _ in ranks)
     finally:
         for rank in ranks:
             rank.join(5)
             rank.kill()
-    return [pickle.loads(found[rank]) for rank in range(world_size)]
+    return [pickle.loads(returned[rank]) for rank in range(world_size)]
 
 
 def _rank(results, port, rank, world_size, local_world_size, timeout, function, args):
@@ -123,7 +115,7 @@ def _rank(results, port, rank, world_size, local_world_size, timeout, function, 
 
     from utils.distributed import init_distributed
 
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread a rank
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread per rank
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % local_world_size),

@@ -1,11 +1,13 @@
 """dataset=cifar10 and dataset=synthetic: images in memory, cropped and flipped in whole batches."""
 
+import copy
+
 import torch
 import torchvision
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
-from utils.augment import crop_flip, random_bits
+from utils.augment import CropFlip
 from utils.distributed import get_local_rank
 from utils.errors import UserError
 
@@ -33,7 +35,8 @@ class ArrayDataset(Dataset):
     def __init__(self, images, labels, mean, std, size, augment="none", seed=0):
         self.nhwc = images.permute(0, 2, 3, 1).contiguous()  # a batch copies whole images
         self.labels = torch.as_tensor(labels)
-        self.mean, self.std, self.size, self.augment, self.seed = mean, std, size, augment, seed
+        self.mean, self.std, self.size = mean, std, size
+        self.crop_flip = CropFlip(len(self.labels), seed) if augment == "crop_flip" else None
         self.preprocessing = {"image_size": size, "resize": size, "interpolation": "bilinear"}
         self.preprocessing |= {"mean": list(mean), "std": list(std)}
 
@@ -49,14 +52,15 @@ class ArrayDataset(Dataset):
         images = self.nhwc.index_select(0, indices).permute(0, 3, 1, 2)
         if images.shape[-1] != self.size:
             images = F.resize(images, [self.size, self.size])
-        if self.augment == "crop_flip":
-            images = crop_flip(images, indices, self.seed, epoch)
+        if self.crop_flip:
+            images = self.crop_flip(images, indices, epoch)
         return images, self.labels[indices]
 
     def to(self, device):
-        """Move the images and labels to `device`, where indices are then expected."""
-        self.nhwc, self.labels = self.nhwc.to(device), self.labels.to(device)
-        return self
+        """A copy on `device`, where indices are then expected."""
+        moved = copy.copy(self)
+        moved.nhwc, moved.labels = self.nhwc.to(device), self.labels.to(device)
+        return moved
 
 
 def _cifar10(cfg, inputs):
@@ -78,31 +82,24 @@ def _cifar10(cfg, inputs):
 def _synthetic(cfg, inputs):
     """Ten classes: a coarse pattern, shifted, under one of ten other patterns and noise.
 
-    A function of (seed, split, index), in integers: the same on every machine. The shifts defeat a
-    linear model; a small ResNet learns them in a few epochs.
+    The shifts defeat a linear model; a small ResNet learns them in a few epochs. In integers, so
+    that every machine makes the same images.
     """
-    classes, grid, size = 10, 8, cfg.image_size
-    patterns = random_bits(cfg.seed, 2, torch.arange(2 * classes), 3 * grid**2) % 256
-    patterns = patterns.view(2, classes, 3, grid, grid)
-    channels = torch.arange(3)[None, :, None, None]
-
-    def images_and_labels(split, indices):
-        bits = random_bits(cfg.seed, split, indices, 4 + 3 * size * size)
-        labels, clutter = bits[:, 0] % classes, bits[:, 1] % classes
-        shift = bits[:, 2:4] % (size // 2 + 1) - size // 4
-        cells = (torch.arange(size) + shift[:, :, None]) % size * grid // size
-        rows, columns = cells[:, 0, None, :, None], cells[:, 1, None, None, :]
-        signal = patterns[0][labels[:, None, None, None], channels, rows, columns]
-        clutter = patterns[1][clutter[:, None, None, None], channels, rows, columns]
-        noise = bits[:, 4:].view(-1, 3, size, size) % 256
-        return ((3 * signal + 2 * clutter + 3 * noise) // 8).to(torch.uint8), labels
-
-    arrays = []
+    classes, size, arrays = 10, cfg.image_size, []
+    generator = torch.Generator().manual_seed(cfg.seed)
+    cells = torch.arange(size) * 8 // size  # of a pattern: 8 x 8 squares
+    patterns = torch.randint(256, (2, classes, 3, 8, 8), generator=generator)
+    patterns = patterns[..., cells[:, None], cells]
     for split, count in enumerate((cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4))):
-        parts = [images_and_labels(split, part) for part in torch.arange(count).split(1024)]
-        arrays.append([torch.cat(part) for part in zip(*parts, strict=True)])
-    names = [f"pattern {i}" for i in range(classes)]
-    return *_augmented(arrays, cfg, NEUTRAL | inputs), names
+        generator.manual_seed(hash((cfg.seed, split)))
+        labels, others = torch.randint(classes, (2, count), generator=generator)
+        shifts = torch.randint(size // 2 + 1, (count, 2), generator=generator).tolist()
+        images = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+        for image, label, other, shift in zip(images, labels, others, shifts, strict=True):
+            mixed = 3 * patterns[0, label] + 2 * patterns[1, other]
+            image.copy_((mixed.roll(shift, (1, 2)) + 3 * image) // 8)
+        arrays.append((images, labels))
+    return *_augmented(arrays, cfg, NEUTRAL | inputs), [f"pattern {i}" for i in range(classes)]
 
 
 def _augmented(arrays, cfg, inputs):

@@ -1,7 +1,8 @@
 """--audit: which samples were trained in each epoch, and how often.
 
-Writes output_dir/audit.jsonl, one row per epoch: {"epoch", "samples", "dropped", "repeated"} with
-the number of samples trained, of those left out, and of those trained more than once.
+Writes output_dir/audit.jsonl, one row per epoch: "epoch"; the number of samples that were trained
+("samples"), left out ("dropped") and trained more than once ("repeated"); "resumed_at_step": where
+a resumed run continued the epoch, or 0.
 """
 
 import json
@@ -35,7 +36,7 @@ class AuditedLoader(Loader):
     def load_state_dict(self, state):
         """As Loader's."""
         super().load_state_dict(state)
-        self.audit.load(state.get("seen") if self.start else [])
+        self.audit.load(state.get("seen") if self.start else [], self.start)
 
 
 class Audit:
@@ -43,6 +44,7 @@ class Audit:
 
     def __init__(self):
         self._indices = []  # int64 tensors; None if the start of the epoch is unknown
+        self._resumed_at_step = 0
 
     def add(self, indices):
         """Record a batch. indices: int64 (n,), on any device, and not copied from it yet."""
@@ -59,9 +61,10 @@ class Audit:
         ranks = all_gather_object(torch.cat([torch.tensor([], dtype=torch.int64), *self._local()]))
         return torch.cat(ranks)
 
-    def load(self, indices):
+    def load(self, indices, step=0):
         """Continue an epoch. indices: what state() returned; [] for a new epoch; or None if the
-        checkpoint was written within an epoch that was not audited."""
+        checkpoint was written within an epoch that was not audited. step: where it continues."""
+        self._resumed_at_step = step
         if indices is None:
             self._indices = None
         else:
@@ -74,8 +77,8 @@ class Audit:
         Prints one line and writes a row of audit.jsonl, on rank 0. Raises UserError, on all ranks,
         if a sample was trained with more than once.
         """
-        indices = self.state()
-        self._indices = []
+        indices, step = self.state(), self._resumed_at_step
+        self._indices, self._resumed_at_step = [], 0
         if indices is None:
             if is_main_process():
                 print(
@@ -86,7 +89,7 @@ class Audit:
             return
         times = indices.bincount(minlength=dataset_size)
         dropped, repeated = (times == 0).nonzero()[:, 0], (times > 1).nonzero()[:, 0]
-        row = {"epoch": epoch, "samples": len(indices)}
+        row = {"epoch": epoch, "samples": len(indices), "resumed_at_step": step}
         row |= {"dropped": len(dropped), "repeated": len(repeated)}
         with fail_together():
             if is_main_process():

@@ -1,56 +1,48 @@
 """Augmentation as a pure function of (seed, epoch, sample index). Needs torch and numpy.
 
 With one random number generator per rank or worker, a sample would be cropped differently whenever
-the number of ranks or workers changes. Here, each draw is a hash of what it is for.
+the number of ranks or workers changes.
 """
 
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch.nn.functional import pad
 
-_GOLDEN = 0x9E3779B97F4A7C15
 
+class CropFlip:
+    """Pads images with zeros by an eighth of their size, crops at random, and flips half of them.
 
-def _signed(number):
-    """A Python integer modulo 2**64, as the int64 with the same bits."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _shift_right(x, bits):
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64's own >> would copy the sign
-
-
-def _mix(x):
-    """SplitMix64's finalizer on int64 (Steele, Lea, Flood 2014, doi 10.1145/2660193.2660195)."""
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def random_bits(seed, epoch, indices, draws):
-    """Independent uniform integers in [0, 2**62): int64 (len(indices), draws).
-
-    indices: int64 (n,), on any device; the result is on the same device.
+    One generator, seeded by (seed, epoch), draws for all samples of a dataset at the start of an
+    epoch; the draws are looked up by index. samples: the size of the dataset.
     """
-    key = int(_mix(_mix(torch.tensor(_signed(seed * _GOLDEN))) + epoch))  # on the CPU: a
-    rows = _mix(indices * _signed(_GOLDEN) + key)  # CUDA tensor of a number would synchronize
-    columns = torch.arange(1, draws + 1, device=indices.device) * _signed(_GOLDEN)
-    return _shift_right(_mix(rows[:, None] + columns), 2)
+
+    def __init__(self, samples, seed):
+        self.samples, self.seed, self.epoch = samples, seed, None
+
+    def __call__(self, images, indices, epoch):
+        """images: uint8 (n, channels, size, size), on any device; indices: int64 (n,), there, too.
+
+        Returns the same shape and dtype, channels_last, bit for bit the same on every device and in
+        any batch. Does not synchronize with the device.
+        """
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(hash((self.seed, epoch)))
+            draws = torch.randint(2**31, (self.samples, 3), generator=generator)
+            self.draws, self.epoch = draws.to(images.device), epoch
+        draws, padding = self.draws[indices], images.shape[-1] // 8
+        return crop_flip(images, draws[:, :2] % (2 * padding + 1), draws[:, 2] % 2 == 1)
 
 
-def crop_flip(images, indices, seed, epoch):
-    """Pad with zeros by an eighth of the size, crop at random, and flip half of the images.
+def crop_flip(images, corners, flipped):
+    """Pad by an eighth of the size, crop to the size at `corners`, and flip where `flipped`.
 
-    images: uint8 (n, channels, size, size), on any device; indices: int64 (n,), the samples'
-    indices in their dataset, on the same device. Returns the same shape and dtype, channels_last,
-    bit for bit the same on every device and in any batch. Does not synchronize with the device.
+    images: uint8 (n, channels, size, size); corners: int64 (n, 2), top and left; flipped: bool
+    (n,).
     """
     size, padding = images.shape[-1], images.shape[-1] // 8
-    bits = random_bits(seed, epoch, indices, 3)
-    corners = bits[:, :2] % (2 * padding + 1)
     images = pad(images.contiguous(memory_format=torch.channels_last), (padding,) * 4)
     crop = _crop_flip_on_cpu if images.device.type == "cpu" else _crop_flip_on_gpu
-    images = crop(images.permute(0, 2, 3, 1).contiguous(), size, corners, bits[:, 2] % 2 == 1)
+    images = crop(images.permute(0, 2, 3, 1).contiguous(), size, corners, flipped)
     return images.permute(0, 3, 1, 2)
 
 

@@ -311,8 +311,7 @@ def _claim(folder):
     except BlockingIOError:
         raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
     except OSError as error:
-        text = f"cannot write to {folder}: {error.strerror}; pass another --output-dir"
-        raise UserError(text) from None
+        raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
 
 
 def _set_aside(folder):

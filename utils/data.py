@@ -102,14 +102,13 @@ class Loader:
         self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
         resident = _resident(dataset, device, cfg)
         self.name = "device" if resident else "workers"
-        workers = cfg.num_workers
-        if workers < 0:  # a CPU is busy training
-            workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0
+        workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
+        workers = cfg.num_workers if cfg.num_workers >= 0 else workers
         workers = 0 if resident else workers
         self.reader = DataLoader(
             _Batches(resident or dataset, cfg.seed),
             batch_size=None,  # the sampler yields whole batches
-            sampler=_BatchSampler(self, device if resident else "cpu"),
+            sampler=_BatchSampler(sampler, batch_size, len(self), device if resident else "cpu"),
             num_workers=workers,
             pin_memory=device.type == "cuda" and not resident,
             persistent_workers=workers > 0,
@@ -124,10 +123,11 @@ class Loader:
 
     @property
     def epoch(self):
-        return getattr(self.sampler, "epoch", 0)  # set by set_epoch()
+        return getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
 
     def __iter__(self):
         self.step, self.start = self.start, 0
+        self.reader.sampler.start = self.step
         for batch in self.reader:
             if isinstance(batch, UserError):
                 raise batch
@@ -178,13 +178,15 @@ class _BatchSampler:
     """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
     persistent workers keep the copy of the dataset that they started with."""
 
-    def __init__(self, loader, device):
-        self.loader, self.device = loader, device
+    def __init__(self, sampler, batch_size, count, device):
+        self.sampler, self.batch_size, self.device = sampler, batch_size, device
+        self.start, self.count = 0, count
 
     def __iter__(self):
-        indices = torch.tensor(list(self.loader.sampler)).to(self.device)
-        for batch in indices.split(self.loader.batch_size)[self.loader.step : len(self.loader)]:
-            yield self.loader.epoch, batch
+        epoch = getattr(self.sampler, "epoch", 0)
+        indices = torch.tensor(list(self.sampler)).to(self.device)
+        for batch in indices.split(self.batch_size)[self.start : self.count]:
+            yield epoch, batch
 
 
 class _Batches:

@@ -61,7 +61,7 @@ def option(setting):
 def _report(error):
     text = "".join(traceback.format_exception(error))
     if isinstance(error, UserError | KeyboardInterrupt):
-        rank = f" (rank {os.environ['RANK']})" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         text = f"error{rank}: {str(error) or 'interrupted'}\n"
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:  # one write, so that the output of several processes does not interleave

@@ -23,10 +23,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.io import ImageReadMode
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from utils.augment import crop_flip, random_bits
+from utils.augment import CropFlip
 from utils.config import ConfigError, setting
 from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError
@@ -52,19 +53,15 @@ class Settings:
     """What dataset=imagefolder adds to the Config."""
 
     val_fraction: float = setting(
-        0.0,
-        "fraction of each class to validate with if there is no val folder, chosen by file name "
-        "and seed alone; a resumed run keeps its choice",
-        low=0.0,
+        0.0, "fraction of each class to validate with if there is no val folder", low=0
     )
     on_bad_sample: str = setting(
         "error",
-        "what to do with an image that cannot be decoded. error: stop and name it; skip: check "
-        "all files before the first epoch and leave the bad ones out, on all ranks alike",
+        "for images that cannot be decoded; skip: check all files first and leave bad ones out",
         choices=("error", "skip"),
     )
     cache_dir: str = setting(
-        "", "folder for decoded images and lists of bad files; empty: data_dir/.cache", free=True
+        "", "for decoded images and lists of bad files; empty: data_dir/.cache", free=True
     )
 
     def resolved(self):
@@ -120,14 +117,13 @@ def build(cfg, inputs):
     Call it in main_process_first(): with on_bad_sample=skip, one process per node reads all files.
     Raises UserError if a split or a class has no images, or if the splits' classes differ.
     """
-    if cfg.val_fraction >= 1:
-        raise UserError(f"val_fraction={cfg.val_fraction} leaves nothing to train on: lower it")
     names = ("all",) if cfg.val_fraction else ("train", "val")
     splits = [find_images(cfg.data_dir, name) for name in names]
     for one, other in permutations(splits, 2):
         if only := sorted(set(one.classes) - set(other.classes)):
-            names = f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
-            raise UserError(f"{names}; training and validation need the same classes")
+            raise UserError(
+                f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
+            )
     if cfg.on_bad_sample == "skip":
         splits = _without_bad(splits, cache_folder(cfg))
     chosen = None
@@ -151,22 +147,22 @@ def build(cfg, inputs):
 class FolderDataset(Dataset):
     """Image files, decoded when they are read.
 
-    paths, labels: of the n images, alike. preprocessing: {"image_size", "resize", "interpolation",
+    paths, labels: lists of length n. preprocessing: {"image_size", "resize", "interpolation",
     "mean", "std"}: the shorter side is resized to `resize` pixels and a square of image_size pixels
     cropped from the middle; mean and std are for whoever normalizes. augment: "none", "crop_flip"
     or "resized_crop". cache: the folder for as_array(). split: how a validation set was chosen, for
     the checkpoint: {"val_fraction", "seed", "val_files"}, paths relative to data_dir.
     """
 
-    def __init__(
-        self, paths, labels, preprocessing, augment="none", seed=0, cache=None, split=None
-    ):
+    def __init__(self, paths, labels, preprocessing, augment="none", seed=0, cache="", split=None):
         self.paths, self.labels = paths, torch.tensor(labels, dtype=torch.int64)
         self.preprocessing = preprocessing
         self.size, self.resize = preprocessing["image_size"], preprocessing["resize"]
         self.interpolation = InterpolationMode(preprocessing["interpolation"])
         self.mean, self.std = preprocessing["mean"], preprocessing["std"]
         self.augment, self.seed, self.cache, self.split = augment, seed, cache, split or {}
+        self.crop_flip = CropFlip(len(paths), seed)
+        self.random_crop = v2.RandomResizedCrop(self.size)
 
     def __len__(self):
         return len(self.paths)
@@ -181,21 +177,22 @@ class FolderDataset(Dataset):
         indices: int64 (n,). Returns uint8 (n, 3, size, size), channels_last, and int64 (n,).
         """
         if self.augment == "resized_crop":
-            images = self._resized_crops(indices, epoch)
+            with torch.random.fork_rng(devices=[]):
+                images = torch.stack([self._resized_crop(i, epoch) for i in indices.tolist()])
         else:
             images = self._stack(indices.tolist())
         if self.augment == "crop_flip":
-            images = crop_flip(images, indices, self.seed, epoch)
+            images = self.crop_flip(images, indices, epoch)
         return images.contiguous(memory_format=torch.channels_last), self.labels[indices]
 
     def as_array(self):
         """The set as an ArrayDataset, mapped from a file in the cache: later processes and runs
-        share it. Or None with augment="resized_crop", which needs the original images.
+        share it. None without a cache, and for augment="resized_crop", which crops the originals.
 
         The first call decodes all images. Raises BadImageError, and UserError if the cache folder
         cannot be written.
         """
-        if self.augment == "resized_crop":
+        if self.augment == "resized_crop" or not self.cache:
             return None
         shape = (len(self), self.size, self.size, 3)
         key = _fingerprint(self.paths, self.size, self.resize, self.interpolation.value)
@@ -226,21 +223,21 @@ class FolderDataset(Dataset):
         image = F.resize(image, [self.resize], self.interpolation)
         return F.center_crop(image, [self.size])
 
-    def _resized_crops(self, indices, epoch):
-        images = [decode(self.paths[index]) for index in indices.tolist()]
-        shapes, size = [image.shape[1:] for image in images], [self.size, self.size]
-        boxes = resized_crop_boxes(shapes, indices, self.seed, epoch)
-        for i, (*box, flip) in enumerate(boxes):
-            image = F.resized_crop(images[i], *box, size, self.interpolation)
-            images[i] = F.horizontal_flip(image) if flip else image
-        return torch.stack(images)
+    def _resized_crop(self, index, epoch):
+        torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
+        image = decode(self.paths[index])
+        box, flip = self.random_crop.make_params([image]), torch.rand(()) < 0.5
+        image = F.resized_crop(
+            image, **box, size=self.random_crop.size, interpolation=self.interpolation
+        )
+        return F.horizontal_flip(image) if flip else image
 
 
 # Finding files
 
 
 def find_images(data_dir, split):
-    """The image files of a split (a key of FOLDERS) -> Files, sorted, alike on every rank.
+    """The image files of a split (a key of FOLDERS), as Files in sorted order.
 
     Hidden files and folders are ignored. Raises UserError if the split does not exist or a class
     has no images.
@@ -489,33 +486,3 @@ def _write(path, data):
         raise UserError(
             f"cannot write {path}: {error.strerror}; pass --cache-dir, or --loader workers"
         ) from None
-
-
-# augment=resized_crop
-
-
-def resized_crop_boxes(sizes, indices, seed, epoch):
-    """Where to crop, by the rule of torchvision's RandomResizedCrop, and whether to flip.
-
-    sizes: (height, width) in pixels of each sample; indices: int64 (n,). Returns a list of
-    (top, left, height, width, flip): an area of 8 to 100 % with an aspect ratio of 3/4 to 4/3.
-    (Szegedy et al. 2015, arXiv 1409.4842)
-    """
-    tries = 10
-    draws = random_bits(seed, epoch, indices, 2 * tries + 3).double() / 2**62
-    return [_box(size, row, tries) for size, row in zip(sizes, draws.tolist(), strict=True)]
-
-
-def _box(size, draws, tries):
-    (height, width), (top, left, flip) = size, draws[-3:]
-    for area, aspect in zip(draws[:tries], draws[tries : 2 * tries], strict=True):
-        pixels = height * width * (0.08 + 0.92 * area)
-        ratio = math.exp(math.log(3 / 4) + aspect * (math.log(4 / 3) - math.log(3 / 4)))
-        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            break
-    else:  # a very long image: its middle, with the aspect ratio limited to the range
-        w = min(width, max(1, round(height * 4 / 3)))
-        h = min(height, max(1, round(width * 4 / 3)))
-        return (height - h) // 2, (width - w) // 2, h, w, flip < 0.5
-    return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w, flip < 0.5

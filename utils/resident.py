@@ -13,14 +13,14 @@ def make_resident(dataset, device, cfg):
     """The dataset as an ArrayDataset on `device`, or None if workers are to read it.
 
     loader=device: always. loader=auto: if the images take at most a quarter of the free memory and,
-    where they come from files, can be cached; decided alike on all ranks, which call this together.
+    where they come from files, can be cached. All ranks call it together, and decide the same.
     A dataset other than an ArrayDataset needs as_array(), which returns one, or None if its
     augmentation needs the original images. Raises UserError for loader=device without it.
     """
     if cfg.loader == "auto" and not all(all_gather_object(_fits(dataset, device))):
         return None
     with main_process_first():  # one process per node decodes a folder, the others map its file
-        array = _as_array(dataset)
+        array = _as_array(dataset, device)
     if array is None and cfg.loader == "device":
         raise UserError(
             f"loader=device cannot keep this {type(dataset).__name__} on the device, because it "
@@ -29,17 +29,18 @@ def make_resident(dataset, device, cfg):
     return None if array is None else array.to(device)
 
 
-def _as_array(dataset):
-    if isinstance(dataset, ArrayDataset):
-        return dataset
-    return dataset.as_array() if hasattr(dataset, "as_array") else None
+def _as_array(dataset, device):
+    if not isinstance(dataset, ArrayDataset):
+        return dataset.as_array() if hasattr(dataset, "as_array") else None
+    resized = dataset.nhwc.shape[1] != dataset.size  # a GPU would round differently
+    return None if resized and device.type == "cuda" else dataset
 
 
 def _fits(dataset, device):
     if not isinstance(dataset, ArrayDataset) and not hasattr(dataset, "as_array"):
         return False
-    cache = getattr(dataset, "cache", None)  # the folder where as_array() keeps decoded images
-    if cache is not None:
+    cache = getattr(dataset, "cache", None)  # the Path where as_array() keeps decoded images
+    if cache:
         existing = next(path for path in (cache, *cache.parents) if path.exists())
         if not os.access(existing, os.W_OK):
             return False

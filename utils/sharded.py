@@ -1,4 +1,4 @@
-"""--save-sharded: checkpoints whose tensors are written in parts, by every rank its own.
+"""--save-sharded: checkpoints to which every rank writes its own part of the tensors.
 
 A folder of parts, with an index, is written by torch.distributed.checkpoint
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html); the checkpoint file names the
@@ -9,8 +9,7 @@ import shutil
 import uuid
 import warnings
 import zlib
-from contextlib import suppress
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ def save_sharded(checkpoint, folder):
     name = f"epoch-{checkpoint['epoch']:04d}-{uuid.uuid4().hex[:8]}.parts"
     name = all_gather_object(name)[0]
     tensors, rest = split_tensors(checkpoint)
-    return rest | {"parts": {"folder": name, "files": save_parts(Path(folder) / name, tensors)}}
+    return rest | {"parts": {"folder": name, "files": _save_parts(folder / name, tensors)}}
 
 
 def check_sharded(path, checkpoint):
@@ -42,30 +41,28 @@ def check_sharded(path, checkpoint):
             raise UserError(f"{part} is {'damaged' if part.exists() else 'missing'}")
 
 
-def join_sharded(path, checkpoint):
-    """The checkpoint in the file `path` with its tensors, complete and on the CPU."""
-    folder = path.parent / checkpoint["parts"]["folder"]
-    tensors = {n: torch.empty_like(t, device="cpu") for n, t in stored_tensors(folder).items()}
-    load_parts(folder, tensors)
-    return join_tensors(tensors, checkpoint)
-
-
 def load_sharded(path, checkpoint, like):
     """The checkpoint in the file `path` with its tensors, sharded and on devices as in `like`.
 
-    like: the state dicts of model and optimizer, by parameter name. Each rank reads what it needs.
-    A tensor that `like` does not have, or has in another shape, is read as a whole.
+    like: the state dicts of model and optimizer, by parameter name. A tensor that `like` does not
+    have, or has in another shape, is read as a whole. Each rank reads what it needs, independently.
     """
     folder = path.parent / checkpoint["parts"]["folder"]
     places, _ = split_tensors(dict(zip(("model", "optimizer"), like, strict=True)))
     tensors = {}
-    for name, stored in stored_tensors(folder).items():
+    for name, stored in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         place = places.get(name)
-        if place is None or place.shape != stored.shape:
-            place = torch.empty(stored.shape)
-        tensors[name] = torch.empty_like(place, dtype=stored.dtype)
-    load_parts(folder, tensors)
+        if place is None or place.shape != stored.size:
+            place = torch.empty(stored.size)
+        tensors[name] = torch.empty_like(place, dtype=stored.properties.dtype)
+    with _expected_warnings():
+        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return join_tensors(tensors, checkpoint)
+
+
+def join_sharded(path, checkpoint):
+    """The checkpoint in the file `path` with its tensors, complete and on the CPU."""
+    return load_sharded(path, checkpoint, like=({}, {"state": {}}))
 
 
 def remove_unused_parts(folder):
@@ -112,14 +109,15 @@ def join_tensors(tensors, rest):
     return rest | {"model": model, "optimizer": rest["optimizer"] | {"state": state}}
 
 
-def save_parts(folder, tensors):
+def _save_parts(folder, tensors):
     """Write `tensors`, {name: tensor or DTensor}, into the folder, each rank its part of them.
 
     Returns {file: checksum}. All ranks call it together. Raises UserError, on all ranks, if a part
     cannot be written or rank 0 does not see it.
     """
     try:
-        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        with _expected_warnings():
+            dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.CheckpointException as error:
         reasons = {str(reason) for reason, _ in error.failures.values()}
         raise UserError(
@@ -143,20 +141,11 @@ def save_parts(folder, tensors):
     return files
 
 
-def stored_tensors(folder):
-    """What save_parts() wrote, as {name: tensor without memory, on the device meta}."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
-        for name, item in stored.items()
-    }
-
-
-def load_parts(folder, tensors):
-    """Fill `tensors`, {name: tensor or DTensor, sharded in any way}, without communication."""
-    with warnings.catch_warnings():  # that it is not distributed, which is intended
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+@contextmanager
+def _expected_warnings():
+    with warnings.catch_warnings():  # a single process reads or writes, which is intended
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _checksum(path):

@@ -12,7 +12,7 @@ import torchvision
 from torch import nn
 from torch.nn.functional import batch_norm
 
-from utils.config import setting
+from utils.config import ConfigError, setting
 from utils.distributed import main_process_first
 from utils.errors import UserError, option
 
@@ -32,7 +32,10 @@ class Settings:
 
     def resolved(self):
         """The config with the image size that the weights expect, if it is left open."""
-        inputs = find_weights(self.model, self.weights).inputs  # also refuses an unknown name
+        try:
+            inputs = find_weights(self.model, self.weights).inputs
+        except UserError as error:
+            raise ConfigError(str(error)) from None
         sized = replace(self, image_size=self.image_size or inputs.get("image_size", 0))
         return super(Settings, sized).resolved()
 

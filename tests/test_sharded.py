@@ -1,0 +1,194 @@
+"""Checkpoints in parts: saved by any number of ranks, read by any other."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.launch import run_ranks
+from utils.errors import UserError
+from utils.sharded import (
+    check_sharded,
+    join_sharded,
+    join_tensors,
+    load_sharded,
+    remove_unused_parts,
+    save_sharded,
+    split_tensors,
+)
+
+
+def make(seed, sharded=False):
+    """A model and an optimizer that has taken two steps, as a checkpoint of live tensors."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    if sharded:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(4, 5)).sum().backward()
+        optimizer.step()
+    tensors, state = get_state_dict(model, optimizer)
+    return {"epoch": 3, "model": tensors, "optimizer": state, "note": "x"}
+
+
+def save(folder, checkpoint, name="last.pt"):
+    """What Checkpointer does: the parts, and the file with everything else."""
+    folder.mkdir(exist_ok=True)
+    rest = save_sharded(checkpoint, folder)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        torch.save(rest, folder / name)
+    return rest
+
+
+def read(path):
+    checkpoint = torch.load(path, weights_only=True)
+    check_sharded(path, checkpoint)
+    return join_sharded(path, checkpoint)
+
+
+def full(checkpoint):
+    """The tensors by name, as a whole."""
+    tensors, _ = split_tensors(checkpoint)
+    return {
+        name: t.full_tensor().detach() if isinstance(t, DTensor) else t.detach()
+        for name, t in tensors.items()
+    }
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]) and tensor.dtype == theirs[name].dtype, name
+
+
+def test_tensors_are_split_off_and_joined_again():
+    tensor = torch.ones(2)
+    state = {"a/b.c": {"momentum_buffer": tensor, "step": 3}, "fc.weight": {"exp_avg": tensor}}
+    checkpoint = {
+        "model": {"a/b.c": tensor, "fc.weight": tensor, "model/x": tensor},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1}]},
+        "epoch": 1,
+    }
+    tensors, rest = split_tensors(checkpoint)
+    assert len(tensors) == 5 and all(value is tensor for value in tensors.values())
+    assert rest["model"] == {} and rest["optimizer"]["state"]["a/b.c"] == {"step": 3}
+    assert checkpoint["model"] and checkpoint["optimizer"]["state"] is state  # left as they were
+    joined = join_tensors(tensors, rest)
+    assert joined == checkpoint and joined["optimizer"]["state"] == state
+
+
+def test_saved_by_two_ranks_read_by_one_and_by_three(tmp_path):
+    def save_shards(rank):
+        checkpoint = make(seed=0, sharded=True)
+        save(tmp_path, checkpoint)
+        rows = len(checkpoint["model"]["0.weight"].to_local())
+        return rows, {name: t.numpy() for name, t in full(checkpoint).items()}
+
+    (rows, expected), (other_rows, _) = run_ranks(save_shards, 2)
+    assert rows + other_rows == 7 and rows != other_rows  # in parts indeed
+    expected = {name: torch.from_numpy(array) for name, array in expected.items()}
+    checkpoint = read(tmp_path / "last.pt")
+    assert_same(full(checkpoint), expected)
+    assert (checkpoint["epoch"], checkpoint["note"]) == (3, "x")
+    assert checkpoint["optimizer"]["param_groups"][0]["lr"] == 0.1
+    assert {path.name[:4] for path in next(tmp_path.glob("*.parts")).iterdir()} == {
+        *("__0_", "__1_", ".met")
+    }
+
+    plain = make(seed=1)
+    like = plain["model"], plain["optimizer"]
+    loaded = load_sharded(tmp_path / "last.pt", torch.load(tmp_path / "last.pt"), like)
+    assert_same(full(loaded), expected)
+    assert not torch.equal(plain["model"]["0.weight"], loaded["model"]["0.weight"])  # copies
+
+    def load_shards(rank):
+        checkpoint = make(seed=1, sharded=True)
+        like = checkpoint["model"], checkpoint["optimizer"]
+        loaded = load_sharded(tmp_path / "last.pt", torch.load(tmp_path / "last.pt"), like)
+        weight = loaded["model"]["0.weight"]
+        assert isinstance(weight, DTensor) and len(weight.to_local()) <= 3
+        assert isinstance(loaded["optimizer"]["state"]["0.weight"]["exp_avg"], DTensor)
+        return {name: t.numpy() for name, t in full(loaded).items()}
+
+    for arrays in run_ranks(load_shards, 3):
+        assert_same({name: torch.from_numpy(a) for name, a in arrays.items()}, expected)
+
+
+def test_another_model_gets_the_stored_shapes(tmp_path, recwarn):
+    """So that the caller can name the differences. A single process causes no warning."""
+    save(tmp_path, make(seed=0))
+    other = {"0.weight": torch.zeros(2, 2)}, {"state": {}, "param_groups": []}
+    loaded = load_sharded(tmp_path / "last.pt", torch.load(tmp_path / "last.pt"), other)
+    assert loaded["model"]["0.weight"].shape == (7, 5) and "2.bias" in loaded["model"]
+    assert_same(full(loaded), full(read(tmp_path / "last.pt")))
+    assert not [w for w in recwarn if "torch.distributed" in str(w.message)]
+
+
+def test_damaged_and_missing_parts_are_named(tmp_path):
+    save(tmp_path, make(seed=0))
+    part = max(next(tmp_path.glob("*.parts")).iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{part.name} is damaged"):
+        read(tmp_path / "last.pt")
+    part.unlink()
+    with pytest.raises(UserError, match=rf"{part.name} is missing"):
+        read(tmp_path / "last.pt")
+
+
+def test_unused_parts_are_removed(tmp_path):
+    checkpoint = make(seed=0)
+    for name in ("epoch-0001.pt", "last.pt", "last.pt"):
+        save(tmp_path, checkpoint, name)
+    (tmp_path / "of-a-killed-run.parts").mkdir()
+    (tmp_path / "torn.pt").write_text("damaged, and without parts")
+    remove_unused_parts(tmp_path)
+    used = {torch.load(path)["parts"]["folder"] for path in tmp_path.glob("[el]*.pt")}
+    assert {path.name for path in tmp_path.glob("*.parts")} == used and len(used) == 2
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    remove_unused_parts(tmp_path)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_full_disk_ends_all_ranks_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
+    def body(rank):
+        checkpoint = make(seed=rank, sharded=True)
+        save(tmp_path, checkpoint)
+        torch.distributed.barrier()
+        monkeypatch.setattr(torch.distributed.checkpoint.filesystem.os, "fsync", no_space)
+        save(tmp_path, checkpoint)
+
+    for error in run_ranks(body, 2):
+        assert isinstance(error, UserError)
+        assert "No space left" in str(error) and "checkpoint before it is still" in str(error)
+    assert read(tmp_path / "last.pt")["epoch"] == 3
+
+
+def no_space(_):
+    raise OSError(28, "No space left on device")
+
+
+def test_disk_per_node_is_refused(tmp_path, monkeypatch):
+    """Each rank writes to a different folder, which the other does not see."""
+
+    def body(rank):
+        monkeypatch.chdir((tmp_path / str(rank)).resolve())
+        save_sharded(make(seed=0, sharded=True), Path("run"))
+
+    for rank in range(2):
+        (tmp_path / str(rank) / "run").mkdir(parents=True)
+    first, _ = run_ranks(body, 2)
+    assert isinstance(first, UserError), first
+    assert "put output_dir on a file system that all nodes share" in str(first)
+    assert os.listdir(tmp_path / "1" / "run")
