@@ -22,47 +22,50 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-gpu verify verify-all bench bench-quick bench-peers bench-loader \
+.PHONY: help train test test-all test-gpu verify verify-all bench bench-quick bench-peers bench-loader \
     bench-checkpoint lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
 
-# The scripts set their threads themselves; OMP_NUM_THREADS only spares torchrun's warning.
+# The scripts set their number of threads; OMP_NUM_THREADS only prevents torchrun's warning.
 train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp.py ARGS="--epochs 3"
-	OMP_NUM_THREADS=1 $(python) -m torch.distributed.run --standalone --nproc_per_node=$(NPROC) \
+	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
 
-test: $(dev)  ## everything: the tests, several processes included, and the coverage of utils/
+test: $(dev)  ## the tests and the coverage of utils/: under 8 minutes on two cores
 	$(python) -m coverage erase
-	$(python) -m coverage run -m pytest $(shared) $(ARGS)
+	$(python) -m coverage run -m pytest $(shared) -m "not slow" $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
-test-gpu: $(dev)  ## what only a GPU can show (tests/gpu); everything that wants one: tools.on_gpu
+test-all: $(dev)  ## all tests, the long matrices included
+	$(python) -m pytest $(shared) $(ARGS)
+
+test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)
 
-verify: $(env)  ## prove that all scripts train the same model: ARGS="--plant list" and more
+verify: $(env)  ## check that all scripts train the same model: ARGS="--plant list" and more
 	$(python) -m tools.verify $(ARGS)
 
-verify-all: $(env)  ## the same for a run begun by each script and finished by each
+verify-all: $(env)  ## the same, with each script continuing the run of each
 	$(python) -m tools.verify --matrix $(ARGS)
 
-bench: $(env)  ## time the scripts here, each with its limits: COMPARE=before.json, ARGS="--repeats 5"
+bench: $(env)  ## time the scripts and their limits: COMPARE=before.json, ARGS="--repeats 5"
 	$(python) -m tools.bench --config configs/bench.yaml $(if $(COMPARE),--compare $(COMPARE)) $(ARGS)
 
 bench-quick: $(env)  ## the same in two minutes
 	$(python) -m tools.bench --config configs/bench.yaml --quick $(ARGS)
 
-bench-peers: $(peers)  ## these scripts beside the tutorial, Accelerate, Fabric and Trainer
-	$(python) -m tools.bench_peers $(ARGS)
+bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trainer
+	$(python) -m tools.bench.peers $(ARGS)
 
-bench-loader: $(env)  ## images/s of the loaders on one core, beside torchvision's reference
-	$(python) -m tools.bench_loader $(ARGS)
+bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
+	$(python) -m tools.bench.loader $(ARGS)
 
-bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
-	$(python) -m tools.bench_checkpoint $(ARGS)
+bench-checkpoint: $(env)  ## seconds to save and to load, and that training waits
+	$(python) -m tools.bench.checkpoint $(ARGS)
 
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .
@@ -71,7 +74,7 @@ lint: $(dev)  ## ruff check and ruff format --check
 diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
 	@git --no-pager diff --no-index --color=auto train_$(FROM).py train_$(TO).py || true
 
-readme: $(env)  ## write the generated blocks of README.md and docs/ anew
+readme: $(env)  ## update the generated blocks of README.md and docs/
 	$(python) -m tools.readme
 
 clean:  ## remove the environment and the caches; runs/ and data/ stay

@@ -1,22 +1,208 @@
-"""The instrument: where a step's time goes, limits, ratios with intervals, the scaling model."""
+"""The benchmarks: where the time of a step goes, limits, turns, ratios with intervals."""
 
 import json
-import math
 import random
+import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tools import bench, bench_report, scaling
-from tools.probe import PARTS, Probe
-from tools.profiler import busy
-from tools.runs import ROOT, flag_list
+import tools.bench.__main__ as bench
+from tools.bench import checkpoint, loader, peers, profiler, report
+from tools.bench.hooks import PARTS
+from tools.bench.peers import contestants, ratio, table_rows
+from tools.bench.probe import Probe
+from tools.bench.rows import rows_for
+from tools.bench.runner import setting, take_turns
+from tools.lessons import ROOT
+from tools.runs import flag_list
 from utils.config import load_config
 
 
-def test_the_parts_of_a_step_add_up():
+def run_main(module, *flags):
+    """Run a benchmark's main() in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [module.__name__, *flags])
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        module.main()
+
+
+# The loop that all benchmarks share
+
+
+class Job:
+    """Counts its calls; the call number `last` raises `error`."""
+
+    def __init__(self, last=0, error=None):
+        self.calls, self.last, self.error = 0, last, error
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == self.last:
+            raise self.error
+        return {"images_per_second": 1.0}
+
+
+def lengths(samples):
+    return {name: len(values) for name, values in samples.items()}
+
+
+def test_jobs_take_turns():
+    order = []
+    jobs = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples, errors = take_turns(jobs, 2)
+    assert order == ["a", "b", "a", "b"] and lengths(samples) == {"a": 2, "b": 2} and not errors
+
+
+def test_interrupted_loop_keeps_its_samples():
+    jobs = {"a": Job(), "b": Job(2, KeyboardInterrupt()), "c": Job()}
+    samples, errors = take_turns(jobs, 3)
+    assert lengths(samples) == {"a": 2, "b": 1, "c": 1} and not errors
+
+
+def test_failed_job_is_not_repeated_and_costs_no_other(capsys):
+    error = RuntimeError("b failed with exit code 1:\nout of memory | gone\n")
+    jobs = {"a": Job(), "b": Job(1, error), "c": Job()}
+    samples, errors = take_turns(jobs, 2, lambda sample: "fast")
+    assert lengths(samples) == {"a": 2, "b": 0, "c": 2}
+    assert errors == {"b": "out of memory / gone"} and jobs["b"].calls == 1
+    assert "c: fast; 6 of 6 runs" in capsys.readouterr().err
+
+
+# The table of the scripts
+
+
+class FakeRunner:
+    """Stands in for Runner: fails in the rows and limits that are named."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
+
+    def row(self, row):
+        return self._run(row.name)
+
+    def limits(self, row):
+        return self._run(f"limits {row.limits_key}") and {"compute": 1.0}
+
+    def _run(self, name):
+        if name in self.failing:
+            raise RuntimeError(f"{name} broke")
+        return {"images_per_second": 1.0}
+
+
+def test_equal_limits_are_measured_once():
+    rows = rows_for([1, 2], 0, 256, quick=True)
+    measurements = bench.measure(FakeRunner(), rows, 2)
+    assert lengths(measurements["rows"]) == dict.fromkeys((row.name for row in rows), 2)
+    assert lengths(measurements["limits"]) == {"x1": 2, "x2": 2, "x1 amp": 2, "x2 amp": 2}
+    assert not measurements["absent"] and not measurements["failed"]
+
+
+def test_failed_row_or_limit_is_absent():
+    rows = rows_for([1, 2], 0, 256, quick=True)
+    measurements = bench.measure(FakeRunner(("DDP x2", "limits x1 amp")), rows, 1)
+    assert list(measurements["rows"]) == ["1 device", "DDP x1", "DDP + AMP x2"]
+    assert measurements["failed"] == ["DDP x2", "DDP + AMP x1"]
+    assert measurements["absent"] == {
+        "DDP x2": "failed: DDP x2 broke",
+        "DDP + AMP x1": "failed: limits x1 amp broke",
+    }
+
+
+def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
+    nothing = {"rows": {}, "limits": {}, "absent": {}, "failed": []}
+    monkeypatch.setattr(bench, "measure", lambda *_: nothing)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        run_main(bench, f"--output={tmp_path}")
+
+
+def test_missing_devices_are_explained():
+    rows = {row.name: row for row in rows_for([1, 2], 0, 256)}
+    assert rows["DataParallel"].absent == "DataParallel needs 2 GPUs; 0 are visible"
+    assert not rows["DDP x2, 2 stages"].absent
+    rows = {row.name: row for row in rows_for([1, 2], 2, 256)}
+    assert not rows["DataParallel"].absent and "needs 4 GPUs" in rows["DDP x2, 2 stages"].absent
+
+
+def test_gpu_has_a_row_for_each_precision_and_compiler():
+    rows = [row for row in rows_for([1], 1, 256) if ", " in row.name]
+    assert len(rows) == len({row.limits_key for row in rows}) == 12
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_rows_have_settings_that_their_scripts_know(gpus):
+    for row in rows_for([1, 2], gpus, 256):
+        load_config(row.config_class, flag_list(row.flags))
+
+
+def test_settings_for_all_rows():
+    assert setting("sync_bn=false") == ("sync_bn", False)
+    assert setting("config=a=b") == ("config", "a=b")
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """The folder and bench.json of a small run of everything."""
+    folder = tmp_path_factory.mktemp("bench")
+    flags = ["--processes=1,2", "--repeats=1", "--steps=3", f"--output={folder}"]
+    settings = {"model": "resnet20", "image_size": 16, "global_batch_size": 8, "device": "cpu"}
+    flags += [f"--set={name}={value}" for name, value in settings.items()]
+    run_main(bench, "--only=DDP x2, 8 each", *flags)
+    return folder, json.loads((folder / "bench.json").read_text())
+
+
+def test_bench_measures_rows_and_limits(result):
+    _, measurements = result
+    ((name, (sample,)),) = measurements["rows"].items()
+    assert name == "DDP x2, 8 each"
+    assert sample["updates"] == 3 and len(sample["steps"]) == 3
+    assert sample["step_seconds"] > 0 and sample["start_up"] > 0
+    assert sum(sample["parts"]) >= 0.5 * sample["step_seconds"]
+    assert sample["global_batch_size"] == 16 and sample["samples"] == 3 * 16
+    ((key, (limits,)),) = measurements["limits"].items()
+    assert key == "x2 global_batch_size=16"
+    assert limits.keys() == {"data", "compute", "communication"}
+    assert all(speed > 0 for speed in limits.values())
+
+
+def test_bench_writes_reports(result):
+    folder, measurements = result
+    lines = {line.split(" | ")[0]: line for line in (folder / "bench.md").read_text().splitlines()}
+    assert "not comparable" in lines["| DDP x2, 8 each"]
+    page = (folder / "bench.html").read_text()
+    assert "data:image/png;base64," in page and "<td>DDP x2, 8 each</td>" in page
+    text = report.compared(measurements, measurements)
+    assert "DDP x2, 8 each: 1.00 (1.00 to 1.00)" in text
+
+
+def test_bottlenecks():
+    limits = {"data": 500.0, "compute": 100.0}
+    assert report.bottleneck([6, 30, 60, 4, 0], limits, 0.9).startswith("input")
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.9) == "compute"
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.5).startswith("overhead")
+    limits |= {"communication": 50.0}
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.5).startswith("communication")
+
+
+def test_interval_contains_the_true_ratio():
+    draw = random.Random(1)
+    inside = 0
+    for _ in range(60):
+        before = [draw.gauss(100, 5) for _ in range(9)]
+        after = [draw.gauss(110, 5) for _ in range(9)]
+        middle, low, high = report.interval(before, after, draws=300)
+        assert low <= middle <= high
+        inside += low <= 1.1 <= high
+    assert inside >= 50
+
+
+# The probe and the profiler
+
+
+def test_parts_of_a_step_add_up():
     probe = Probe()
     probe.device = "cpu"
     marks = [("ask", 0.0), ("batch", 1.0), ("backward", 3.0), ("backward done", 6.0)]
@@ -27,195 +213,155 @@ def test_the_parts_of_a_step_add_up():
     assert second == [0.5, 0, 0, 0, 0] and sum(map(sum, (first, second))) == 15.0
 
 
-@pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    """bench.json of a small run of the whole, and what it printed."""
-    folder = tmp_path_factory.mktemp("bench")
-    flags = ["--processes=1,2", "--repeats=1", "--steps=3", f"--output={folder}"]
-    settings = {"model": "resnet20", "image_size": 16, "global_batch_size": 8, "device": "cpu"}
-    flags += [f"--set={name}={value}" for name, value in settings.items()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["bench", "--only=DDP x", *flags])
-        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
-        bench.main()
-    return folder, json.loads((folder / "bench.json").read_text())
+def test_busy_is_the_share_that_kernels_cover():
+    assert profiler.busy([(0, 1), (1, 2)]) == 1
+    assert profiler.busy([(3, 4), (0, 1), (0.5, 2)]) == 0.75
+    assert profiler.busy([(0, 10), (2, 3)]) == 1
 
 
-def test_a_bench_has_samples_limits_and_reports(result):
-    folder, found = result
-    names = ["DDP x1", "DDP x2", "DDP x2, 8 each", "DDP x2, 2 stages"]
-    assert list(found["rows"]) == names and all(len(s) == 1 for s in found["rows"].values())
-    for name, samples in found["rows"].items():
-        for sample in samples:
-            assert sample["updates"] == 3 and len(sample["steps"]) == 3
-            assert sample["step_seconds"] > 0 and sample["start_up"] > 0
-            assert sum(sample["parts"]) >= 0.5 * sample["step_seconds"]
-            assert sample["samples"] == 3 * sample["global_batch_size"]
-            assert sample["global_batch_size"] == (16 if "8 each" in name else 8)
-    assert {key: set(runs[0]) for key, runs in found["limits"].items()} == {
-        "1  ": {"data", "compute"},
-        "2  ": {"data", "compute", "communication"},
-        "2  16": {"data", "compute", "communication"},
-    }
-    table = (folder / "bench.md").read_text()
-    weak = next(line for line in table.splitlines() if line.startswith("| DDP x2, 8 each"))
-    assert "not comparable" in weak and "not comparable" not in table.split("| DDP x2 |")[1][:99]
-    page = (folder / "bench.html").read_text()
-    assert "data:image/png;base64," in page and "<td>DDP x1</td>" in page
-
-
-class Stopped:
-    """Stands for Bench; its run number `last` ends with `error`."""
-
-    def __init__(self, last, error):
-        self.runs, self.last, self.error = [], last, error
-
-    def run(self, what, row):
-        self.runs.append(f"{what} {row.name}")
-        if len(self.runs) == self.last:
-            raise self.error
-        return {"images_per_second": 1.0}
-
-    def row(self, row):
-        return self.run("row", row)
-
-    def limits(self, row):
-        return self.run("limits", row)
-
-
-def lengths(found):
-    return {name: len(samples) for name, samples in found["rows"].items()}
-
-
-def test_an_interrupted_bench_reports_what_it_has():
-    rows = bench.rows_for([1, 2], 0, 256, quick=True)
-    stopped = Stopped(5, KeyboardInterrupt())
-    found = bench.measure(stopped, rows, 3)
-    # One process has the same limits as one device, and two were not measured any more.
-    assert stopped.runs == [
-        "row 1 device",
-        "limits 1 device",
-        "row DDP x1",
-        "row DDP x2",
-        "limits DDP x2",
-    ]
-    assert lengths(found) == {"1 device": 1, "DDP x1": 1}
-    assert list(found["absent"]) == ["DDP x2", "DDP + AMP x1", "DDP + AMP x2"]
-
-
-def test_a_row_that_fails_costs_no_other(tmp_path, monkeypatch):
-    rows = bench.rows_for([1, 2], 0, 256, quick=True)
-    stopped = Stopped(4, RuntimeError("DDP x2 failed with exit code 1:\nout of memory | gone\n"))
-    found = bench.measure(stopped, rows, 2)
-    assert lengths(found) == {"1 device": 2, "DDP x1": 2, "DDP + AMP x1": 2, "DDP + AMP x2": 2}
-    assert found["absent"] == {"DDP x2": "failed: out of memory / gone"}
-    assert stopped.runs.count("row DDP x2") == 1 and "limits DDP x2" not in stopped.runs
-
-    monkeypatch.setattr(bench, "measure", lambda *_: {"rows": {}, "limits": {}, "absent": {}})
-    monkeypatch.setattr("sys.argv", ["bench", f"--output={tmp_path}"])
-    with pytest.raises(SystemExit, match="nothing was measured"):
-        bench.main()
-
-
-def test_busy_is_what_kernels_cover():
-    assert busy([(0, 1), (1, 2)]) == 1
-    assert busy([(3, 4), (0, 1), (0.5, 2)]) == 0.75
-    assert busy([(0, 10), (2, 3)]) == 1
-
-
-def test_a_profile_names_the_operations(tmp_path):
-    flags = ["--synthetic-samples=240", f"--output-dir={tmp_path / 'run'}", "--device=cpu"]
+def test_profile_lists_operations(tmp_path):
+    flags = ["--synthetic-samples=200", f"--output-dir={tmp_path / 'run'}", "--device=cpu"]
     flags += ["--dataset=synthetic", "--model=resnet20", "--image-size=16", "--epochs=2"]
     flags += ["--global-batch-size=20"]
-    command = [sys.executable, "-m", "tools.profiler", str(tmp_path), "train_1gpu.py", *flags]
+    module = ["-m", "tools.bench.profiler"]
+    command = [sys.executable, *module, str(tmp_path), "train_1gpu.py", *flags]
     subprocess.run(command, cwd=ROOT, check=True, timeout=180)
     text = (tmp_path / "profile.md").read_text()
-    assert "4 steps" in text and "convolution_backward" in text
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert again.returncode == 1 and "nothing was profiled" in again.stderr  # it was resumed
+    assert "2 steps" in text and "convolution_backward" in text
+
+
+def test_missing_second_epoch_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "profile.md").write_text("of an earlier run")
+    monkeypatch.setattr(profiler, "run_script", lambda *_: None)
+    monkeypatch.setattr("sys.argv", ["profiler", str(tmp_path), "train_1gpu.py"])
+    with pytest.raises(SystemExit, match="nothing was profiled"):
+        profiler.main()
     assert not (tmp_path / "profile.md").exists()
 
 
-def test_settings_for_all_rows():
-    assert bench.setting("sync_bn=false") == ("sync_bn", False)
-    assert bench.setting("config=a=b") == ("config", "a=b")
+# The peers
 
 
-def test_verdicts_name_the_bottleneck():
-    limits = {"data": 500.0, "compute": 100.0}
-    assert bench_report.verdict([6, 30, 60, 4, 0], limits, 0.9).startswith("input-bound")
-    assert bench_report.verdict([1, 30, 60, 9, 0], limits, 0.9) == "compute-bound"
-    assert bench_report.verdict([1, 30, 60, 9, 0], limits, 0.5).startswith("overhead")
-    limits |= {"communication": 50.0}
-    assert bench_report.verdict([1, 30, 60, 9, 0], limits, 0.5).startswith("held up by the other")
+def measured(**speeds):
+    """A result of tools.bench.peers with these images/s for each kind of contestant."""
+    result = {"contestants": {}}
+    for contestant in contestants([1, 2], [0, 4]):
+        facts = contestant.facts()
+        speed = speeds.get(facts["kind"], 100)
+        facts["samples"] = [{"images_per_second": speed} for _ in range(3)]
+        result["contestants"][contestant.key] = facts
+    return result
 
 
-def test_an_interval_holds_the_true_ratio_nearly_always():
-    draw = random.Random(1)
-    inside = 0
-    for _ in range(60):
-        before = [draw.gauss(100, 5) for _ in range(9)]
-        after = [draw.gauss(110, 5) for _ in range(9)]
-        middle, low, high = bench_report.interval(before, after, draws=300)
-        assert low <= middle <= high
-        inside += low <= 1.1 <= high
-    assert inside >= 50
+def test_ratio_is_to_the_fastest_peer_on_as_many_processes():
+    result = measured(ours=200, bare=210)
+    rows = result["contestants"]
+    rows["fabric x1 float32 4"]["samples"][:] = [{"images_per_second": 1e4} for _ in range(3)]
+    text = ratio(result, rows["ours, 1 device float32"])
+    assert text.startswith("0.02 (") and text.endswith("of float32")
+    text = ratio(result, rows["ours, DDP x2, BatchNorm per rank bfloat16"])
+    assert text.startswith("2.0") and "of bfloat16; 2.0" in text
+    assert "0.95" in ratio(result, rows["bare loop, our loader float32"])
+    assert ratio(result, rows["fabric x1 float32 0"]) == ""
+    assert len(list(table_rows(result))) == len(rows)
 
 
-def test_rows_that_the_machine_cannot_run_say_why():
-    rows = {row.name: row for row in bench.rows_for([1, 2], 0, 256, quick=False)}
-    assert rows["DataParallel"].absent == "DataParallel needs 2 GPUs, and 0 are visible"
-    assert not rows["DDP x2, 2 stages"].absent
+def test_bare_loop_and_tutorial_train(tmp_path):
+    flags = ["--processes=1", "--repeats=1", "--steps=2", "--workers=0", f"--output={tmp_path}"]
+    flags += ["--set=global_batch_size=8", "--set=image_size=16", "--set=device=cpu"]
+    run_main(peers, "--only=bare", "--only=tutorial x1 float32", *flags)
+    measurements = json.loads((tmp_path / "peers.json").read_text())["contestants"]
+    assert list(measurements) == ["bare loop, our loader float32", "tutorial x1 float32 0"]
+    for contestant in measurements.values():
+        (sample,) = contestant["samples"]
+        assert sample["images_per_second"] > 0 and 0 <= sample["train_accuracy"] <= 1
 
 
-def test_a_gpu_has_a_row_for_each_precision_and_compiler():
-    rows = [row for row in bench.rows_for([1], 1, 256, quick=False) if ", " in row.name]
-    assert len(rows) == len({row.name for row in rows}) == 12
-    assert len({bench.limit_key(row) for row in rows}) == 12
-    for row in rows:
-        load_config(flag_list(row.flags))  # settings that there are
-    rows = {row.name: row for row in bench.rows_for([1, 2], 2, 256, quick=False)}
-    assert not rows["DataParallel"].absent and "needs 4 GPUs" in rows["DDP x2, 2 stages"].absent
+@pytest.mark.slow
+def test_all_contestants_train(tmp_path):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("lightning")
+    flags = ["--processes=1,2", "--repeats=1", "--steps=2", "--workers=0", f"--output={tmp_path}"]
+    flags += ["--set=global_batch_size=8", "--set=image_size=16", "--set=device=cpu"]
+    run_main(peers, "--only=ours", "--only=x2", "--only=x1 bfloat16", *flags)
+    result = json.loads((tmp_path / "peers.json").read_text())
+    assert not result["failed"] and len(result["contestants"]) == 16
 
 
-# The scaling model
+def test_failed_peer_is_reported(tmp_path, monkeypatch):
+    seen = []
+
+    def sample(runner, contestant):
+        seen.append(contestant.key)
+        if len(seen) == 2:
+            raise RuntimeError("it failed")
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return {"images_per_second": 10.0, "train_accuracy": 0.1}
+
+    monkeypatch.setattr(peers, "sample", sample)
+    with pytest.raises(SystemExit, match="these rows failed: ours, 1 device float32"):
+        run_main(peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
+    result = json.loads((tmp_path / "peers.json").read_text())
+    assert list(result["contestants"]) == [seen[0], seen[2]]
+    assert result["failed"] == {seen[1]: "it failed"}
+    assert "1 runs of each row" in (tmp_path / "peers.md").read_text()
 
 
-def test_all_reduce_takes_the_shorter_way():
-    link = scaling.Link(1e9, 1e-3)
-    assert scaling.all_reduce_seconds(1e9, 1, link) == 0
-    assert scaling.all_reduce_seconds(1e9, 4, link) == pytest.approx(2 * 3e-3 + 1.5)  # ring
-    assert scaling.all_reduce_seconds(8, 1024, link) == pytest.approx(2 * 10e-3)  # tree
-    both = scaling.cluster_seconds(1e9, 2, 4, link, scaling.Link(1e8, 0))
-    assert both == pytest.approx(2 * 3e-3 + 1.5 + 2.5e8 / 1e8)
+def test_restarted_workers_are_timed_over_a_real_epoch():
+    flags = {}
+
+    def peer(name, world_size, own_flags, arguments):
+        flags[arguments[1]] = own_flags
+        return [{"samples": 1, "seconds": 1.0, "accuracy": 0.0}]
+
+    for contestant in contestants([1], [0, 4]):
+        if contestant.peer == "tutorial":
+            peers.sample(SimpleNamespace(flags={}, peer=peer), contestant)
+    assert set(flags) == {"10!", "0", "4"}
+    assert flags["10!"]["synthetic_samples"] == 50_000
+    assert not any("synthetic_samples" in flags[workers] for workers in ("0", "4"))
 
 
-def test_buckets_come_from_the_last_layer_and_hold_25_mebibytes():
-    sizes = scaling.buckets([2**20] * 60)
-    assert sizes == [2**20, 25 * 2**20, 25 * 2**20, 9 * 2**20] and sum(sizes) == 60 * 2**20
+# Loaders and checkpoints
 
 
-def test_communication_hides_behind_the_backward_pass_but_for_the_last_bucket():
-    step = scaling.Step(1.0, 4.0, 0.5, [2**20, 25 * 2**20, 25 * 2**20, 2**20])
-    assert len(scaling.buckets(step.gradients)) == 4
-    assert scaling.step_seconds(step, lambda size: 0.0) == 5.5
-    assert scaling.step_seconds(step, lambda size: 0.5) == 6.0
-    assert scaling.step_seconds(step, lambda size: 2.0) == 1 + (1 + 4 * 2.0) + 0.5
+def test_loader_and_reference_give_equal_batches(tmp_path):
+    root = loader.make_photographs(tmp_path, 16, size=(60, 50))
+    flags = ["--dataset=imagefolder", f"--data-dir={root}", "--augment=resized_crop"]
+    flags += ["--image-size=32", "--global-batch-size=4", "--loader=workers"]
+    pair = [loader.ours(flags, 0, normalized=True), loader.reference(flags, 0)]
+    assert [images for _, images in pair] == [16, 16]
+    batches = [next(iter(batches))[0] for batches, _ in pair]
+    assert all(b.shape == (4, 3, 32, 32) and b.dtype == torch.float32 for b in batches)
+    speeds = loader.compare(*pair, repeats=2)
+    assert all(len(s) == 2 and min(s) > 0 for s in speeds.values())
+    uint8, _ = loader.ours(flags, 0, normalized=False)
+    assert next(iter(uint8))[0].dtype == torch.uint8
 
 
-def test_units_are_read():
-    assert scaling.parse_rate("400Gb/s") == 50e9 and scaling.parse_rate("1.5 GB/s") == 1.5e9
-    assert math.isclose(scaling.parse_time("5us"), 5e-6)
-    for bad in ("400", "400Gb", "fast"):
-        with pytest.raises(ValueError, match="is no bandwidth"):
-            scaling.parse_rate(bad)
-    with pytest.raises(ValueError, match="is no time"):
-        scaling.parse_time("5")
+def test_reference_reads_other_datasets_from_memory():
+    flags = ["--dataset=synthetic", "--image-size=16", "--global-batch-size=8"]
+    batches, images = loader.reference([*flags, "--synthetic-samples=20"], 0)
+    assert images == 16 and next(iter(batches))[0].shape == (8, 3, 16, 16)
 
 
-def test_the_published_table_is_not_explained_by_communication():
-    """The tutorial's epochs at 2 and 4 GPUs take longer than its own step and an NVLink allow."""
-    found = {gpus: (predicted, seconds) for gpus, predicted, seconds in scaling.published()}
-    assert found[1][0] == pytest.approx(13.2, rel=0.01)
-    assert all(found[gpus][0] < 0.75 * found[gpus][1] for gpus in (2, 4))
-    assert torch.tensor([found[n][0] for n in (1, 2, 4)]).diff().max() < 0
+def test_checkpoint_costs_are_measured(tmp_path):
+    flags = ["--models=resnet20", "--steps=3", "--repeats=1", f"--output={tmp_path}"]
+    run_main(checkpoint, *flags, "--set=global_batch_size=4", "--set=device=cpu")
+    measurements = json.loads((tmp_path / "checkpoint.json").read_text())["models"]["resnet20"]
+    assert measurements["load"] > 0 and measurements["bytes"] > 1e6
+    assert all(len(measurements["runs"][mode]) == 1 for mode in checkpoint.MODES)
+    assert statistics.median(measurements["runs"]["waiting"][0]) is not None
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_command_lines_of_the_gpu_page_exist():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for line in text.splitlines():
+        if line.strip().startswith("make "):
+            assert f"\n{line.split()[1]}:" in makefile, line
+    flags = text.split("train_ddp_amp.py ")[1].split("```")[0].replace("\\\n", " ").split()
+    cfg = load_config(argv=[flag.replace("configs/", f"{ROOT}/configs/") for flag in flags])
+    assert (cfg.model, cfg.dataset) == ("resnet50", "synthetic")

@@ -1,91 +1,148 @@
-"""Every script, world size and restart trains the same weights; a classic bug turns a row red."""
+"""make verify: every script trains the same model, and a planted bug fails a case."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
-from tools import verify
-from tools.plants import BUGS, planted_copy
-from tools.runs import ROOT
-from tools.verify import BASE, CASES, Row, Verifier, matrix, reason
+import tools.verify.__main__ as verify
+from tools.lessons import ROOT
+from tools.runs import flag_list
+from tools.verify import table
+from tools.verify.cases import BASE, CASES, FLOAT32, KILLED, REFERENCES, Case, matrix_cases
+from tools.verify.judge import Evidence, Problem, Row, judge
+from tools.verify.plants import BUGS, planted_copy
+from tools.verify.run import Verifier, autocast_copy, run_matrix
+from utils.config import load_config
+
+# These cases and bugs are also part of `make test`; all others are slow.
+FAST_CASES = ("ddp x2", "fsdp x2", "killed, resumed x2")
+FAST_BUGS = ("set_epoch-forgotten", "padding-counted", "seed-per-rank")
+
+
+def parametrize(items, fast):
+    marks = {True: (), False: pytest.mark.slow}
+    return pytest.mark.parametrize(
+        "name",
+        [pytest.param(i.name, marks=marks[i.name in fast], id=i.name) for i in items],
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
-def uncovered():
-    """The runs of the table are long enough without a count of the lines they run."""
+def without_coverage():
+    """The runs take long enough without counting the lines that they execute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
         yield
 
 
+def selected(request, items):
+    """Those of the cases or bugs whose tests are part of this pytest run."""
+    tests = [test for test in request.session.items if test.path == request.path]
+    names = {test.callspec.params.get("name") for test in tests if hasattr(test, "callspec")}
+    return [item for item in items if item.name in names]
+
+
 @pytest.fixture(scope="module")
-def table(tmp_path_factory):
-    verifier = Verifier(tmp_path_factory.mktemp("verify"))
-    rows = verifier.run(CASES)
-    return {row.case: row for row in rows}, verifier.references
+def verifier(tmp_path_factory):
+    return Verifier(tmp_path_factory.mktemp("verify"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_row_is_green(case, table):
-    row = table[0][case.name]
-    assert row.verdict == "green"
-    assert row.once and row.savers == "0"
+@pytest.fixture(scope="module")
+def rows(request, verifier):
+    return {row.case: row for row in verifier.run(selected(request, CASES))}
+
+
+@parametrize(CASES, FAST_CASES)
+def test_case_passes(name, rows):
+    row = rows[name]
+    case = next(case for case in CASES if case.name == name)
+    assert row.problem is None, row
+    assert row.each_sample_once and row.writers == (0,)
     if case.reference:
-        assert 0 <= row.off <= case.tolerance
+        assert 0 <= row.loss_difference <= case.tolerance
 
 
 @pytest.fixture(scope="module")
-def planted(table, tmp_path_factory):
-    """The row of each bug, all of them side by side on the same cores."""
-    folder = tmp_path_factory.mktemp("planted")
-    first = Verifier(folder)
+def planted(request, verifier, tmp_path_factory):
+    """{bug: the future of its row}. They run side by side, on the same cores and with the same
+    references as the unchanged cases."""
+    folder, cases = tmp_path_factory.mktemp("planted"), {case.name: case for case in CASES}
 
     def row_of(bug):
-        verifier = Verifier(folder / bug.name, planted_copy(bug, folder / bug.name / "planted"))
-        verifier.free, verifier.freed, verifier.references = first.free, first.freed, table[1]
-        (row,) = verifier.run([case for case in CASES if case.name == bug.row])
-        return row
+        root = planted_copy(bug, folder / bug.name / "copy")
+        shared = {"cores": verifier.cores, "references": verifier.references}
+        return Verifier(folder / bug.name, root, **shared).run([cases[bug.row]])[0]
 
-    with ThreadPoolExecutor(len(BUGS)) as pool:
-        return dict(zip([bug.name for bug in BUGS], pool.map(row_of, BUGS), strict=True))
+    bugs = selected(request, BUGS)
+    verifier.run_references([cases[bug.row] for bug in bugs])
+    with ThreadPoolExecutor(len(bugs)) as pool:
+        return {bug.name: pool.submit(row_of, bug) for bug in bugs}
+
+
+@parametrize(BUGS, FAST_BUGS)
+def test_planted_bug_fails_its_case(name, planted):
+    assert planted[name].result().problem
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_turns_a_row_red(bug, planted):
-    assert planted[bug.name].verdict != "green"
+def test_planted_line_occurs_once(bug, tmp_path):
+    copy = planted_copy(bug, tmp_path) / bug.file
+    compile(copy.read_text(), copy, "exec")
+    assert copy.read_text() != (ROOT / bug.file).read_text()
+    assert bug.row in {case.name for case in CASES}
 
 
-def test_every_bug_has_its_entry_in_the_docs():
-    text = (ROOT / "docs" / "traps.md").read_text()
-    for bug in BUGS:
-        entry = text.split(f"## {bug.name}\n")[1].split("\n## ")[0]
-        assert bug.row in entry and bug.file in entry
-
-
-def test_scripts_continue_each_other_also_from_parts(tmp_path):
-    """Two of the nine scripts; `python -m tools.verify --matrix` has all pairs."""
-    rows = matrix(tmp_path, lambda row: None, ["train_1gpu.py", "train_fsdp.py"])
+@pytest.mark.slow
+def test_scripts_continue_each_other(tmp_path):
+    """Two of the scripts, one with sharded checkpoints; --matrix runs all pairs."""
+    rows = run_matrix(tmp_path, lambda row: None, ["train_1gpu.py", "train_fsdp.py"])
     assert len(rows) == 6
-    assert [row.verdict for row in rows] == ["green"] * 6
+    assert [row.problem for row in rows] == [None] * 6
+
+
+@pytest.mark.parametrize("case", [*CASES, *REFERENCES, KILLED, *matrix_cases()])
+def test_cases_have_settings_that_their_scripts_know(case):
+    from tools.lessons import RUNGS
+
+    kind = RUNGS[case.script if case.script in RUNGS else "train_1gpu.py"].config_class()
+    flags = {name: value for name, value in (BASE | case.flags).items() if name != "weights"}
+    flags.pop("freeze", None)
+    assert load_config(kind, flag_list(flags)).synthetic_samples == 150
+
+
+# The command line
 
 
 def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["verify", *arguments])
+    monkeypatch.setattr("sys.argv", ["verify", *map(str, arguments)])
     return verify.main()
 
 
-def test_a_teams_own_copy_is_judged_like_the_original(monkeypatch, tmp_path, capsys):
-    mine = tmp_path / "my_training.py"
-    shutil.copyfile(ROOT / "train_dp.py", mine)
-    table = tmp_path / "table.md"
-    flags = ["--script", str(mine), "--like", "train_dp.py", "--write", str(table)]
-    assert run_main(monkeypatch, *flags) == 0
-    assert "1 of 1 green" in capsys.readouterr().out
-    assert "| dp | " in table.read_text()
-    mine.write_text(mine.read_text().replace("optimizer.step()", "pass"))
+@pytest.fixture
+def own_copy(tmp_path):
+    """A copy of a script with a name of its own, and the flags to verify it."""
+    path = tmp_path / "my_training.py"
+    shutil.copyfile(ROOT / "train_dp.py", path)
+    return path, ["--script", path, "--like", "train_dp.py", "--write", tmp_path / "table.md"]
+
+
+@pytest.mark.slow
+def test_own_copy_of_a_script_passes(own_copy, monkeypatch, tmp_path, capsys):
+    assert run_main(monkeypatch, *own_copy[1]) == 0
+    assert "1 of 1 cases passed" in capsys.readouterr().out
+    assert "| dp | " in (tmp_path / "table.md").read_text()
+
+
+def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys):
+    path, flags = own_copy
+    path.write_text(path.read_text().replace("optimizer.step()", "pass"))
     assert run_main(monkeypatch, *flags) == 1
-    assert "RED: conv1.weight differs by" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert row["problem"] == "WEIGHTS" and row["details"].startswith("conv1.weight by")
+    assert "FAIL: weights differ from the reference (conv1.weight by" in capsys.readouterr().out
 
 
 def test_mistakes_on_the_command_line(monkeypatch, capsys):
@@ -94,32 +151,85 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys):
     for arguments in (
         ["--plant", "no-such"],
         ["--script", "/no/such.py"],
+        ["--only", "no such case"],
         ["--script", "train_ddp.py", "--plant", "seed-per-rank"],
     ):
         with pytest.raises(SystemExit):
             run_main(monkeypatch, *arguments)
 
 
-def test_the_verdict_is_taken_from_what_a_run_left(tmp_path):
-    """What no planted bug shows alone: more than one writer, samples counted twice, a new start."""
-    hooks = tmp_path / "hooks-x"
-    hooks.mkdir()
-    (hooks / "writes").write_text("0\n1\n0\n")
-    good = {"train_samples": 144, "train_dropped": 6, "train_repeated": 0, "val_samples": 37}
-    good |= {"train_loss": 1.0, "val_accuracy": 0.5}
-    row = Row("x", None, None, None, None, None, "", "", 0.0)
-    case = CASES[0]._replace(reference=None)
-    verifier = Verifier(tmp_path)
+# The judge
 
-    def judge(rows, case=case, code=0):
-        run = verify.finish_run.__globals__["Run"](code, "", "", 1.0, rows, tmp_path / "x")
-        return verifier._judge(case, run, row).verdict
 
-    assert judge([good, good]) == "ranks 0, 1 wrote files"
-    (hooks / "writes").write_text("0\n")
-    assert judge([good, good]) == "green"
-    assert judge([good, good | {"val_samples": 38}]) == "samples were missed or counted twice"
-    assert "middle of the epoch" in judge([good, good], case._replace(killed=True))
-    assert judge([good]).startswith("exit code 0: nothing was said")
-    assert reason("x\n  ValueError: no\nerror_file: y") == "ValueError: no"
-    assert BASE["epochs"] == 2
+METRICS = [
+    {"epoch": epoch, "train_samples": 144, "val_samples": 37}
+    | {"train_loss": 2.0, "val_loss": 2.0, "val_accuracy": 0.5}
+    for epoch in (0, 1)
+]
+AUDIT = [
+    {"epoch": epoch, "samples": 144, "dropped": 6, "repeated": 0, "resumed_at_step": 0}
+    for epoch in (0, 1)
+]
+GOOD = Evidence(0, "", 1.0, METRICS, AUDIT, [0], {"fc.weight": torch.ones(2)})
+CASE = Case("x", "train_ddp.py", 2, {})
+
+
+def changed(rows, **values):
+    """The rows with other values in the last one."""
+    return [rows[0], rows[1] | values]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "problem"),
+    [
+        (GOOD, None),
+        (GOOD._replace(code=1, error="out of memory"), Problem.FAILED),
+        (GOOD._replace(metrics=METRICS[:1]), Problem.FAILED),
+        (GOOD._replace(writers=[0, 1]), Problem.WRITERS),
+        (GOOD._replace(metrics=changed(METRICS, val_samples=38)), Problem.SAMPLES),
+        (GOOD._replace(audit=changed(AUDIT, repeated=1)), Problem.SAMPLES),
+        (GOOD._replace(audit=AUDIT[:1]), Problem.SAMPLES),
+        (GOOD._replace(audit=[AUDIT[1], *AUDIT]), None),  # the epoch was continued by another run
+        (GOOD._replace(weights={}), Problem.TENSORS),
+        (GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])}), Problem.WEIGHTS),
+        (GOOD._replace(metrics=changed(METRICS, val_loss=2.1)), Problem.LOSS),
+        (GOOD._replace(metrics=changed(METRICS, train_loss=float("nan"))), Problem.LOSS),
+    ],
+)
+def test_judge_names_the_problem(evidence, problem):
+    assert judge(CASE, evidence, GOOD).problem is problem
+
+
+def test_judge_requires_a_resumed_run_to_resume():
+    case = CASE._replace(resumes=True)
+    assert judge(case, GOOD, GOOD).problem is Problem.NOT_RESUMED
+    resumed = [AUDIT[0] | {"resumed_at_step": 3}, AUDIT[1]]
+    assert judge(case, GOOD._replace(audit=resumed), GOOD).problem is None
+
+
+def test_weights_are_compared_in_float64_alone():
+    rounded = GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])})
+    row = judge(CASE._replace(tolerance=FLOAT32), rounded, GOOD)
+    assert row.problem is None and row.weight_difference == pytest.approx(0.1)
+
+
+def test_sharded_checkpoints_are_written_by_all_ranks():
+    case = CASE._replace(flags={"save_sharded": True})
+    assert judge(case, GOOD._replace(writers=[0, 1]), GOOD).problem is None
+
+
+def test_table_shows_problem_and_details():
+    failed = judge(CASE, GOOD._replace(code=3, error="disk full"), GOOD)
+    cells = dict(zip(table.HEAD, table.cells_of(failed.to_json()), strict=True))
+    assert cells["result"] == "FAIL: the run failed (exit code 3: disk full)"
+    assert cells["train loss"] == "" and cells["each sample once"] == ""
+    passed = table.cells_of(judge(CASE, GOOD, GOOD).to_json())
+    assert passed[1:-1] == ["2.000000", "50.00%", "0.0e+00", "0.0e+00", "yes", "rank 0", "pass"]
+    assert table.cells_of(Row("y").to_json())[0] == "y"
+
+
+def test_autocast_reference_differs_by_the_autocast_alone(tmp_path):
+    ours = autocast_copy(tmp_path).read_text().splitlines()
+    plain = (ROOT / "train_1gpu.py").read_text().splitlines()
+    added = [line.strip() for line in ours if line not in plain]
+    assert len(ours) == len(plain) + 1 and added[0].startswith("with torch.autocast(")

@@ -1,8 +1,10 @@
-"""python -m tools.evaluate runs/x/best.pt --data-dir my_images --split test: how good is it?
+"""Evaluate a trained model on every image of a split, each counted once.
 
-Accuracy and loss over every image of a split, each counted once, on one process or many (torchrun
---standalone --nproc_per_node=4 -m tools.evaluate ...); a table of the classes; on request the
-confusion matrix as a picture (matplotlib, from requirements-extras.txt).
+    python -m tools.evaluate runs/x/best.pt --data-dir my_images --split test
+    torchrun --standalone --nproc_per_node=4 -m tools.evaluate runs/x/best.pt
+
+Prints accuracy, loss and a table of the classes; --confusion draws the confusion matrix (with
+matplotlib, from requirements-extras.txt).
 """
 
 import argparse
@@ -15,30 +17,28 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from tools.inference import folder_set, load_trained, prepare_alike
-from utils.datasets import bad_files, build_datasets
+from tools.inference import folder_set, load_trained
+from utils.data import build_datasets, build_loader
 from utils.distributed import (
-    UserError,
     all_reduce,
     get_device,
     get_world_size,
     init_distributed,
     is_main_process,
     main_process_first,
-    report_errors,
 )
-from utils.images import cache_folder, find_images, readable
-from utils.loaders import build_loader
+from utils.errors import UserError, report_errors
+from utils.image_folder import bad_files, find_images, has_validation_images, readable
 from utils.metrics import Meter, evaluate
-from utils.split import has_validation_images
+from utils.runtime import configure_torch
 
 
 class ConfusionMeter(Meter):
-    """A Meter that also counts, for each class, what its images were taken for."""
+    """A Meter that also counts the predictions for the images of each class."""
 
-    def __init__(self, device, classes):
+    def __init__(self, device, num_classes):
         super().__init__(device)
-        self.counts = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
 
     def update(self, loss, outputs, labels):
         """As Meter.update()."""
@@ -48,30 +48,51 @@ class ConfusionMeter(Meter):
         self.counts += pairs.bincount(minlength=classes**2).view(classes, classes)
 
 
-def evaluation_set(cfg, facts, data_dir, split, skip_bad):
-    """The images to evaluate with: of a folder, or of the data that the model was trained with."""
+def evaluation_set(trained, data_dir, split, *, skip_bad=False):
+    """The images of a split: of a folder, or (data_dir=None) of the data of the training run."""
+    cfg = trained.cfg
     if data_dir is None and cfg.dataset != "imagefolder":
-        return prepare_alike(build_datasets(cfg)[split != "train"], facts)  # there is no third set
-    cfg = replace(cfg, data_dir=data_dir or cfg.data_dir, dataset="imagefolder", resume="auto")
-    if cfg.val_fraction and split != "test" and not has_validation_images(cfg.data_dir):
-        return prepare_alike(build_datasets(cfg)[split != "train"], facts)
-    files = find_images(cfg.data_dir, split)
-    unknown = sorted(set(files.classes) - set(facts["classes"]))
+        train_set, val_set, _ = build_datasets(replace(cfg, augment="none"))  # there is no test set
+        images = train_set if split == "train" else val_set
+        for name in ("mean", "std"):  # of pretrained weights, which the checkpoint replaces
+            setattr(images, name, trained.facts[name])
+        return images
+    data_dir = data_dir or cfg.data_dir
+    chosen = trained.data.get("val_files", [])  # to validate with: the run split its training files
+    if chosen and split != "test" and not has_validation_images(data_dir):
+        files = find_images(data_dir, "all")
+        names = [os.path.relpath(path, data_dir) for path in files.paths]
+        _check_present(chosen, names, data_dir)
+        files = files.select([(name in set(chosen)) == (split == "val") for name in names])
+    else:
+        files = find_images(data_dir, split)
+    classes = trained.facts["classes"]
+    unknown = sorted(set(files.classes) - set(classes))
     if unknown:
         raise UserError(
             f"{files.folder} has classes that the model does not know: {', '.join(unknown)} "
-            f"(it knows {', '.join(facts['classes'])})"
+            f"(it knows {', '.join(classes)})"
         )
-    with main_process_first():
-        bad = bad_files(files.paths, cache_folder(cfg)) if skip_bad else ()
-    number = [facts["classes"].index(name) for name in files.classes]
-    kept = [i for i, path in enumerate(files.paths) if path not in bad]
-    labels = [number[files.labels[i]] for i in kept]
-    return folder_set([files.paths[i] for i in kept], labels, facts)
+    if skip_bad:
+        cache = trained.config.get("cache_dir") or Path(data_dir) / ".cache"
+        with main_process_first():
+            bad = bad_files(files.paths, cache)
+        files = files.select([path not in bad for path in files.paths])
+    labels = [classes.index(files.classes[label]) for label in files.labels]
+    return folder_set(files.paths, labels, trained.facts)
+
+
+def _check_present(chosen, names, data_dir):
+    missing = sorted(set(chosen) - set(names))
+    if missing:
+        raise UserError(
+            f"{data_dir} lacks {len(missing)} of the {len(chosen)} files that the run validated "
+            f"with, such as {readable(missing[0])}: restore them, or pass another --data-dir"
+        )
 
 
 def class_rows(classes, counts):
-    """(class, images, correct, the class that its other images were mostly taken for) a class."""
+    """For each class: its name, images, correct predictions, and the most frequent wrong one."""
     for label, (name, row) in enumerate(zip(classes, counts.tolist(), strict=True)):
         others = [0 if other == label else n for other, n in enumerate(row)]
         most = classes[others.index(max(others))] if max(others) else ""
@@ -79,7 +100,7 @@ def class_rows(classes, counts):
 
 
 def draw(path, classes, counts):
-    """The confusion matrix as a PNG: a row a true class, as fractions of the row."""
+    """Draw the confusion matrix as a PNG: one row per true class, as fractions of the row."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -96,35 +117,36 @@ def draw(path, classes, counts):
     axes.set(xlabel="predicted", ylabel="true")
     if len(classes) <= 25:
         for row, column in ((r, c) for r in ticks for c in ticks if counts[r, c]):
-            colour = "white" if fractions[row, column] > 0.5 else "black"
+            color = "white" if fractions[row, column] > 0.5 else "black"
             text = int(counts[row, column])
-            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
+            axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, label="fraction of the class")
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # no such folder; no such format
+    except (OSError, ValueError) as error:  # no such folder, no such format
         raise UserError(f"cannot write {path}: {error}") from None
 
 
 def report(args, classes, result, counts):
+    """Print the result, as a table or as JSON, and draw the confusion matrix if asked to."""
     rows = list(class_rows(classes, counts))
     if args.json:
         per_class = [
-            {"class": name, "images": images, "correct": correct, "mostly_taken_for": most}
+            {"class": name, "images": images, "correct": correct, "most_often_mistaken_for": most}
             for name, images, correct, most in rows
         ]
         kept = {key: result[key] for key in ("accuracy", "loss", "samples")}
         print(json.dumps(kept | {"classes": per_class, "confusion": counts.tolist()}))
     else:
         width = max(len(readable(name)) for name in [*classes, "class"])
-        print(f"{'class':{width}}  images  accuracy  mostly taken for")
+        print(f"{'class':{width}}  images  accuracy  most often mistaken for")
         for name, images, correct, most in rows:
             accuracy = f"{correct / images:.2%}" if images else ""
             line = f"{readable(name):{width}}  {images:6d}  {accuracy:>8}  {readable(most)}"
             print(line.rstrip())
-        right = round(result["accuracy"] * result["samples"])
+        correct = round(result["accuracy"] * result["samples"])
         print(
-            f"accuracy {result['accuracy']:.2%} ({right} of {result['samples']} images), "
+            f"accuracy {result['accuracy']:.2%} ({correct} of {result['samples']} images), "
             f"loss {result['loss']:.4f}"
         )
     if args.confusion:
@@ -136,9 +158,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")
-    parser.add_argument("--data-dir", help="a folder of images; default: the data trained with")
+    parser.add_argument("--data-dir", help="a folder of images; default: that of the run")
     parser.add_argument("--split", choices=("train", "val", "test"), default="val")
-    parser.add_argument("--batch-size", type=int, default=256, help="a process (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=256, help="per process (default: 256)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
     parser.add_argument("--on-bad-sample", choices=("error", "skip"), default="error")
     parser.add_argument("--confusion", metavar="PNG", help="draw the confusion matrix")
@@ -147,26 +169,26 @@ def main():
     if args.batch_size < 1:
         parser.error("--batch-size must be at least 1")
     launched = "WORLD_SIZE" in os.environ
-    device = init_distributed(args.device) if launched else get_device(args.device)
-    model, cfg, facts = load_trained(args.checkpoint, device)
-    skip = args.on_bad_sample == "skip"
-    # Where the split lies that the run has made, if it has made one.
-    folder = str(Path(args.checkpoint).parent)
-    cfg = replace(cfg, on_bad_sample=args.on_bad_sample, output_dir=folder)
-    images = evaluation_set(cfg, facts, args.data_dir, args.split, skip)
+    trained = load_trained(args.checkpoint)
+    cfg = replace(trained.cfg, device=args.device, num_threads=0)
+    device = init_distributed(cfg.device, cfg.timeout) if launched else get_device(cfg.device)
+    configure_torch(cfg)
+    skip_bad = args.on_bad_sample == "skip"
+    images = evaluation_set(trained, args.data_dir, args.split, skip_bad=skip_bad)
     sampler = DistributedSampler(images, shuffle=False) if launched else SequentialSampler(images)
     cfg = replace(
         cfg,
-        loader="workers",  # one pass: nothing worth keeping decoded
-        per_process_batch_size=0,
+        loader="workers",  # one pass: nothing is worth keeping in memory
         global_batch_size=args.batch_size * get_world_size(),
+        audit=False,
     )
-    loader = build_loader(images, sampler, cfg, device)
-    meter = ConfusionMeter(device, len(facts["classes"]))
-    result = evaluate(model, loader, device, meter)
+    loader = build_loader(images, sampler, args.batch_size, device, cfg)
+    classes = trained.facts["classes"]
+    meter = ConfusionMeter(device, len(classes))
+    result = evaluate(trained.model.to(device), loader, meter)
     counts = all_reduce(meter.counts).cpu()
     if is_main_process():
-        report(args, facts["classes"], result, counts)
+        report(args, classes, result, counts)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,53 @@
-"""What predict, evaluate and export share: a trained model out of its checkpoint alone."""
+"""What predict, evaluate and export share: a trained model from nothing but its checkpoint."""
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from utils.checkpoint import read_checkpoint
-from utils.datasets import FolderSet
-from utils.distributed import UserError
+from utils.config import Config
+from utils.errors import UserError
+from utils.image_folder import FolderDataset
 from utils.models import build_model
-from utils.runtime import seed_everything
-from utils.settings import Config
+
+PREPROCESSING = ("image_size", "resize", "interpolation", "mean", "std")
 
 
-def load_trained(path, device):
-    """-> (model in eval mode on `device`, its Config, facts about its images).
+class Trained(NamedTuple):
+    """A trained model, and what is known of it."""
 
-    The facts: "classes", "image_size", "resize", "interpolation", "mean", "std". UserError where
-    the file is no checkpoint of these scripts.
-    """
+    model: torch.nn.Module  # on the CPU, in eval mode
+    cfg: Config  # of its run, without the settings of leaves and options
+    facts: dict  # "classes" and PREPROCESSING: what its images look like
+    config: dict  # all settings of its run, as in the checkpoint
+    data: dict  # what the checkpoint says of its data
+
+
+def load_trained(path):
+    """The Trained of a checkpoint. UserError if the file is not a checkpoint of these scripts, or
+    does not say how its images were prepared."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"there is no file {path}: name a checkpoint such as runs/x/best.pt")
+        raise UserError(f"there is no file {path}: pass a checkpoint such as runs/x/best.pt")
     checkpoint = read_checkpoint(path)
-    known = {field.name for field in fields(Config)}
-    saved = {name: value for name, value in checkpoint["config"].items() if name in known}
-    # The checkpoint has its weights in it, and a frozen BatchNorm computes what any does in eval().
-    cfg = replace(Config(**saved), weights="", freeze="none", compile="none")
-    facts = checkpoint["data"]
-    facts = {"resize": facts["image_size"], "interpolation": "bilinear"} | facts
-    seed_everything(cfg.seed)  # build_model() refuses ranks that draw different weights
-    model = build_model(cfg, len(facts["classes"]))
+    config, data = checkpoint["config"], checkpoint["data"]
+    names = {field.name for field in fields(Config)} & config.keys()
+    # The checkpoint contains the weights, and a frozen BatchNorm is one like any other in eval().
+    cfg = replace(Config(**{n: config[n] for n in names}), weights="", compile="none")
+    missing = [name for name in PREPROCESSING if name not in data]
+    if missing:
+        raise UserError(
+            f"{path} does not say how its images were prepared ({', '.join(missing)}): give the "
+            f"training set an attribute `preprocessing` with these keys"
+        )
+    model = build_model(cfg, len(data["classes"]))
     model.load_state_dict(checkpoint["model"])
-    return model.eval().to(device), cfg, facts
-
-
-def prepare_alike(images, facts):
-    """The set, its images from now on prepared as the model's validation images were."""
-    images.mean, images.std, images.size = facts["mean"], facts["std"], facts["image_size"]
-    images.resize, images.interpolation = facts["resize"], facts["interpolation"]
-    return images
+    facts = {name: data[name] for name in ("classes", *PREPROCESSING)}
+    return Trained(model.eval(), cfg, facts, config, data)
 
 
 def folder_set(paths, labels, facts):
-    """The images at `paths`, prepared as the model's validation images were."""
-    pixels = facts["mean"], facts["std"]
-    return prepare_alike(
-        FolderSet(paths, facts["classes"], labels, pixels, facts["image_size"]), facts
-    )
+    """The images at `paths`, prepared like the model's validation images."""
+    return FolderDataset(paths, labels, {name: facts[name] for name in PREPROCESSING})

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import pkgutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,32 +10,76 @@ ROOT = Path(__file__).parent.parent
 
 
 class Rung(NamedTuple):
+    """A script of the ladder."""
+
     script: str
     parent: str | None
-    budget: int  # changed code lines, added and removed, the module's docstring left out
+    budget: int  # changed code lines, added and removed, without the module docstring
     adds: str
+    config: str = "utils.config:Config"  # the class of its settings
+
+    def config_class(self):
+        """The dataclass of the script's settings."""
+        return pkgutil.resolve_name(self.config)
 
 
 LADDER = [
-    Rung("train_1gpu.py", None, 0, "one device: the loop"),
-    Rung("train_dp.py", "train_1gpu.py", 2, "`nn.DataParallel`, the line not to use"),
+    Rung("train_1gpu.py", None, 0, "the training loop on one device"),
+    Rung("train_dp.py", "train_1gpu.py", 2, "`nn.DataParallel`, and why not to use it"),
     Rung(
         "train_ddp.py",
         "train_1gpu.py",
-        22,
-        "`DistributedDataParallel`: one process a device, on one node or many",
+        24,
+        "`DistributedDataParallel`: one process per device, on one node or several",
     ),
-    Rung("train_ddp_amp.py", "train_ddp.py", 20, "mixed precision: autocast, `GradScaler`"),
-    Rung("train_mp.py", "train_1gpu.py", 28, "model parallel: one model over several devices"),
-    Rung("train_ddp_mp.py", "train_mp.py", 22, "data parallel x model parallel"),
-    Rung("train_fsdp.py", "train_ddp.py", 12, "`fully_shard` (FSDP2): sharded parameters"),
-    Rung("train_ddp_accum.py", "train_ddp.py", 28, "gradient accumulation with `no_sync`"),
-    Rung("train_ddp_spawn.py", "train_ddp.py", 16, "started from Python, without torchrun"),
+    Rung(
+        "train_ddp_spawn.py",
+        "train_ddp.py",
+        16,
+        "launched from Python with `mp.spawn`, without torchrun",
+        "utils.spawn:SpawnConfig",
+    ),
+    Rung(
+        "train_ddp_amp.py",
+        "train_ddp.py",
+        20,
+        "mixed precision: `autocast` and `GradScaler`",
+        "utils.amp:AmpConfig",
+    ),
+    Rung(
+        "train_ddp_accum.py",
+        "train_ddp.py",
+        28,
+        "gradient accumulation with `no_sync`",
+        "utils.accumulation:AccumulationConfig",
+    ),
+    Rung(
+        "train_fsdp.py",
+        "train_ddp.py",
+        12,
+        "`fully_shard` (FSDP2): parameters, gradients and optimizer state are sharded",
+        "utils.fsdp:FsdpConfig",
+    ),
+    Rung(
+        "train_mp.py",
+        "train_1gpu.py",
+        28,
+        "model parallelism: one model over several devices",
+        "utils.model_parallel:StagesConfig",
+    ),
+    Rung(
+        "train_ddp_mp.py",
+        "train_mp.py",
+        22,
+        "model parallelism in each process, data parallelism across processes",
+        "utils.model_parallel:StagesConfig",
+    ),
 ]
+RUNGS = {rung.script: rung for rung in LADDER}
 
 
 def code(script):
-    """The lines of a script, without the module's docstring."""
+    """The lines of a script, without the module docstring."""
     text = (ROOT / script).read_text()
     end = ast.parse(text).body[0].end_lineno
     return text.splitlines()[end:]
@@ -47,5 +92,5 @@ def lesson(rung):
 
 
 def changed(rung):
-    """Changed code lines, added and removed."""
+    """The number of changed code lines, added and removed."""
     return sum(line[0] in "+-" and line[1:].strip() != "" for line in lesson(rung))

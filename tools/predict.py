@@ -1,8 +1,10 @@
-"""python -m tools.predict runs/x/best.pt IMAGE_OR_FOLDER ...: what is on these images?
+"""Classify images with a trained model.
 
-Needs nothing but the checkpoint: the model, its classes and how its images are prepared are in it.
-Folders are searched with all that is below them. An image that cannot be decoded is reported and
-the rest goes on; exit code 1 where that leaves none, or there are none.
+    python -m tools.predict runs/x/best.pt IMAGE_OR_FOLDER ...
+
+Needs nothing but the checkpoint, which has the model, its classes and how its images are prepared.
+Folders are searched with all their subfolders. An image that cannot be decoded is reported, and the
+rest is classified. Exit code 1 if no image was classified.
 """
 
 import argparse
@@ -10,19 +12,21 @@ import csv
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tools.inference import folder_set, load_trained
-from utils.distributed import UserError, available_cores, get_device, report_errors
-from utils.images import is_image, readable
-from utils.runtime import progress
+from utils.distributed import available_cores, get_device
+from utils.errors import report_errors
+from utils.image_folder import BadImageError, is_image, readable
+from utils.runtime import configure_torch
 
 
 class Images(Dataset):
-    """(path, uint8 image (3, size, size)) or (path, what is wrong with the file)."""
+    """(path, uint8 image (3, size, size)), or (path, BadImageError)."""
 
     def __init__(self, paths, facts):
         self.paths, self.images = paths, folder_set(paths, [0] * len(paths), facts)
@@ -30,57 +34,62 @@ class Images(Dataset):
     def __len__(self):
         return len(self.paths)
 
-    def __getitem__(self, i):
+    def __getitem__(self, index):
         try:
-            return self.paths[i], self.images.image(i)
-        except UserError as error:
-            return self.paths[i], str(error).split(": mend or remove it")[0]
+            return self.paths[index], self.images[index][0]
+        except BadImageError as error:
+            return self.paths[index], error
 
 
-def find(names):
+def find_files(names):
     """The image files among `names` and in the folders among them, each folder's sorted."""
     paths = []
     for name in names:
         if os.path.isdir(name):
             walk = os.walk(name, followlinks=True)
-            found = [os.path.join(at, file) for at, _, files in walk for file in files]
-            paths += sorted(p for p in found if is_image(Path(p).relative_to(name)))
+            files = [os.path.join(folder, file) for folder, _, files in walk for file in files]
+            paths += sorted(p for p in files if is_image(Path(p).relative_to(name)))
         else:
             paths.append(name)
     return paths
 
 
 @torch.inference_mode()
-def predict(model, facts, paths, device, batch_size=64, top_k=5):
-    """Yields a path with its `top_k` (class, probability), or with the reason why it has none."""
-    workers = min(8, available_cores() // 2) if len(paths) > batch_size else 0
-    if workers and device.type == "cpu":
-        torch.set_num_threads(available_cores() - workers)
+def predict(model, facts, paths, device, batch_size=64, top_k=5, workers=0):
+    """Yield each path with its `top_k` pairs (class, probability), or with its BadImageError."""
     loader = DataLoader(Images(paths, facts), batch_size, num_workers=workers, collate_fn=list)
     dtype = next(model.parameters()).dtype
     mean, std = (torch.tensor(facts[n], dtype=dtype).view(1, 3, 1, 1) for n in ("mean", "std"))
-    for batch in progress(loader, "predict"):
-        images = [image for _, image in batch if not isinstance(image, str)]
-        found = iter(())
+    for batch in _progress(loader):
+        images = [image for _, image in batch if not isinstance(image, BadImageError)]
+        rows = iter(())
         if images:
             pixels = (torch.stack(images).to(dtype) / 255 - mean) / std
             top = model(pixels.to(device)).softmax(1).topk(min(top_k, len(facts["classes"])))
-            found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            rows = zip(top.values.tolist(), top.indices.tolist(), strict=True)
         for path, image in batch:
-            if isinstance(image, str):
+            if isinstance(image, BadImageError):
                 yield path, image
             else:
-                values, indices = next(found)
+                values, indices = next(rows)
                 names = [facts["classes"][i] for i in indices]
                 yield path, list(zip(names, values, strict=True))
 
 
+def _progress(loader):
+    try:
+        from tqdm import tqdm  # optional: requirements-extras.txt
+    except ImportError:
+        return loader
+    return tqdm(loader, desc="predict", leave=False, disable=not sys.stderr.isatty())
+
+
 class Table:
-    """For a person; the other writers have the same methods."""
+    """Lines for people. The other writers have the same methods."""
 
     def write(self, path, result):
-        if isinstance(result, str):
-            print(f"error: {result}", file=sys.stderr)
+        if isinstance(result, BadImageError):
+            print(f"error: {_description(result)}", file=sys.stderr)
         else:
             print(readable(path), *(f"{name} {p:.1%}" for name, p in result), sep="  ")
 
@@ -94,8 +103,8 @@ class Json:
     comma = "["
 
     def write(self, path, result):
-        if isinstance(result, str):
-            row = {"path": readable(path), "error": result}
+        if isinstance(result, BadImageError):
+            row = {"path": readable(path), "error": _description(result)}
         else:
             named = [{"class": name, "probability": p} for name, p in result]
             row = {"path": readable(path), "predictions": named}
@@ -107,7 +116,7 @@ class Json:
 
 
 class Csv:
-    """path, error, class 1, probability 1, class 2, ... : a line an image."""
+    """One line per image: path, error, class 1, probability 1, class 2, ..."""
 
     def __init__(self, top_k):
         self.lines = csv.writer(sys.stdout, lineterminator="\n")
@@ -117,12 +126,16 @@ class Csv:
         )
 
     def write(self, path, result):
-        bad = isinstance(result, str)
+        bad = isinstance(result, BadImageError)
         cells = [] if bad else [cell for pair in result for cell in pair]
-        self.lines.writerow([readable(path), result if bad else "", *cells])
+        self.lines.writerow([readable(path), _description(result) if bad else "", *cells])
 
     def close(self):
         pass
+
+
+def _description(error):
+    return f"{readable(error.path)} cannot be decoded ({error.reason})"
 
 
 @report_errors
@@ -131,7 +144,7 @@ def main():
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")
     parser.add_argument("images", nargs="+", metavar="image_or_folder")
-    parser.add_argument("--top-k", type=int, default=5, help="classes an image (default: 5)")
+    parser.add_argument("--top-k", type=int, default=5, help="classes per image (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, help="(default: 64)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
     form = parser.add_mutually_exclusive_group()
@@ -140,15 +153,17 @@ def main():
     args = parser.parse_args()
     if min(args.top_k, args.batch_size) < 1:
         parser.error("--top-k and --batch-size must be at least 1")
+    trained, paths = load_trained(args.checkpoint), find_files(args.images)
     device = get_device(args.device)
-    model, _, facts = load_trained(args.checkpoint, device)
-    paths = find(args.images)
-    top_k = min(args.top_k, len(facts["classes"]))
+    workers = min(8, available_cores() // 2) if len(paths) > args.batch_size else 0
+    configure_torch(replace(trained.cfg, num_threads=0, num_workers=workers))
+    top_k = min(args.top_k, len(trained.facts["classes"]))
     out = Json() if args.json else Csv(top_k) if args.csv else Table()
-    bad = 0
-    for path, result in predict(model, facts, paths, device, args.batch_size, top_k):
+    model, bad = trained.model.to(device), 0
+    results = predict(model, trained.facts, paths, device, args.batch_size, top_k, workers)
+    for path, result in results:
         out.write(path, result)
-        bad += isinstance(result, str)
+        bad += isinstance(result, BadImageError)
     out.close()
     if bad or not paths:
         print(f"{bad} of {len(paths)} images cannot be decoded", file=sys.stderr)

@@ -1,93 +1,145 @@
-"""python -m tools.readme: write the generated blocks of README.md and docs/traps.md anew.
+"""Update the generated blocks of README.md and of the pages in docs/.
 
-A block stands between `<!-- NAME -->` and `<!-- /NAME -->`; a test fails where it is out of date.
+    python -m tools.readme
+
+A block stands between `<!-- NAME -->` and `<!-- /NAME -->`, or between `<!-- NAME ARGUMENT -->` and
+`<!-- /NAME -->`. A test fails where a block is out of date.
 """
 
+import json
 import re
 
-from tools.bench_report import EPOCH
-from tools.lessons import LADDER, ROOT, changed, lesson
-from tools.plants import BUGS
+from tools.bench import peers as bench_peers
+from tools.bench.report import HEAD, markdown_table, table_rows
+from tools.closure import closure, options, purpose, size, total
+from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
+from tools.verify import table as verify_table
+from tools.verify.plants import BUGS
+
+RESULTS = ROOT / "docs" / "results"
 
 
 def ladder():
     """The table of the rungs."""
-    rows = ["| script | builds on | adds | changed lines |", "|---|---|---|---|"]
+    rows = []
     for rung in LADDER:
         parent = f"`{rung.parent}`" if rung.parent else ""
-        count = changed(rung) if rung.parent else ""
-        rows.append(f"| [`{rung.script}`]({rung.script}) | {parent} | {rung.adds} | {count} |")
-    return "\n".join(rows)
+        count = str(changed(rung)) if rung.parent else ""
+        rows.append([f"[`{rung.script}`]({rung.script})", parent, rung.adds, count])
+    return markdown_table(["script", "builds on", "adds", "changed lines"], rows)
 
 
-def lessons():
-    """Each rung's whole difference from its parent."""
-    return "\n\n".join(
-        f"<details><summary><code>{rung.parent}</code> to <code>{rung.script}</code></summary>\n\n"
-        "```diff\n" + "\n".join(_without_numbers(lesson(rung))) + "\n```\n\n</details>"
-        for rung in LADDER
-        if rung.parent
-    )
+def lesson_block(script):
+    """The whole diff from a rung's parent to the rung."""
+    lines = ["@@" if line.startswith("@@") else line for line in lesson(RUNGS[script])]
+    return "\n".join(["```diff", *lines, "```"])
 
 
-def _without_numbers(lines):
-    return ["@@" if line.startswith("@@") else line for line in lines]
+def closure_block():
+    """What each script needs: its modules, and their code lines and tokens with its own."""
+    rows = []
+    for rung in LADDER:
+        script = ROOT / rung.script
+        modules = closure(script)
+        lines, tokens = total([script, *modules])
+        counts = [size(script).lines, len(modules), lines, tokens]
+        rows.append([f"`{rung.script}`", *(f"{n:,}" for n in counts)])
+    head = ["script", "its own code lines", "modules it needs", "code lines with them", "tokens"]
+    return markdown_table(head, rows)
+
+
+def options_block():
+    """The modules of utils/ that only a setting needs."""
+    by_name = {}
+    for rung in LADDER:
+        by_name |= options(ROOT / rung.script)
+    rows = [
+        [
+            f"`utils/{name}.py`",
+            f"`{option.setting}`" if option.setting.startswith("--") else option.setting,
+            purpose(option.path),
+            str(size(option.path).lines),
+        ]
+        for name, option in sorted(by_name.items())
+    ]
+    return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
 
 
 def verify():
-    """The table that `make verify` has written."""
-    return (ROOT / "docs" / "results" / "verify.md").read_text().split("\n\n")[-1].strip()
+    """The table of `make verify`."""
+    result = json.loads((RESULTS / "verify.json").read_text())
+    return markdown_table(verify_table.HEAD, map(verify_table.cells_of, result["rows"]))
 
 
-def _columns(page, names, wanted=lambda row: True):
-    """These columns of the table of a page of docs/results, and of the rows that are wanted."""
-    text = (ROOT / "docs" / "results" / page).read_text().split("\n\n")[-1].strip()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    numbers = [rows[0].index(name) for name in names]
-    kept = [[row[i] for i in numbers] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in kept if wanted(row))
+def _columns(names, head, rows):
+    numbers = [head.index(name) for name in names]
+    return markdown_table(names, [[row[i] for i in numbers] for row in rows])
 
 
 def bench():
-    """What `make bench` has written, without the parts of the steps."""
-    names = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "of limit"]
-    return _columns("bench.md", [*names, "limited by"])
+    """The table of `make bench`, without the parts of the steps."""
+    result = json.loads((RESULTS / "bench.json").read_text())
+    names = [*HEAD[:5], "of limit", "limited by"]
+    return _columns(names, HEAD, table_rows(result))
 
 
 def peers():
-    """What `make bench-peers` has written of our rows and of the tutorial as published."""
-    names = ["row", "precision", "images/s", "ratio to best peer"]
-    return _columns("peers.md", names, lambda row: row[-1] or "as published" in row[0])
+    """The rows of these scripts and of the published tutorial in `make bench-peers`."""
+    result = json.loads((RESULTS / "peers.json").read_text())
+    head = bench_peers.HEAD
+    names = [name for name in head if name not in ("workers", head[3])]
+    facts = result["contestants"].values()
+    rows = zip(facts, bench_peers.table_rows(result), strict=True)
+    kept = [row for fact, row in rows if fact["kind"] != "peer" or fact["workers"].endswith("!")]
+    return _columns(names, head, kept)
 
 
 def traps():
-    """An entry a bug that can be planted."""
+    """One entry per bug that can be planted."""
     return "\n\n".join(
-        f"## {bug.name}\n\n{bug.wrong}\n\n"
-        f"- **From outside**: {bug.outside}\n"
-        f"- **Caught by** the row `{bug.row}`.\n"
-        f"- **Prevented by**: {bug.prevents}\n\n"
-        f"```diff\n# {bug.file}\n{_marked('-', bug.line)}\n{_marked('+', bug.instead)}\n```"
+        f"## {bug.name}\n\n{bug.effect}\n\n"
+        f"- **Symptom**: {bug.symptom}\n"
+        f"- **Caught by** the row `{bug.row}` of `make verify`.\n"
+        f"- **Prevented by**: {bug.prevention}\n\n"
+        f"```diff\n# {bug.file}\n{bug.diff()}\n```"
         for bug in BUGS
     )
 
 
-def _marked(sign, text):
-    return "\n".join(f"{sign}{line}" for line in text.splitlines())
+BLOCKS = {
+    "ladder": ladder,
+    "lesson": lesson_block,
+    "closure": closure_block,
+    "options": options_block,
+    "verify": verify,
+    "bench": bench,
+    "peers": peers,
+    "traps": traps,
+}
+BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 
 
-BLOCKS = {block.__name__: block for block in (ladder, lessons, verify, bench, peers, traps)}
-PAGES = [ROOT / "README.md", ROOT / "docs" / "traps.md"]
+def pages():
+    """README.md and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks_of(text):
+    """(name, argument or None) of each block of a page."""
+    return [(name, argument or None) for _, name, argument, _ in BLOCK.findall(text)]
 
 
 def generate(text):
-    """A page's text with every block as it should be."""
-    for name, make in BLOCKS.items():
-        pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text = re.sub(pattern, lambda m, make=make: m[1] + make() + "\n" + m[2], text, flags=re.S)
-    return text
+    """A page's text with every block up to date. KeyError for an unknown block."""
+
+    def block(match):
+        opening, name, argument, closing = match.groups()
+        content = BLOCKS[name](*([argument] if argument else []))
+        return f"{opening}{content}\n{closing}"
+
+    return BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    for page in pages():
         page.write_text(generate(page.read_text()))

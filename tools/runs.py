@@ -1,4 +1,4 @@
-"""Running the scripts as a user would, always with a time limit, and never leaving one behind."""
+"""Running the scripts as a user would, always with a time limit and without orphaned processes."""
 
 import os
 import signal
@@ -9,12 +9,13 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.lessons import ROOT
 from utils.metrics import read_metrics
-
-ROOT = Path(__file__).parent.parent
 
 
 class Run(NamedTuple):
+    """A run that has ended."""
+
     code: int
     stdout: str
     stderr: str
@@ -23,16 +24,16 @@ class Run(NamedTuple):
     output_dir: Path
 
 
-def command(script, nproc, flags):
-    """torchrun --standalone for a number of processes, plain Python for nproc=None.
+def command(script, nproc, flags, launcher="torch.distributed.run"):
+    """The command that runs a script: torchrun for a number of processes, Python for nproc=None.
 
     script: its path, or a list: -m, a module, the module's arguments.
     """
-    start = [sys.executable]
+    parts = [sys.executable]
     if nproc:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    start += map(str, script if isinstance(script, list) else [script])
-    return start + flag_list(flags)
+        parts += ["-m", launcher, "--standalone", f"--nproc_per_node={nproc}"]
+    parts += map(str, script if isinstance(script, list) else [script])
+    return parts + flag_list(flags)
 
 
 def flag_list(flags):
@@ -44,18 +45,28 @@ def flag_list(flags):
     ]
 
 
-def start_run(script, nproc, flags, environment=None, cwd=ROOT, cores=None):
-    """Popen of a script; its whole family carries the attribute run_tag in its environment, after
-    the tag of the run that this process itself belongs to.
+def start_run(
+    script,
+    nproc,
+    flags,
+    environment=None,
+    cwd=ROOT,
+    cores=None,
+    launcher="torch.distributed.run",
+):
+    """Start a script. Returns its Popen, with the attributes `run_tag` and `started`.
 
-    cores: the numbers of the CPU cores that it may use; default: one a rank. (Many threads on a
-    busy machine wait for each other for minutes.)
+    All its processes have RUN_TAG in their environment: the tag of the run that this process
+    belongs to, if any, followed by run_tag.
+
+    cores: the CPU cores that it may use (default: one per process). Many threads on a busy machine
+    wait for each other for minutes.
     """
     env = {**os.environ, "RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
     env.setdefault("OMP_NUM_THREADS", "1")  # or torchrun warns
     cores = cores or sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(
-        command(script, nproc, flags),
+        command(script, nproc, flags, launcher),
         cwd=cwd,
         env=env | (environment or {}),
         stdin=subprocess.DEVNULL,
@@ -70,14 +81,17 @@ def start_run(script, nproc, flags, environment=None, cwd=ROOT, cores=None):
 
 
 def finish_run(process, output_dir, limit=180):
-    """Wait for the end -> Run. AssertionError where it hangs or leaves a process behind."""
+    """Wait until a run ends. Returns its Run.
+
+    AssertionError if it takes more than `limit` seconds or leaves processes behind.
+    """
     try:
         stdout, stderr = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         kill_family(process.run_tag)
         stdout, stderr = process.communicate()
-        said = f"{stdout}\n{stderr}"
-        raise AssertionError(f"{process.args} did not end in {limit} s:\n{said}") from None
+        output = f"{stdout}\n{stderr}"
+        raise AssertionError(f"{process.args} did not end in {limit} s:\n{output}") from None
     except KeyboardInterrupt:
         kill_family(process.run_tag)
         raise
@@ -90,8 +104,10 @@ def finish_run(process, output_dir, limit=180):
 
 
 def kill_after_first_save(process, output_dir, limit=120):
-    """kill -9 of what launched the run, as soon as there is a checkpoint. AssertionError where
-    there never is one, or ranks outlive the launcher."""
+    """Kill the launcher of a run with SIGKILL as soon as there is a checkpoint.
+
+    AssertionError if there is none in time, or if processes outlive the launcher.
+    """
     end = time.monotonic() + limit
     while not (Path(output_dir) / "last.pt").exists():
         assert process.poll() is None, process.communicate()
@@ -99,23 +115,23 @@ def kill_after_first_save(process, output_dir, limit=120):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert wait_for_family(process.run_tag) == [], "a killed launcher left ranks behind"
+    assert wait_for_family(process.run_tag) == [], "processes outlived the launcher"
 
 
 def family(tag):
-    """Process ids whose RUN_TAG in the environment begins with `tag`: a run, and runs of it."""
-    found = []
+    """The ids of the processes whose RUN_TAG starts with `tag`: those of a run and of its runs."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"RUN_TAG={tag}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # it ended meanwhile
+                pids.append(int(folder.name))
+        except OSError:  # the process has ended
             continue
-    return found
+    return pids
 
 
 def wait_for_family(tag, limit=10):
-    """What is left of a family after at most `limit` seconds; that is killed."""
+    """Wait up to `limit` seconds until a family has ended; kill and return what is left of it."""
     end = time.monotonic() + limit
     while (left := family(tag)) and time.monotonic() < end:
         time.sleep(0.1)
@@ -124,8 +140,15 @@ def wait_for_family(tag, limit=10):
 
 
 def kill_family(tag):
+    """Kill the processes of a family."""
     for pid in family(tag):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def last_line(text):
+    """The last line of some output: where a run fails, its error. Short, and fit for a table."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines or ["no output"])[-1].replace("|", "/")[:160]

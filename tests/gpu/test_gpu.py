@@ -1,4 +1,4 @@
-"""What only a GPU can show (make test-gpu); skipped where there is none."""
+"""Tests that need a GPU (make test-gpu); skipped without one."""
 
 import json
 import subprocess
@@ -11,17 +11,18 @@ import torchvision
 
 import train_ddp_amp
 from tests.launch import run_script
-from tests.test_data import config
 from tools.runs import ROOT, finish_run, start_run
-from utils.datasets import build_datasets
-from utils.loaders import EpochSampler, build_loader
+from utils.amp import AmpConfig
+from utils.config import load_config
+from utils.data import build_datasets, build_loader
 from utils.metrics import Meter
+from utils.sampler import EpochSampler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 NAMES = ("train_loss", "val_loss", "val_accuracy")
 TWO = "cuda:0,cuda:0"
-RUNS = {  # the script, processes of torchrun, flags; two processes share the GPU over gloo
+RUNS = {  # script, processes of torchrun, flags; two processes share the GPU over gloo
     "1gpu": ("train_1gpu.py", None, {"device": "cuda"}),
     "dp": ("train_dp.py", None, {"device": "cuda"}),
     "ddp, NCCL": ("train_ddp.py", 1, {"device": "cuda"}),
@@ -38,7 +39,7 @@ RUNS = {  # the script, processes of torchrun, flags; two processes share the GP
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    """train_1gpu.py on the CPU, in float64: the curve that every run here must draw."""
+    """train_1gpu.py on the CPU, in float64: the reference of every run here."""
     run = run_script("train_1gpu.py", dtype="float64", output_dir=tmp_path_factory.mktemp("cpu"))
     assert run.code == 0, run.stderr
     return run
@@ -50,41 +51,49 @@ def numbers(run):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_script_draws_the_cpus_curve(name, on_cpu, tmp_path):
+def test_every_script_matches_the_cpu(name, on_cpu, tmp_path):
     script, nproc, flags = RUNS[name]
     run = run_script(script, nproc, dtype="float64", output_dir=tmp_path, **flags)
     assert numbers(run) == pytest.approx(numbers(on_cpu), rel=1e-7)
 
 
 @pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda")], ids=" then ".join)
-def test_begun_on_one_device_and_finished_on_the_other(devices, on_cpu, tmp_path):
+def test_run_is_resumed_on_another_device(devices, on_cpu, tmp_path):
     first, second = devices
-    numbers(run_script("train_1gpu.py", dtype="float64", device=first, output_dir=tmp_path))
+    begun = run_script("train_1gpu.py", dtype="float64", device=first, output_dir=tmp_path)
     for name in ("last.pt", "best.pt", "epoch-0002.pt"):
         (tmp_path / name).unlink()
     run = run_script("train_1gpu.py", dtype="float64", device=second, output_dir=tmp_path)
-    assert "epochs 1 to 1" in run.stdout
+    assert run.rows[0] == begun.rows[0] and len(run.rows) == 2
     assert numbers(run) == pytest.approx(numbers(on_cpu), rel=1e-7)
 
 
-def test_batches_are_the_cpus_bit_for_bit():
-    cfg = config("--synthetic-samples=100", "--image-size=32", "--global-batch-size=30")
-    images, _ = build_datasets(cfg)
-    loaders = [
-        build_loader(images, EpochSampler(images, 0), cfg, torch.device(device), train=True)
-        for device in ("cpu", "cuda")
-    ]
+def test_batches_match_the_cpu_bit_for_bit():
+    flags = ["--dataset=synthetic", "--synthetic-samples=100", "--global-batch-size=30"]
+    cfg, loaders = load_config(argv=flags), []
+    for device in ("cpu", "cuda"):
+        images, _, _ = build_datasets(cfg)
+        sampler = EpochSampler(images, seed=0)
+        loaders.append(build_loader(images, sampler, 30, torch.device(device), cfg, train=True))
     for ours, theirs in zip(*loaders, strict=True):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale():
-    device, cfg = torch.device("cuda"), SimpleNamespace(amp_dtype="float16", clip_norm=1.0)
+class OneBatch(list):
+    """A loader of one batch, with the attributes that progress() needs."""
+
+    epoch = start = 0
+
+
+def test_overflow_skips_the_step_and_halves_the_scale():
+    device, cfg = torch.device("cuda"), AmpConfig(amp_dtype="float16", clip_norm=1.0)
+    checkpoint = SimpleNamespace(step=lambda: None)
     model = torch.nn.Linear(4, 3).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     batch = torch.randn(5, 4, device=device), torch.randint(3, (5,), device=device)
+    loader = OneBatch([batch])
 
     def epoch(factor):
         def criterion(outputs, labels):
@@ -92,7 +101,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 
         before = model.weight.clone()
         train_ddp_amp.train_one_epoch(
-            model, [batch], criterion, optimizer, scheduler, scaler, Meter(device), cfg, device
+            model, loader, criterion, optimizer, scheduler, scaler, Meter(device), checkpoint, cfg
         )
         return torch.equal(model.weight, before), scaler.get_scale()
 
@@ -102,7 +111,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_mixed_precision_learns_what_float32_does(dtype, tmp_path):
+def test_mixed_precision_learns_like_float32(dtype, tmp_path):
     flags = {"device": "cuda", "global_batch_size": 12}
     exact = run_script("train_ddp.py", 1, output_dir=tmp_path / "exact", **flags)
     half = run_script("train_ddp_amp.py", 1, output_dir=tmp_path, amp_dtype=dtype, **flags)
@@ -110,7 +119,7 @@ def test_mixed_precision_learns_what_float32_does(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_and_graphed_models_train_as_eager_ones(mode, tmp_path):
+def test_compiled_models_train_like_eager_ones(mode, tmp_path):
     runs = [
         run_script("train_1gpu.py", device="cuda", compile=m, output_dir=tmp_path / m, limit=400)
         for m in ("none", mode)
@@ -127,26 +136,26 @@ from utils.models import convert_sync_batchnorm
 device = init_distributed("cuda:0")
 torch.manual_seed(get_rank())
 images = torch.randn(3 + get_rank(), 4, 5, 5, dtype=torch.float64)
-found = []
+results = []
 for place in (device, torch.device("cpu")):
     model = convert_sync_batchnorm(torch.nn.BatchNorm2d(4).double().to(place), place)
     x = images.to(place).detach().requires_grad_()
     outputs = model(x)
     (outputs * torch.arange(5.0, device=place)).square().sum().backward()
-    found.append([outputs, x.grad, model.weight.grad, *model.buffers()])
-for theirs, ours in zip(*found):
+    results.append([outputs, x.grad, model.weight.grad, *model.buffers()])
+for theirs, ours in zip(*results):
     torch.testing.assert_close(theirs.cpu(), ours)
 torch.distributed.destroy_process_group()
 """
 
 
-def test_pytorchs_sync_batchnorm_equals_ours(tmp_path):
+def test_our_sync_batchnorm_matches_pytorch(tmp_path):
     (tmp_path / "script.py").write_text(SYNC_BATCHNORM.format(root=str(ROOT)))
     run = finish_run(start_run(tmp_path / "script.py", 2, {}), tmp_path)
     assert run.code == 0, run.stderr
 
 
-def test_channels_last_computes_the_same():
+def test_channels_last_changes_nothing():
     torch.manual_seed(0)
     model, images = torchvision.models.resnet18(num_classes=4), torch.randn(8, 3, 32, 32)
     model, images = model.double().cuda(), images.double().cuda()
@@ -156,47 +165,45 @@ def test_channels_last_computes_the_same():
     torch.testing.assert_close(outputs, expected)
 
 
-NO_SYNC = """
-import runpy, sys, torch
+CHECK_SYNC = """
+import sys, torch
 sys.path.insert(0, {root!r})
-import utils.supervise
-real = utils.supervise.supervise
-def watched(loader, *args):
-    for step, batch in enumerate(real(loader, *args)):
-        if step == 2:  # warm: what is made once has been made
+from tools.bench.hooks import run_script
+def around(loader, batches):
+    for step, batch in enumerate(batches):
+        if step == 2:  # everything that is created once exists
             torch.cuda.set_sync_debug_mode("error")
         yield batch
         if step == len(loader) - 2:
             torch.cuda.set_sync_debug_mode("default")
-            print("watched", step)
-utils.supervise.supervise = watched
-sys.argv = ["x.py", *sys.argv[1:]]
-runpy.run_path({script!r}, run_name="__main__")
+            print("checked", step)
+run_script({script!r}, sys.argv[1:], around)
 """
 
 
 @pytest.mark.parametrize("script", ["train_1gpu.py", "train_ddp_amp.py", "train_ddp_accum.py"])
 @pytest.mark.parametrize("loader", ["device", "workers"])
 def test_nothing_waits_for_the_gpu_between_steps(script, loader, tmp_path):
-    text = NO_SYNC.format(root=str(ROOT), script=str(ROOT / script))
-    (tmp_path / "watched.py").write_text(text)
+    text = CHECK_SYNC.format(root=str(ROOT), script=str(ROOT / script))
+    (tmp_path / "checked.py").write_text(text)
     nproc = None if script == "train_1gpu.py" else 1
-    flags = {"device": "cuda", "loader": loader, "clip_norm": 1.0, "amp_dtype": "float16"}
-    run = run_script(tmp_path / "watched.py", nproc, output_dir=tmp_path / "run", **flags)
+    flags = {"device": "cuda", "loader": loader, "clip_norm": 1.0}
+    flags |= {"amp_dtype": "float16"} if script == "train_ddp_amp.py" else {}
+    run = run_script(tmp_path / "checked.py", nproc, output_dir=tmp_path / "run", **flags)
     assert run.code == 0, run.stderr
-    assert run.stdout.count("watched") == 2  # epochs
+    assert run.stdout.count("checked") == 2  # epochs
 
 
-def test_the_peak_memory_is_reported(tmp_path):
+def test_peak_memory_is_reported(tmp_path):
     flags = ["--dataset=synthetic", "--model=resnet20", "--epochs=1", "--device=cuda"]
     flags += ["--synthetic-samples=512", f"--output-dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "tools.probe", str(tmp_path), "train_1gpu.py", *flags]
+    command = [sys.executable, "-m", "tools.bench.probe", str(tmp_path), "train_1gpu.py", *flags]
     subprocess.run(command, cwd=ROOT, check=True, timeout=180)
-    found = json.loads((tmp_path / "rank-0.json").read_text())
-    assert found["memory"] > 10 * 2**20 and found["device"] == torch.cuda.get_device_name()
+    result = json.loads((tmp_path / "rank-0.json").read_text())
+    assert result["memory"] > 10 * 2**20 and result["device"] == torch.cuda.get_device_name()
 
 
-def test_the_table_of_make_verify_is_green():
+def test_verify_passes():
     command = [sys.executable, "-m", "tools.verify", "--device", "cuda:0"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout

@@ -1,4 +1,4 @@
-"""What bench.json says, for people: a table, a page with pictures, ratios to an earlier run."""
+"""The reports of the benchmarks: a table, a page with figures, ratios to an earlier run."""
 
 import base64
 import html
@@ -8,21 +8,22 @@ import random
 import statistics
 from pathlib import Path
 
-from tools.probe import PARTS
+from tools.bench.hooks import PARTS
 
-EPOCH = 50_000  # images of CIFAR-10, the tutorial's epoch
+EPOCH = 50_000  # images: an epoch of CIFAR-10
 HEAD = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "efficiency"]
 HEAD += ["accuracy", "memory", "data wait", "forward", "backward", "optimizer", "of limit"]
 HEAD += ["limited by"]
 
 
 def medians(samples, name):
+    """(median, smallest, largest) of one number of the samples."""
     values = sorted(sample[name] for sample in samples)
     return statistics.median(values), values[0], values[-1]
 
 
 def run_counts(rows):
-    """How many samples the rows have, in words: an interrupted bench has more of some."""
+    """The numbers of samples of the rows, as text: an interrupted bench has more of some rows."""
     return " or ".join(map(str, sorted({len(samples) for samples in rows})))
 
 
@@ -33,23 +34,23 @@ def limits_of(result, key):
 
 
 def mean_parts(samples):
-    """Seconds of each of PARTS, of a step on average."""
+    """Seconds of each of PARTS in an average step."""
     return [statistics.mean(part) for part in zip(*(s["parts"] for s in samples), strict=True)]
 
 
-def verdict(parts, limits, share):
-    """The bottleneck of a row, in words. share: measured / smallest limit."""
+def bottleneck(parts, limits, share):
+    """What limits a row, as text. share: measured speed / smallest limit."""
     if parts[PARTS.index("data")] > 0.05 * sum(parts):
-        return "input-bound: raise num_workers or use loader=device"
+        return "input: raise num_workers or use loader=device"
     if share < 0.7 and "communication" in limits:
-        return "held up by the other ranks: all-reduce and BatchNorm do not hide behind computing"
+        return "communication (all-reduce, BatchNorm) that computation does not hide"
     if share < 0.7:
-        return "overhead: something stands between the steps' parts"
-    return f"{min(limits, key=limits.get)}-bound"
+        return "overhead between the parts of a step"
+    return min(limits, key=limits.get)
 
 
-def rows(result):
-    """Cells of the table, a list a row."""
+def table_rows(result):
+    """The cells of the table, one list per row, in the order of HEAD."""
     speed = {
         name: medians(samples, "images_per_second") for name, samples in result["rows"].items()
     }
@@ -81,12 +82,12 @@ def rows(result):
             f"{medians(samples, 'memory')[0] / 2**30:.2f} GiB",
             *(f"{part / sum(parts):.1%}" for part in parts[:4]),
             f"{share:.0%}" if key else "",
-            verdict(parts, limits, share) if key else "",
+            bottleneck(parts, limits, share) if key else "",
         ]
 
 
 def notes(result):
-    """What has to be known to read the table."""
+    """What a reader of the table has to know."""
     name, samples = next(iter(result["rows"].items()))
     steps, repeats = samples[0]["updates"], run_counts(result["rows"].values())
     first = medians(samples, "start_up")[0]
@@ -99,17 +100,22 @@ def notes(result):
         f"{result['config']['image_size']}, {where}; Python {result['python']}, torch "
         f"{result['torch']}, commit {result['commit']}; `python -m tools.bench "
         f"{result['command']}`. Medians of {repeats} runs that took turns (smallest to largest); "
-        f"an epoch of {steps} steps after one that warms up; the time for {EPOCH:,} images is "
-        f"calculated. Another global batch means other updates an epoch: no efficiency. Limits: "
-        f"measured in turns with the rows; the smallest of computing alone, reading alone, "
-        f"all-reducing alone. Start to the end of the first step: {first:.1f} s ({name})."
-        f"{shared}"
+        f"an epoch of {steps} steps after a warm-up epoch; the time for {EPOCH:,} images is "
+        f"calculated. Rows with another global batch make a different number of updates per "
+        f"epoch, so their efficiency is not comparable. Limits are measured in turns with the "
+        f'rows: computation alone, reading alone, all-reduce alone; "of limit" refers to the '
+        f"smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
     )
+
+
+def markdown_table(head, rows):
+    """Lists of cells -> a Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def finished(result):
     """The table for a terminal."""
-    lines = [HEAD, *rows(result)]
+    lines = [HEAD, *table_rows(result)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD) - 1)]
     text = "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[-1]])
@@ -118,23 +124,19 @@ def finished(result):
     return f"\n{text}\n\n{notes(result)}"
 
 
-def markdown(result):
-    lines = [HEAD, ["---"] * len(HEAD), *rows(result)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{notes(result)}\n\n{table}\n"
+def figure(result):
+    """A PNG: the speed of each row with its limit, and where the time of a step goes.
 
-
-def picture(result):
-    """A PNG: speed of each row with its limit, and where the steps' time goes. None without
-    matplotlib."""
+    Returns None without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     names = [name for name, *_ in result["order"] if name not in result["absent"]]
     keys = {name: key for name, key, _ in result["order"]}
-    figure = Figure((13, 1.5 + 0.4 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    canvas = Figure((13, 1.5 + 0.4 * len(names)), layout="constrained")
+    left, right = canvas.subplots(1, 2, sharey=True)
     for place, name in enumerate(names):
         samples = result["rows"][name]
         middle, low, high = medians(samples, "images_per_second")
@@ -143,57 +145,57 @@ def picture(result):
             limit = min(limits_of(result, keys[name]).values())
             left.plot([limit, limit], [place - 0.4, place + 0.4], color="black")
         start, per_image = 0.0, 1e6 / samples[0]["global_batch_size"]
-        parts = mean_parts(samples)
-        for i, part in enumerate(parts):
+        for i, part in enumerate(mean_parts(samples)):
             label = PARTS[i] if place == 0 else None
             right.barh(place, part * per_image, left=start, color=f"C{i}", label=label)
             start += part * per_image
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     left.set_xlabel("images/s (line: the smallest limit)")
-    right.set_xlabel("microseconds an image")
+    right.set_xlabel("microseconds per image")
     right.legend()
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
+    canvas.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
 
 def write_reports(result, folder):
-    """bench.json, bench.md, bench.png and the self-contained bench.html."""
+    """Write bench.json, bench.md, bench.png and bench.html, which needs no other file."""
     folder.mkdir(parents=True, exist_ok=True)
+    table = markdown_table(HEAD, table_rows(result))
     (folder / "bench.json").write_text(json.dumps(result))
-    (folder / "bench.md").write_text(markdown(result))
-    image = picture(result)
-    shown = "<p>pip install matplotlib draws the pictures.</p>"
+    (folder / "bench.md").write_text(f"{notes(result)}\n\n{table}\n")
+    image = figure(result)
+    shown = "<p>Figures need matplotlib: pip install matplotlib</p>"
     if image:
         (folder / "bench.png").write_bytes(image)
         data = base64.b64encode(image).decode()
-        shown = f'<img alt="speed and parts of the step" src="data:image/png;base64,{data}">'
-    cells = [[html.escape(cell) for cell in row] for row in [HEAD, *rows(result)]]
-    table = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>\n" for row in cells)
+        shown = f'<img alt="speed and parts of a step" src="data:image/png;base64,{data}">'
+    cells = [[html.escape(cell) for cell in row] for row in [HEAD, *table_rows(result)]]
+    lines = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>\n" for row in cells)
     style = "td{border-bottom:1px solid #ccc;padding:.2em .6em}body{font-family:sans-serif}"
     (folder / "bench.html").write_text(
         f"<!doctype html><meta charset=utf-8><title>bench</title><style>{style}</style>"
-        f"<p>{html.escape(notes(result))}</p><table>{table}</table>{shown}\n"
+        f"<p>{html.escape(notes(result))}</p><table>{lines}</table>{shown}\n"
     )
-    print(f"\nwritten: {folder}/bench.json, bench.md, bench.html", flush=True)
+    print(f"\nwrote {folder}/bench.json, bench.md, bench.html", flush=True)
 
 
 def write_table(result, text, folder, name):
-    """NAME.json and NAME.md, and the text on the screen."""
+    """Write NAME.json and NAME.md, and print the text."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result))
     (folder / f"{name}.md").write_text(text)
-    print(f"\n{text}\nwritten: {folder}/{name}.json, {name}.md")
+    print(f"\n{text}\nwrote {folder}/{name}.json, {name}.md")
 
 
 def interval(before, after, draws=2000):
-    """Median ratio after / before of two lists, and its 95 % bootstrap interval."""
-    pick = random.Random(0)
+    """The ratio of the medians, after / before, and its 95 % bootstrap interval."""
+    generator = random.Random(0)
 
     def resampled(values):
-        return statistics.median(pick.choices(values, k=len(values)))
+        return statistics.median(generator.choices(values, k=len(values)))
 
     ratios = sorted(resampled(after) / resampled(before) for _ in range(draws))
     middle = statistics.median(after) / statistics.median(before)
@@ -201,14 +203,14 @@ def interval(before, after, draws=2000):
 
 
 def compared(before, after):
-    """Ratios of the rows that both have."""
-    lines = [f"against {before['commit']} ({before['torch']}), images/s:"]
+    """The ratios of the rows that both results have, as text."""
+    lines = [f"compared with {before['commit']} (torch {before['torch']}), images/s:"]
     for name, samples in after["rows"].items():
         if name in before["rows"]:
             both = [
-                [sample["images_per_second"] for sample in found]
-                for found in (before["rows"][name], samples)
+                [sample["images_per_second"] for sample in values]
+                for values in (before["rows"][name], samples)
             ]
             middle, low, high = interval(*both)
-            lines.append(f"  {name}: {middle:.2f} times ({low:.2f} to {high:.2f})")
+            lines.append(f"  {name}: {middle:.2f} ({low:.2f} to {high:.2f})")
     return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""The generated blocks of README.md and docs/ are up to date."""
+
+import pytest
+
+from tools import readme
+from tools.lessons import LADDER
+from tools.verify.plants import BUGS
+
+
+@pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
+def test_generated_blocks_are_current(page):
+    text = page.read_text()
+    assert text == readme.generate(text), "run: make readme"
+    assert text.count("<!-- /") == len(readme.blocks_of(text)), "a block is not closed"
+
+
+def test_every_block_is_on_a_page():
+    blocks = [block for page in readme.pages() for block in readme.blocks_of(page.read_text())]
+    expected = {(name, None) for name in readme.BLOCKS if name != "lesson"}
+    expected |= {("lesson", rung.script) for rung in LADDER if rung.parent}
+    assert set(blocks) == expected
+
+
+def test_block_is_replaced_in_place():
+    text = "before\n<!-- lesson train_dp.py -->\nold\n<!-- /lesson -->\nafter\n"
+    new = readme.generate(text)
+    assert new.startswith("before\n<!-- lesson train_dp.py -->\n```diff\n@@")
+    assert new.endswith("```\n<!-- /lesson -->\nafter\n") and "old" not in new
+    assert "+    model = torch.nn.DataParallel(model)" in new
+    assert readme.generate(new) == new
+
+
+def test_unknown_block_is_an_error():
+    with pytest.raises(KeyError):
+        readme.generate("<!-- poem -->\n<!-- /poem -->")
+
+
+def test_traps_have_an_entry_per_bug():
+    entries = readme.traps().split("\n## ")
+    assert len(entries) == len(BUGS)
+    for bug, entry in zip(BUGS, entries, strict=True):
+        assert bug.name in entry and bug.row in entry and bug.file in entry

@@ -1,0 +1,118 @@
+"""Measure what would limit a script on this machine if nothing else did.
+
+    python -m tools.bench.limits OUT plain|autocast FLAGS ...
+
+With the scripts' own loader, model, optimizer and process group: the seconds of a step that only
+computes (a random batch that stays on the device, no communication), only reads data, or only
+all-reduces the gradients. Each rank writes OUT/limits-N.json.
+"""
+
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+from utils.amp import AmpConfig
+from utils.config import Config, load_config
+from utils.data import build_datasets, build_loader
+from utils.distributed import all_reduce, get_rank, get_world_size, init_distributed
+from utils.errors import report_errors
+from utils.models import build_model
+from utils.optim import build_optimizer
+from utils.runtime import configure_torch, seed_everything
+
+WARM_UP = 2  # steps
+BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
+
+
+def median_seconds(device, steps, step):
+    """The median seconds of step(), which all ranks start together."""
+    seconds = []
+    for i in range(WARM_UP + steps):
+        wait_for_ranks(device)
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if i >= WARM_UP:
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
+
+
+def wait_for_ranks(device):
+    """Wait for this device and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    all_reduce(torch.zeros(1, device=device))
+
+
+def training_step(cfg, num_classes, device, autocast_dtype=None):
+    """A training step without data and without communication.
+
+    Returns a function without arguments, the model and the optimizer.
+    """
+    model = build_model(cfg, num_classes).to(device).train()
+    optimizer, criterion = build_optimizer(model, cfg), torch.nn.CrossEntropyLoss()
+    batch, size = cfg.global_batch_size // get_world_size(), cfg.image_size
+    images = torch.randn(batch, 3, size, size, device=device)
+    images = images.to(dtype=cfg.torch_dtype, memory_format=torch.channels_last)
+    labels = torch.randint(num_classes, (batch,), device=device)
+
+    def step():
+        autocast = autocast_dtype and torch.autocast(device.type, autocast_dtype)
+        with autocast or nullcontext():
+            loss = criterion(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+def seconds_per_batch(loader):
+    """Seconds per batch over the second of two epochs: the first starts the workers."""
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        for _ in loader:
+            pass
+        if loader.device.type == "cuda":
+            torch.cuda.synchronize()
+    return (time.perf_counter() - start) / len(loader)
+
+
+@report_errors
+def main():
+    folder, precision, *flags = sys.argv[1:]
+    cfg = load_config(AmpConfig if precision == "autocast" else Config, flags)
+    device = init_distributed(cfg.device, cfg.timeout)
+    configure_torch(cfg)
+    seed_everything(cfg.seed)
+    train_set, _, classes = build_datasets(cfg)
+    sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
+    batch_size = cfg.global_batch_size // dist.get_world_size()
+    loader = build_loader(train_set, sampler, batch_size, device, cfg, train=True)
+    autocast_dtype = cfg.autocast_dtype if precision == "autocast" else None
+    step, model, _ = training_step(cfg, len(classes), device, autocast_dtype)
+    result = {
+        "data": seconds_per_batch(loader),
+        "compute": median_seconds(device, len(loader), step),
+    }
+    if get_world_size() > 1:
+        full, rest = divmod(sum(p.nbytes for p in model.parameters()), BUCKET)
+        sizes = [BUCKET // 4] * full + [max(1, rest // 4)]
+        buckets = [torch.zeros(size, device=device) for size in sizes]
+        result["communication"] = median_seconds(
+            device, len(loader), lambda: [all_reduce(bucket) for bucket in buckets]
+        )
+    (Path(folder) / f"limits-{get_rank()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,84 @@
+"""The rows of the benchmark: which script, on how many processes, with which settings."""
+
+from dataclasses import dataclass, field
+
+from tools.lessons import RUNGS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    name: str
+    script: str
+    world_size: int = 1
+    flags: dict = field(default_factory=dict)
+    absent: str = ""  # why this machine cannot run it
+    has_limits: bool = True  # False: it uses more devices than a process of tools.bench.limits
+
+    @property
+    def autocast(self):
+        """Whether the script computes under autocast."""
+        return self.script == "train_ddp_amp.py"
+
+    @property
+    def config_class(self):
+        """The class of the script's settings."""
+        return RUNGS[self.script].config_class()
+
+    @property
+    def limits_key(self):
+        """Rows with equal keys have equal limits; an empty key has none."""
+        if not self.has_limits:
+            return ""
+        parts = [f"x{self.world_size}", *(["amp"] if self.autocast else [])]
+        # What decides how one device computes; neither micro-batches nor stages.
+        names = ("global_batch_size", "dtype", "amp_dtype", "compile")
+        parts += [f"{name}={self.flags[name]}" for name in names if name in self.flags]
+        return " ".join(parts)
+
+
+def rows_for(counts, gpus, batch, *, quick=False):
+    """The rows for these numbers of processes, on a machine with `gpus` GPUs.
+
+    batch: the global batch size. quick: only the rows of one process and of the most processes.
+    """
+    most = max(counts)
+    rows = [Row("1 device", "train_1gpu.py")]
+    rows += [Row(f"DDP x{n}", "train_ddp.py", n) for n in counts]
+    rows += [Row(f"DDP + AMP x{n}", "train_ddp_amp.py", n) for n in counts]
+    if quick:
+        return [row for row in rows if row.world_size in (1, most)]
+    if gpus:
+        rows += precisions_and_compilers()
+    absent = "" if gpus > 1 else f"DataParallel needs 2 GPUs; {gpus} are visible"
+    rows.insert(1, Row("DataParallel", "train_dp.py", absent=absent, has_limits=False))
+    rows += [
+        Row(f"DDP x{n}, {batch} each", "train_ddp.py", n, {"global_batch_size": batch * n})
+        for n in counts
+        if n > 1
+    ]
+    rows.append(Row(f"accumulation x{most}", "train_ddp_accum.py", most, {"micro_batches": 2}))
+    rows.append(Row(f"FSDP x{most}", "train_fsdp.py", most))
+    stages = "cuda,cuda" if gpus > 1 else "cuda:0,cuda:0" if gpus else "cpu,cpu"
+    devices = {"devices": stages}
+    rows.append(Row("2 stages", "train_mp.py", 1, devices, has_limits=not gpus))
+    if most > 1:
+        absent = f"it needs 4 GPUs; {gpus} are visible" if 0 < gpus < 4 else ""
+        name = "DDP x2, 2 stages"
+        rows.append(Row(name, "train_ddp_mp.py", 2, devices, absent, has_limits=not gpus))
+    return rows
+
+
+def precisions_and_compilers():
+    """Rows of one GPU in each precision: eager, compiled, and with CUDA graphs."""
+    precisions = {name: ("train_1gpu.py", {"dtype": name}) for name in ("float32", "tf32")}
+    precisions |= {
+        name: ("train_ddp_amp.py", {"amp_dtype": name}) for name in ("bfloat16", "float16")
+    }
+    compilers = {"eager": "none", "compiled": "default", "CUDA graphs": "reduce-overhead"}
+    return [
+        Row(f"1 device, {precision}, {compiler}", script, 1, flags | {"compile": mode})
+        for precision, (script, flags) in precisions.items()
+        for compiler, mode in compilers.items()
+    ]

@@ -1,0 +1,173 @@
+"""What the benchmarks share: the loop that takes turns, and a run of a script to measure."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torchvision
+
+from tools.runs import ROOT, finish_run, flag_list, last_line, start_run
+from utils.config import Config, load_config
+from utils.distributed import available_cores
+
+TIME_LIMIT = 1800  # seconds that a run may take
+ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py")  # started without torchrun
+
+
+def take_turns(jobs, repeats, describe=None):
+    """Run every job once, then every job again, `repeats` times in all.
+
+    jobs: {name: function without arguments}. describe: sample -> text, to print progress with.
+    Returns {name: samples} and {name: error}. A job that raises RuntimeError or AssertionError is
+    not repeated; Ctrl-C ends the loop, and the samples so far are returned.
+    """
+    samples, errors = {name: [] for name in jobs}, {}
+    start, count, done = time.monotonic(), len(jobs) * repeats, 0
+    try:
+        for _ in range(repeats):
+            for name, job in jobs.items():
+                done += 1
+                if name in errors:
+                    continue
+                try:
+                    samples[name].append(job())
+                except (RuntimeError, AssertionError) as error:
+                    errors[name] = last_line(str(error))
+                    print(f"{name}: {error}", file=sys.stderr, flush=True)
+                    continue
+                if describe:
+                    left = (time.monotonic() - start) / done * (count - done)
+                    text = f"{name}: {describe(samples[name][-1])}; {done} of {count} runs"
+                    print(f"{text}, {left:.0f} s left", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: the report has what was measured", file=sys.stderr, flush=True)
+    return samples, errors
+
+
+class Runner:
+    """Runs scripts on this machine, all with the same settings.
+
+    flags: settings of every row; a row's own take precedence. steps: of an epoch of synthetic
+    images.
+    """
+
+    def __init__(self, flags, folder, steps):
+        self.flags, self.folder, self.steps, self.count = flags, Path(folder), steps, 0
+        self.cores = sorted(os.sched_getaffinity(0))
+
+    def row(self, row):
+        """One run of a row. Returns a sample: a dict of numbers."""
+        flags, batch = self._settings(row)
+        nproc = None if row.script in ONE_PROCESS else row.world_size
+        run, ranks, started = self._run("tools.bench.probe", row.name, nproc, [row.script], flags)
+        steps = [step for rank in ranks for step in rank["epochs"][1]]
+        last = run.rows[-1]
+        return {
+            "images_per_second": last["train_samples"] / last["train_seconds"],
+            "step_seconds": statistics.median(sum(step) for step in steps),
+            "parts": [statistics.mean(part) for part in zip(*steps, strict=True)],
+            "steps": [sum(step) for step in ranks[0]["epochs"][1]],
+            "accuracy": last["val_accuracy"],
+            "train_accuracy": last["train_accuracy"],
+            "samples": last["train_samples"],
+            "global_batch_size": batch,
+            "updates": len(ranks[0]["epochs"][1]),
+            "memory": sum(rank["memory"] for rank in ranks),
+            "threads": ranks[0]["threads"],
+            "start_up": max(rank["first_step"] for rank in ranks) - started,
+            "device": ranks[0]["device"],
+        }
+
+    def limits(self, row):
+        """One run of what limits rows like this one. Returns {limit: images/s}."""
+        flags, batch = self._settings(row)
+        known = {field.name for field in fields(Config)} | {"config"}
+        if row.autocast:
+            known.add("amp_dtype")
+        flags = {name: value for name, value in flags.items() if name in known}
+        arguments = ["autocast" if row.autocast else "plain"]
+        name = f"limits of {row.name}"
+        _, ranks, _ = self._run("tools.bench.limits", name, row.world_size, arguments, flags)
+        return {name: batch / max(rank[name] for rank in ranks) for name in ranks[0]}
+
+    def peer(self, name, world_size, flags, arguments):
+        """One run of tools.bench.peer. Returns the results of its ranks."""
+        flags, _ = self._with_steps(flags, Config, world_size)
+        return self._run("tools.bench.peer", name, world_size, arguments, flags)[1]
+
+    def _settings(self, row):
+        return self._with_steps(row.flags, row.config_class, row.world_size)
+
+    def _with_steps(self, flags, config_class, world_size):
+        """All flags of a run, and its global batch size."""
+        flags = self.flags | flags
+        cfg = load_config(config_class, flag_list(flags))
+        per_process = getattr(cfg, "per_process_batch_size", 0)
+        batch = per_process * world_size or cfg.global_batch_size
+        if cfg.dataset == "synthetic":
+            flags = {"synthetic_samples": self.steps * batch} | flags
+        return flags | {"epochs": 2, "save_minutes": 0, "resume": "never"}, batch
+
+    def _run(self, module, name, nproc, arguments, flags):
+        """Run a module on `nproc` processes. Returns the Run, what its ranks wrote, its start."""
+        self.count += 1
+        out = self.folder / str(self.count)
+        out.mkdir()
+        started = time.time()
+        process = start_run(
+            ["-m", module, out, *arguments],
+            nproc,
+            flags | {"output_dir": out / "run"},
+            cwd=ROOT,
+            cores=self.cores,
+            launcher="tools.launch",
+        )
+        run = finish_run(process, out / "run", TIME_LIMIT)
+        if run.code:
+            raise RuntimeError(f"{name} failed with exit code {run.code}:\n{run.stderr}")
+        ranks = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+        return run, ranks, started
+
+
+def machine():
+    """The hardware and the versions that the speed depends on."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "cpu": model,
+        "cores": available_cores(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "commit": commit.stdout.strip() or "no git",
+        "load": os.getloadavg()[0],  # of other programs, at the start
+        "command": " ".join(sys.argv[1:]),
+    }
+
+
+def process_counts(text=None):
+    """The numbers of processes to measure: "1,2,4", or by default those that the machine has."""
+    if text:
+        return [int(n) for n in text.split(",")]
+    most = torch.cuda.device_count() or min(available_cores(), 4)
+    return [n for n in (1, 2, 4, 8) if n <= most]
+
+
+def setting(text):
+    """NAME=VALUE -> (name, value); true and false become booleans."""
+    name, _, value = text.partition("=")
+    return name, {"true": True, "false": False}.get(value, value)

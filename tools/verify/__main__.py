@@ -1,0 +1,82 @@
+"""Do all scripts train the same model? Prints a table with one row per case.
+
+    python -m tools.verify                               all scripts, under three minutes
+    python -m tools.verify --script mine/train_ddp.py    the cases of train_ddp.py with your copy
+    python -m tools.verify --plant padding-counted       with a classic bug; --plant list: all names
+    python -m tools.verify --matrix                      each script continues the run of each
+
+Every case trains the same small run (tools/verify/cases.py). Exit code 1 if a case fails.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.lessons import ROOT
+from tools.verify.cases import CASES
+from tools.verify.plants import BUGS, planted_copy
+from tools.verify.run import Verifier, run_matrix
+from tools.verify.table import print_head, print_row, write
+
+
+def parse_arguments():
+    """The command line, with `cases` added."""
+    parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--script", metavar="PATH", type=Path, help="your copy of a script")
+    parser.add_argument("--like", metavar="SCRIPT", help="whose cases to run, if the names differ")
+    parser.add_argument("--plant", metavar="BUG", help="a classic bug, or list")
+    parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--matrix", action="store_true", help="each script continues each")
+    parser.add_argument("--device", default="cpu", help="of all processes, such as cuda:0")
+    parser.add_argument(
+        "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"
+    )
+    args = parser.parse_args()
+    args.cases = [case for case in CASES if (args.only or "") in case.name]
+    if args.script and args.plant:
+        parser.error("--plant changes the project's scripts, not yours: pass one of the two")
+    if args.script:
+        args.script = args.script.resolve()
+        name = args.like or args.script.name
+        args.cases = [case for case in args.cases if case.script == name]
+        if not args.script.exists():
+            parser.error(f"there is no file {args.script}")
+    if not args.cases:
+        parser.error("no case matches: pass --like with the name of one of the scripts")
+    if args.plant and args.plant not in ["list", *(bug.name for bug in BUGS)]:
+        parser.error(f"there is no bug named {args.plant}: see --plant list")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    if args.plant == "list":
+        print("\n".join(bug.name for bug in BUGS))
+        return 0
+    bug = next((bug for bug in BUGS if bug.name == args.plant), None)
+    if bug:
+        print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
+    print_head()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        folder = Path(folder)
+        if args.matrix:
+            rows = run_matrix(folder, print_row, device=args.device)
+        else:
+            root = planted_copy(bug, folder / "planted") if bug else ROOT
+            verifier = Verifier(folder, root, args.script, args.device)
+            rows = verifier.run(args.cases, print_row)
+    failed = sum(row.problem is not None for row in rows)
+    passed = f"{len(rows) - failed} of {len(rows)} cases passed"
+    summary = f"{passed} in {time.monotonic() - start:.0f} s"
+    print(summary)
+    if args.write:
+        write(args.write, rows, summary)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

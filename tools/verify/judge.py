@@ -1,0 +1,120 @@
+"""From what a run has left behind to a row of the table. Runs nothing."""
+
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from tools.verify.cases import BASE, DROPPED, FLOAT64, TRAINED, VALIDATED
+
+
+class Problem(Enum):
+    """Why a case fails."""
+
+    FAILED = "the run failed"
+    NOT_RESUMED = "the run was not resumed within the epoch"
+    WRITERS = "other ranks than rank 0 wrote files"
+    SAMPLES = "samples were missed or counted twice"
+    TENSORS = "the checkpoint has other tensors than the reference"
+    LOSS = "a loss differs from the reference"
+    WEIGHTS = "weights differ from the reference"
+
+
+class Evidence(NamedTuple):
+    """What a run has left behind."""
+
+    code: int  # its exit code
+    error: str = ""  # the last line that it wrote to stderr
+    seconds: float = 0.0
+    metrics: list = ()  # rows of metrics.jsonl
+    audit: list = ()  # rows of audit.jsonl
+    writers: list = ()  # the ranks that opened a file in output_dir for writing
+    weights: dict | None = None  # the model in last.pt
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table. `problem` is None where the case passes."""
+
+    case: str
+    problem: Problem | None = None
+    details: str = ""
+    train_loss: float | None = None
+    val_accuracy: float | None = None
+    loss_difference: float | None = None  # the largest, relative to the reference
+    weight_difference: float | None = None
+    each_sample_once: bool | None = None
+    writers: tuple = ()
+    seconds: float = 0.0
+
+    def to_json(self):
+        """As a dict of plain values."""
+        return asdict(self) | {"problem": self.problem and self.problem.name}
+
+
+def judge(case, run, reference=None):
+    """The Row of a case. run, reference: Evidence."""
+    row = Row(case.name, seconds=run.seconds)
+    if run.code or len(run.metrics) != BASE["epochs"]:
+        details = f"exit code {run.code}: {run.error}"
+        return replace(row, problem=Problem.FAILED, details=details)
+    last = run.metrics[-1]
+    row = replace(
+        row,
+        train_loss=last["train_loss"],
+        val_accuracy=last["val_accuracy"],
+        each_sample_once=_each_sample_once(run),
+        writers=tuple(run.writers),
+    )
+    problems = []
+    if case.reference:
+        row, problems = _compare(case, run, reference, row)
+    if not row.each_sample_once:
+        problems.append((Problem.SAMPLES, ""))
+    if row.writers != (0,) and not case.flags.get("save_sharded"):
+        problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
+    if case.resumes and not any(row["resumed_at_step"] for row in run.audit):
+        problems.append((Problem.NOT_RESUMED, ""))
+    if problems:
+        row = replace(row, problem=problems[0][0], details=problems[0][1])
+    return row
+
+
+def _each_sample_once(run):
+    """Whether each epoch trained every sample at most once and evaluated every one once."""
+    audit = {row["epoch"]: row for row in run.audit}
+    if sorted(audit) != [row["epoch"] for row in run.metrics]:
+        return False
+    trained = all(
+        (row["samples"], row["dropped"], row["repeated"]) == (TRAINED, DROPPED, 0)
+        for row in audit.values()
+    )
+    counts = {(row["train_samples"], row["val_samples"]) for row in run.metrics}
+    return trained and counts == {(TRAINED, VALIDATED)}
+
+
+def _compare(case, run, reference, row):
+    """The row with its differences from the reference, and the problems that they are."""
+    if run.weights.keys() != reference.weights.keys():
+        return row, [(Problem.TENSORS, "")]
+    losses = {
+        f"{name} of epoch {ours['epoch']}": abs(ours[name] / theirs[name] - 1)
+        for ours, theirs in zip(run.metrics, reference.metrics, strict=True)
+        for name in ("train_loss", "val_loss")
+    }
+    weights = {}
+    for name, expected in reference.weights.items():
+        scale = expected.double().abs().max().clamp_min(1e-12)
+        weights[name] = float((run.weights[name] - expected).double().abs().max() / scale)
+    row = replace(
+        row, loss_difference=max(losses.values()), weight_difference=max(weights.values())
+    )
+    checks = [(Problem.LOSS, losses)]
+    if case.tolerance == FLOAT64:
+        checks.insert(0, (Problem.WEIGHTS, weights))
+    problems = [
+        (problem, f"{name} by {difference:.1e}")
+        for problem, differences in checks
+        for name, difference in differences.items()
+        if not difference <= case.tolerance
+    ]
+    return row, problems

@@ -1,0 +1,209 @@
+"""Runs the cases side by side and collects what each has left behind."""
+
+import json
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from tools.lessons import ROOT
+from tools.runs import finish_run, kill_after_first_save, last_line, start_run
+from tools.verify.cases import AUTOCAST_COPY, BASE, KILLED, REFERENCES, STEPS, matrix_cases
+from tools.verify.judge import Evidence, Problem, Row, judge
+from utils.checkpoint import read_checkpoint
+from utils.small_models import ResNet20
+
+# Records which rank opens which file for writing: Python calls this hook for every open().
+SPY = """
+import os, sys
+def _spy(event, args, write=os.write, log=os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+    if event == "open" and isinstance(args[0], str) and {folder!r} in args[0]:
+        if args[2] & (os.O_WRONLY | os.O_RDWR):
+            write(log, os.environ.get("RANK", "0").encode() + b"\\n")
+sys.addaudithook(_spy)
+"""
+
+
+class Cores:
+    """The CPU cores that runs may take for themselves."""
+
+    def __init__(self):
+        self.free, self.changed = set(os.sched_getaffinity(0)), threading.Condition()
+        self.count = len(self.free)
+
+    def take(self, count):
+        """Wait until `count` cores are free, and take them."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.free) >= count)
+            return [self.free.pop() for _ in range(count)]
+
+    def give_back(self, cores):
+        """Free cores."""
+        with self.changed:
+            self.free.update(cores)
+            self.changed.notify_all()
+
+
+class Verifier:
+    """Runs cases side by side, on as many cores as this process may use.
+
+    root: the folder of the scripts. script: a script to run in place of the cases' own. device: of
+    all processes; with "cuda:0" they share one GPU, over gloo. cores, references: shared with
+    other Verifiers.
+    """
+
+    def __init__(self, folder, root=ROOT, script=None, device="cpu", cores=None, references=None):
+        self.folder, self.root, self.script = Path(folder), root, script
+        self.device, self.cores = device, cores or Cores()
+        self.references = {} if references is None else references  # {name: Evidence}
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, cases, report=lambda row: None):
+        """The Rows of the cases; report(row) as soon as each is known."""
+        killed = None
+        with ThreadPoolExecutor(self.cores.count) as pool:
+            if any(case.resumes for case in cases):
+                killed = pool.submit(self._killed)
+            self.run_references(cases)
+            begun = killed and killed.result()
+            rows = [
+                pool.submit(self._row, case, report, begun if case.resumes else None)
+                for case in cases
+            ]
+            return [row.result() for row in rows]
+
+    def run_references(self, cases):
+        """Run the references of the cases, except for those that are known."""
+        names = {case.reference for case in cases} - self.references.keys()
+        needed = [case for case in REFERENCES if case.name in names]
+        if any("weights" in case.flags for case in cases):
+            save_pretrained_weights(self.folder / "weights.pth")
+        with ThreadPoolExecutor(self.cores.count) as pool:
+            for future in [pool.submit(self._reference, case) for case in needed]:
+                future.result()
+
+    def _row(self, case, report, begun):
+        """Run a case, from the output_dir `begun` if given."""
+        output_dir = self._output_dir(case)
+        if begun:
+            shutil.copytree(begun, output_dir)
+        try:
+            evidence = self._train(case, output_dir, self.root)
+            row = judge(case, evidence, self.references.get(case.reference))
+        except AssertionError as error:  # it did not end, or left processes behind
+            details = str(error).splitlines()[0]
+            row = Row(case.name, problem=Problem.FAILED, details=details)
+        report(row)
+        return row
+
+    def _output_dir(self, case):
+        return self.folder / case.name.replace(" ", "-").replace(",", "")
+
+    def _reference(self, case):
+        """Run a reference, without a planted bug and not with the user's script."""
+        script = autocast_copy(self.folder) if case.script == AUTOCAST_COPY else None
+        unchanged = Verifier(self.folder, ROOT, script, self.device, self.cores)
+        evidence = unchanged._train(case, self._output_dir(case), ROOT)
+        assert evidence.code == 0, f"{case.name} failed: {evidence.error}"
+        self.references[case.name] = evidence
+
+    def _killed(self):
+        """Kill a run within its first epoch; a kill that came too late is repeated."""
+        for attempt in range(5):
+            output_dir = self.folder / f"killed-{attempt}"
+            self._launch(KILLED, output_dir, self.root, kill_after_first_save)
+            checkpoint = read_checkpoint(output_dir / "last.pt")
+            if checkpoint["epoch"] == 0 and 0 < checkpoint["loader"]["step"] < STEPS:
+                return output_dir
+        raise AssertionError("five runs finished their first epoch before they were killed")
+
+    def _train(self, case, output_dir, root):
+        """Run a case to its end. Returns its Evidence."""
+        run = self._launch(case, output_dir, root, finish_run)
+        audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
+        if run.code:
+            return Evidence(run.code, last_line(run.stderr), run.seconds)
+        rows = audit.read_text().splitlines() if audit.exists() else []
+        writers = self._hooks(output_dir) / "writers"
+        ranks = writers.read_text().split() if writers.exists() else []
+        return Evidence(
+            run.code,
+            seconds=run.seconds,
+            metrics=run.rows,
+            audit=[json.loads(line) for line in rows],
+            writers=sorted(set(map(int, ranks))),
+            weights=read_checkpoint(last)["model"] if last.exists() else {},
+        )
+
+    def _hooks(self, output_dir):
+        return self.folder / f"hooks-{output_dir.name}"
+
+    def _launch(self, case, output_dir, root, wait):
+        hooks = self._hooks(output_dir)
+        hooks.mkdir()
+        spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
+        (hooks / "sitecustomize.py").write_text(spy)
+        # ROOT for tools.launch; a copy of the project in `root` comes before it.
+        path = os.pathsep.join(map(str, (hooks, root, ROOT)))
+        flags = BASE | case.flags | {"output_dir": output_dir, "device": self.device}
+        if "devices" in flags:
+            flags["devices"] = f"{self.device},{self.device}"
+        if "weights" in flags:
+            flags["weights"] = self.folder / "weights.pth"
+        ranks = case.nproc or case.flags.get("spawn_processes", 1)
+        cores = self.cores.take(min(self.cores.count, ranks))
+        try:
+            process = start_run(
+                self.script or case.script,
+                case.nproc,
+                flags,
+                {"PYTHONPATH": path},
+                root,
+                cores,
+                launcher="tools.launch",
+            )
+            return wait(process, output_dir)
+        finally:
+            self.cores.give_back(cores)
+
+
+def autocast_copy(folder):
+    """train_1gpu.py with its forward pass under autocast, as a reference for train_ddp_amp.py."""
+    text = (ROOT / "train_1gpu.py").read_text()
+    forward = "        outputs = model(images)\n        loss = criterion(outputs, labels)\n"
+    assert text.count(forward) == 1
+    autocast = "        with torch.autocast(images.device.type, torch.bfloat16):\n"
+    path = Path(folder) / AUTOCAST_COPY
+    path.write_text(text.replace(forward, autocast + forward.replace("        ", " " * 12)))
+    return path
+
+
+def save_pretrained_weights(path):
+    """Weights of BASE's model for other classes, with BatchNorm statistics other than 0 and 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = ResNet20(num_classes=7)
+        for _ in range(20):
+            model(torch.randn(18, 3, BASE["image_size"], BASE["image_size"]))
+    torch.save(model.state_dict(), path)
+
+
+def run_matrix(folder, report, scripts=None, device="cpu"):
+    """Train one epoch with each script (default: all) and finish it with each: a Row per pair."""
+    cases = matrix_cases(scripts)
+    first = Verifier(folder / "first", device=device)
+    rows = first.run(cases, report)
+    second = Verifier(folder / "second", device=device, references=first.references)
+    pairs = []
+    for begun in cases:
+        for case in cases:
+            pair = case._replace(name=f"{begun.name} then {case.name}")
+            copy = second._output_dir(pair)
+            shutil.copytree(first._output_dir(begun), copy)
+            for path in [*copy.glob("epoch-0002*"), copy / "last.pt", copy / "best.pt"]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            pairs.append(pair)
+    return rows + second.run(pairs, report)
