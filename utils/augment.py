@@ -17,7 +17,7 @@ class CropFlip:
     """
 
     def __init__(self, samples, seed):
-        self.samples, self.seed, self.epoch = samples, seed, None
+        self.samples, self.seed, self.drawn = samples, seed, None
 
     def __call__(self, images, indices, epoch):
         """images: uint8 (n, channels, size, size), on any device; indices: int64 (n,), there, too.
@@ -25,10 +25,10 @@ class CropFlip:
         Returns the same shape and dtype, channels_last, bit for bit the same on every device and in
         any batch. Does not synchronize with the device.
         """
-        if epoch != self.epoch:
+        if self.drawn != (epoch, images.device):
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)))
             draws = torch.randint(2**31, (self.samples, 3), generator=generator)
-            self.draws, self.epoch = draws.to(images.device), epoch
+            self.draws, self.drawn = draws.to(images.device), (epoch, images.device)
         draws, padding = self.draws[indices], images.shape[-1] // 8
         return crop_flip(images, draws[:, :2] % (2 * padding + 1), draws[:, 2] % 2 == 1)
 

@@ -2,7 +2,7 @@
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
 weights_only=True: "model" (plain names, full tensors), "optimizer" (by parameter name), whatever
-else `state` holds, and "config", "epoch" (epochs done), "world_size", "torch", "format".
+else `state` holds, and "config", "epoch" (epochs done), "world_size", "format".
 
 output_dir/epoch-0007.pt   after 7 epochs; the newest cfg.keep_last of them are kept
 output_dir/last.pt         the newest of them, or a newer one from within an epoch
@@ -19,13 +19,10 @@ import textwrap
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import state_dict as dsd
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import all_gather_object, fail_together, get_world_size, is_main_process
 from utils.errors import UserError, option
@@ -54,6 +51,8 @@ class Checkpointer:
         self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
         self.compare_ranks = compare_ranks and get_world_size() > 1
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
+        self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
+        self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what may not change
         self.epoch, self.saved_at = 0, time.monotonic()
         self.writer, self.pending = ThreadPoolExecutor(1), None
 
@@ -70,18 +69,18 @@ class Checkpointer:
                 if self.cfg.resume == "never":
                     _set_aside(self.folder)
                 found = _newest_good(self.folder)
-        name = all_gather_object(found and found[0].name)[0]
+        path = all_gather_object(found and found[0])[0]
         with fail_together():
             if self.compare_ranks:
                 self._refuse_differences()
-            if name is not None:
-                self._fill(*(found or self._read_like_rank_0(name)))
+            if path:
+                self._fill(*(found or _read_like_rank_0(path)))
             elif self.cfg.resume == "always":
                 raise UserError(f"there is no checkpoint in {self.folder} to resume from")
             if is_main_process():
                 (self.folder / "config.yaml").write_text(self.cfg.dump())
-        if isinstance(self.state["model"], DistributedDataParallel):
-            settle_ddp_buckets(self.state["model"])
+        if isinstance(model := self.state["model"], torch.nn.parallel.DistributedDataParallel):
+            settle_ddp_buckets(model)
         return self.epoch
 
     def step(self):
@@ -109,14 +108,13 @@ class Checkpointer:
         self.wait()
         self.epoch, self.saved_at = epoch, time.monotonic()
         checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
-        checkpoint |= {"torch": str(torch.__version__), "config": vars(self.cfg)}
+        checkpoint["config"] = vars(self.cfg)
         sharded = self.cfg.save_sharded
         options = dsd.StateDictOptions(full_state_dict=not sharded, cpu_offload=not sharded)
-        tensors = dsd.get_state_dict(self.model, self.optimizer, options=options)
-        checkpoint |= dict(zip(("model", "optimizer"), tensors, strict=True))
-        for name, value in self.state.items():
-            if name not in ("model", "optimizer"):
-                checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
+        model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
+        checkpoint |= {"model": model, "optimizer": optimizer}
+        for name, value in self.others.items():
+            checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if sharded:
             with option("--save-sharded"):
                 from utils.sharded import save_sharded
@@ -161,54 +159,51 @@ class Checkpointer:
             check_replicas(self.state["model"], self.optimizer, between_steps=between_steps)
 
     def _refuse_differences(self):
-        mine = self.cfg.fixed_on_resume() | self.state.get("data", {})
-        for rank, theirs in enumerate(all_gather_object(mine)):
-            if theirs != mine:
-                difference = _differences(theirs, mine)
+        for rank, theirs in enumerate(all_gather_object(self.facts)):
+            if difference := _differences(theirs, self.facts):
                 raise UserError(f"rank {rank} has {difference}: give all nodes the same files")
 
-    def _read_like_rank_0(self, name):
-        path = self.folder / name
-        if not path.exists():
-            raise UserError(f"{path} is on rank 0's node only: all nodes must share output_dir")
-        return path, read_checkpoint(path, join_parts=False)
-
     def _fill(self, path, checkpoint):
-        changed = _differences(self.cfg.fixed_on_resume(), checkpoint["config"])
+        changed = _differences(self.facts, checkpoint["config"] | checkpoint.get("data", {}))
         if changed and not self.cfg.allow_config_change:
             raise UserError(
                 f"{path} was written with other settings: it is now {changed}. Pass another "
                 f"--output-dir, or --allow-config-change"
             )
+        model, optimizer = dsd.get_state_dict(self.model, self.optimizer)
         if "parts" in checkpoint:
             with option(f"reading {path}"):
                 from utils.sharded import load_sharded
-            checkpoint = load_sharded(
-                path, checkpoint, dsd.get_state_dict(self.model, self.optimizer)
-            )
-        for saved, own in zip(
-            checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True
-        ):  # how to compute is for this run to say: FSDP's parameters, for one, have no fused step
-            saved |= {k: v for k, v in own.items() if k not in ("params", "lr", "initial_lr")}
+            checkpoint = load_sharded(path, checkpoint, (model, optimizer))
+        optimizer["state"] = checkpoint["optimizer"]["state"]
+        if checkpoint["config"]["optimizer"] != self.cfg.optimizer:
+            optimizer["state"] = {}  # another kind of optimizer has no use for it
+        groups = optimizer["param_groups"], checkpoint["optimizer"]["param_groups"]
+        for own, saved in zip(*groups, strict=True):
+            own["lr"] = saved["lr"]
+            if saved.get("initial_lr"):  # which a scheduler scales: it may be another one now
+                own["lr"] *= own["initial_lr"] / saved["initial_lr"]
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
-        dtensors = any(isinstance(p, DTensor) for p in self.model.parameters())
-        options = dsd.StateDictOptions(full_state_dict=dtensors and "parts" not in checkpoint)
+        options = dsd.StateDictOptions()
+        if "parts" not in checkpoint:
+            options.full_state_dict = any(hasattr(t, "full_tensor") for t in model.values())
         try:
+            if missing := model.keys() - checkpoint["model"]:  # with FSDP, PyTorch ignores it
+                raise RuntimeError(f"missing: {', '.join(sorted(missing))}")
             dsd.set_model_state_dict(self.model, checkpoint["model"], options=options)
         except RuntimeError as error:
-            text = textwrap.shorten(str(error), 500)
-            raise UserError(f"{path} holds another model: {text}") from None
-        options.strict = False  # SGD without momentum has no state
-        dsd.set_optimizer_state_dict(
-            self.model, self.optimizer, checkpoint["optimizer"], options=options
-        )
+            difference = textwrap.shorten(str(error), 500)
+            raise UserError(f"{path} holds another model: {difference}") from None
+        options.strict = False  # SGD without momentum has no state, ...
+        options.full_state_dict &= bool(optimizer["state"])  # ... which cannot be distributed
+        dsd.set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
         for parameter, values in self.optimizer.state.items():
             for key, value in values.items():  # in the parameter's memory format, as a fused step
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # expects
-                    values[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        for name, value in self.state.items():
-            restored = hasattr(value, "load_state_dict") and name in checkpoint
-            if restored and name not in ("model", "optimizer"):
+                if getattr(value, "shape", None) == parameter.shape:  # expects
+                    values[key] = torch.empty_like(parameter).copy_(value)
+        checkpoint.get("scheduler", {}).pop("base_lrs", None)  # the peak, again
+        for name, value in self.others.items():
+            if name in checkpoint and hasattr(value, "load_state_dict"):
                 value.load_state_dict(checkpoint[name])
         self.epoch = checkpoint["epoch"]
 
@@ -243,8 +238,7 @@ def save_atomically(obj, path):
         os.fsync(folder)  # the rename itself
         os.close(folder)
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def read_checkpoint(path, join_parts=True):
@@ -256,12 +250,9 @@ def read_checkpoint(path, join_parts=True):
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            raise UserError(f"{path} is damaged: {damaged} fails its checksum")
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} fails its checksum")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
     except Exception as error:  # zip, pickle and OS errors of many kinds
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} cannot be read as a checkpoint: {reason}") from None
@@ -271,7 +262,8 @@ def read_checkpoint(path, join_parts=True):
         with option(f"reading {path}"):
             from utils.sharded import check_sharded, join_sharded
         check_sharded(path, checkpoint)
-        checkpoint = join_sharded(path, checkpoint) if join_parts else checkpoint
+        if join_parts:
+            checkpoint = join_sharded(path, checkpoint)
     return checkpoint
 
 
@@ -281,31 +273,39 @@ def _by_epoch(folder):
 
 def _newest_good(folder):
     """(path, checkpoint), or None where there is no file at all."""
-    existing = [path for path in (folder / "last.pt", *_by_epoch(folder)[::-1]) if path.exists()]
+    existing = [*folder.glob("last.pt"), *_by_epoch(folder)[::-1]]
     for path in existing:
         try:
             return path, read_checkpoint(path, join_parts=False)
         except UserError as error:
-            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr, flush=True)
+            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
     if existing:
         raise UserError(f"no checkpoint in {folder} can be read: pass --resume never to start over")
     return None
 
 
+def _read_like_rank_0(path):
+    if not path.exists():
+        raise UserError(f"{path} is on rank 0's node only: all nodes must share output_dir")
+    return path, read_checkpoint(path, join_parts=False)
+
+
 def _differences(mine, theirs):
     """What differs between two dicts, in the names that both have."""
-    names = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-    return "; ".join(f"{name} {mine[name]!r}, not {theirs[name]!r}" for name in names)
+    texts = (
+        f"{name} {mine[name]!r}, not {theirs[name]!r}"
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    )
+    return textwrap.shorten("; ".join(texts), 500)
 
 
 def _claim(folder):
     """Create the folder, and lock it against a second run for as long as this process lives."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        key = folder.resolve()
-        if key not in _locks:
-            _locks[key] = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-        fcntl.flock(_locks[key], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
         for leftover in folder.glob("*.tmp"):  # of a run that was killed
             leftover.unlink()
     except BlockingIOError:
@@ -318,7 +318,8 @@ def _set_aside(folder):
     keep = (".lock", "previous-")
     old = [path for path in folder.iterdir() if not path.name.startswith(keep)]
     if old:
-        aside = folder / f"previous-{1 + len(list(folder.glob('previous-*')))}"
+        numbers = [int(path.name.split("-")[1]) for path in folder.glob("previous-*")]
+        aside = folder / f"previous-{max(numbers, default=0) + 1}"
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)

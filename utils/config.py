@@ -8,6 +8,7 @@ with exit code 2 and one line that names the file, the key and the closest known
 import argparse
 import difflib
 import math
+import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,6 @@ from pathlib import Path
 import torch
 import yaml
 
-from utils.distributed import script_name
 from utils.errors import UserError, option, report_errors
 
 
@@ -129,8 +129,7 @@ class Config:
             self,
             dataset=auto if self.dataset == "auto" else self.dataset,
             image_size=self.image_size or 32,
-            output_dir=self.output_dir
-            or str(Path("runs") / (Path(script_name()).stem or "python")),
+            output_dir=self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python")),
         )
 
     def fixed_on_resume(self):

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision.datasets import FakeData
 from torchvision.transforms import ToTensor
 
-from utils.distributed import cores_per_rank, die_with_parent, get_world_size, main_process_first
+from utils.distributed import cores_per_rank, get_rank, get_world_size, main_process_first
 from utils.errors import UserError, option
-from utils.runtime import seed_step
 
 
 def build_datasets(cfg):
@@ -174,6 +173,15 @@ def _resident(dataset, device, cfg):
     return make_resident(dataset, device, cfg)
 
 
+def seed_step(seed, epoch, step):
+    """For random numbers in the model (dropout): different on each rank and in each step, and the
+    same in a run that resumes within an epoch."""
+    seed = hash((seed, epoch, step, get_rank()))  # of integers: the same in every process
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for CUDA: 50 times slower
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 class _BatchSampler:
     """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
     persistent workers keep the copy of the dataset that they started with."""
@@ -220,7 +228,5 @@ class _Batches:
 
 
 def _init_worker(_):
-    """Ctrl-C reaches every process of the terminal, but only the rank shall answer it; a worker
-    ends with its rank."""
+    """Ctrl-C reaches every process of the terminal, but only the rank shall answer it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()

@@ -52,7 +52,7 @@ def option(setting):
     try:
         yield
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("utils."):
+        if not str(error.name).startswith("utils."):
             raise
         file = error.name.replace(".", "/") + ".py"
         raise UserError(f"{setting} needs {file}, which is missing: copy that file, too") from None

@@ -77,12 +77,16 @@ def fsdp_kwargs(cfg, root=False):
 
 
 def shard_batchnorms(model, cfg):
-    """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs."""
-    if cfg.fsdp_dtype != "none":
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for module in model.modules():
-            if isinstance(module, _BatchNorm) or hasattr(module, "running_var"):  # frozen ones, too
-                fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
+    """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs.
+
+    Raises UserError for BatchNorms whose statistics would differ between the ranks.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not cfg.sync_bn and get_world_size() > 1:
+            raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
+        if cfg.fsdp_dtype != "none" and hasattr(module, "running_var"):  # frozen ones, too
+            fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
 
 
 def _skip_teardown():

@@ -20,9 +20,10 @@ def check_replicas(model, optimizer, between_steps=False):
     of an unsynchronized BatchNorm, which differ until DistributedDataParallel broadcasts them at
     the next forward pass.
     """
-    if get_world_size() == 1:
+    named = list(_checksums(model, optimizer, between_steps)) if get_world_size() > 1 else []
+    if not named:  # one process, or nothing but shards
         return
-    names, sums = zip(*_checksums(model, optimizer, between_steps), strict=True)
+    names, sums = zip(*named, strict=True)
     ranks = all_gather_object(torch.stack(sums).tolist())  # the only time that the device waits
     different = [i for i, values in enumerate(zip(*ranks, strict=True)) if len(set(values)) > 1]
     if different:

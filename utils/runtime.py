@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from utils.distributed import cores_per_rank, get_rank, get_world_size, is_main_process, script_name
+from utils.distributed import cores_per_rank, get_world_size, is_main_process, script_name
 from utils.errors import UserError
 
 SECONDS_BETWEEN_LINES = 15
@@ -37,15 +37,6 @@ def seed_everything(seed):
     torch.manual_seed(seed)
 
 
-def seed_step(seed, epoch, step):
-    """For random numbers in the model (dropout): different on each rank and in each step, and the
-    same in a run that resumes within an epoch."""
-    seed = hash((seed, epoch, step, get_rank()))  # of integers: the same in every process
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for CUDA: 50 times slower
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
 def progress(loader):
     """The batches of `loader`; the main process shows how far the epoch is.
 
@@ -66,7 +57,7 @@ def _lines(loader, name):
     for step, batch in enumerate(loader, loader.start):
         if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
-            print(f"{name}: step {step} of {len(loader)}", file=sys.stderr, flush=True)
+            print(f"{name}: step {step} of {len(loader)}", file=sys.stderr)
         yield batch
 
 
@@ -79,13 +70,13 @@ def log_summary(cfg, state, start_epoch):
         return
     steps, batch, ranks = len(loader), cfg.global_batch_size, get_world_size()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    position = f"epoch {start_epoch}" + (f", step {loader.start}" if loader.start else "")
     print(
         f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.dtype}\n"
         f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
         f"batch: {batch} = {ranks} processes x {loader.batch_size} on {loader.device.type} "
         f"({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
-        f"epochs: {cfg.epochs} of {steps} steps, from {position}, in {cfg.output_dir}",
+        f"epochs: {cfg.epochs} of {steps} steps, from epoch {start_epoch}, step {loader.start}, in "
+        f"{cfg.output_dir}",
         flush=True,
     )
     if start_epoch >= cfg.epochs:
