@@ -110,6 +110,15 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     return [pickle.loads(returned[rank]) for rank in range(world_size)]
 
 
+def run_isolated(function):
+    """function() in a fork of this process. For torch.compile and torch.export, which start threads
+    of autograd's: a process that has them cannot be forked to run backward() any more."""
+    (result,) = run_ranks(lambda rank: function(), 1)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
 def _rank(results, port, rank, world_size, local_world_size, timeout, function, args):
     import torch.distributed as dist
 

@@ -130,6 +130,6 @@ def test_loader_audits_what_it_yields(tmp_path, capsys):
     list(resumed)
     assert "written without --audit" in capsys.readouterr().out
     loader = make("--audit")
-    loader.sampler = [*range(25), *range(25)]
+    loader.reader.sampler.sampler = [*range(25), *range(25)]
     with pytest.raises(UserError, match="trained 24 samples more than once"):
         list(loader)

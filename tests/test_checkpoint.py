@@ -1,226 +1,767 @@
-"""Checkpoints: plain inside, whole or absent on the disk, refused where they do not fit."""
+"""Checkpoints: plain contents, complete or absent on the disk, refused where they do not fit."""
 
+import itertools
 import os
 import random
+import resource
 import signal
-import subprocess
 import sys
+import threading
 import time
 import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import utils.checkpoint
-from tests.launch import ROOT, run_ranks, save_now
-from utils.checkpoint import load_checkpoint, read_checkpoint, unwrap
-from utils.distributed import PeerError, UserError
+from tests.forked import FORK
+from tests.launch import run_ranks
+from utils.checkpoint import Checkpointer, read_checkpoint, save_atomically, unwrap
+from utils.config import Config
+from utils.errors import PeerError, UserError
+from utils.metrics import Meter
+from utils.model_parallel import MicroBatches
+from utils.models import build_model
+from utils.replicas import check_replicas
+
+
+class Steps:
+    """What a Checkpointer needs of a loader."""
+
+    def __init__(self, length=5):
+        self.length, self.step = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
 
 
 def make_state(width=3, seed=0):
+    """The state of a run that has taken one step."""
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+    model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler.scale(model(torch.randn(4, 2)).sum()).backward()
     scaler.step(optimizer)
     scheduler.step()
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    return state | {"config": {"lr": 0.1, "model": "m"}}
+    return state | {"loader": Steps(), "data": {"classes": ["a", "b"]}}
 
 
-def same(ours, theirs):
-    return all(
-        torch.equal(a, b)
-        for a, b in zip(*(s["model"].state_dict().values() for s in (ours, theirs)), strict=True)
-    )
+def checkpointer(folder, state=None, compare_ranks=False, **settings):
+    cfg = Config(output_dir=str(folder), **settings)
+    return Checkpointer(cfg, state or make_state(), compare_ranks)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def save(folder, state, epoch=1, is_best=False, **settings):
+    """Save and wait until the file is written."""
+    folder.mkdir(exist_ok=True)
+    writer = checkpointer(folder, state, **settings)
+    writer.save(epoch, is_best=is_best)
+    writer.wait()
+
+
+def same_model(ours, theirs):
+    pairs = zip(*(s["model"].state_dict().values() for s in (ours, theirs)), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def no_space(_):
+    raise OSError(28, "No space left on device")
+
+
+def outcome(function):
+    """The type and text of the error that a function raises, or (None, "")."""
+    try:
+        function()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# What is in a checkpoint
+
+
+def test_saved_state_is_loaded(tmp_path):
     state = make_state()
-    save_now(tmp_path, state, epoch=3)
+    state["loader"].step = 2
+    save(tmp_path, state, epoch=3, lr=0.25)
     plain = torch.load(tmp_path / "last.pt", weights_only=True)
     assert list(plain["model"]) == list(state["model"].state_dict())
-    assert (plain["epoch"], plain["world_size"], plain["config"]) == (3, 1, state["config"])
+    assert set(plain["optimizer"]["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert (plain["epoch"], plain["world_size"], plain["format"]) == (3, 1, 2)
+    assert plain["data"] == {"classes": ["a", "b"]}
+    assert plain["config"] == vars(Config(output_dir=str(tmp_path), lr=0.25))
+
     other = make_state(seed=1)
-    assert not same(other, state)
-    assert load_checkpoint(tmp_path, other) == 3
-    assert same(other, state)
+    assert not same_model(other, state)
+    assert checkpointer(tmp_path, other, lr=0.25).load() == 3
+    assert same_model(other, state) and other["loader"].step == 2
     for name in ("optimizer", "scheduler", "scaler"):
         assert str(other[name].state_dict()) == str(state[name].state_dict())
+    assert "lr: 0.25" in (tmp_path / "config.yaml").read_text()
 
 
-def test_no_wrapper_leaves_a_trace(tmp_path):
+def test_saved_state_is_a_copy(tmp_path, monkeypatch):
+    """Training continues while the thread writes: the next step must not show in the file."""
+    go, write = threading.Event(), save_atomically
+    monkeypatch.setattr(
+        utils.checkpoint, "save_atomically", lambda *args: go.wait(60) and write(*args)
+    )
+    state = make_state()
+    weight = state["model"][0].weight.detach()
+    momentum = state["optimizer"].state[state["model"][0].weight]["momentum_buffer"]
+    before = weight.clone(), momentum.clone()
+    writer = checkpointer(tmp_path, state)
+    writer.save(1)  # returns before the file is written
+    weight.zero_(), momentum.zero_(), state["data"]["classes"].append("c")
+    assert not list(tmp_path.iterdir())
+    go.set()
+    writer.wait()
+    saved = read_checkpoint(tmp_path / "last.pt")
+    assert torch.equal(saved["model"]["0.weight"], before[0])
+    assert torch.equal(saved["optimizer"]["state"]["0.weight"]["momentum_buffer"], before[1])
+    assert saved["data"] == {"classes": ["a", "b"]}
+
+
+def test_last_save_of_a_run_is_waited_for(tmp_path, monkeypatch):
+    write = save_atomically
+    monkeypatch.setattr(
+        utils.checkpoint, "save_atomically", lambda *args: time.sleep(0.3) or write(*args)
+    )
+    checkpointer(tmp_path, epochs=2).save(2)
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
+
+
+def test_wrappers_leave_no_trace(tmp_path):
     model = make_state()["model"]
-    wrapped = torch.nn.DataParallel(torch.compile(model))
-    assert unwrap(wrapped) is model
+    model.compile()
+    for wrapped in (nn.DataParallel(model), MicroBatches(model, 2)):
+        assert unwrap(wrapped) is model
 
     def body(rank):
         state = make_state(seed=rank)
         state["model"] = DistributedDataParallel(state["model"])
-        save_now(tmp_path, state, 1)
-        return load_checkpoint(tmp_path, state | {"model": make_state()["model"]})
+        save(tmp_path, state)
+        return checkpointer(tmp_path, make_state(seed=2)).load()
 
     assert run_ranks(body, 2) == [1, 1]
-    checkpoint = read_checkpoint(tmp_path / "last.pt")
-    assert list(checkpoint["model"]) == list(model.state_dict())
-    assert checkpoint["world_size"] == 2
+    saved = read_checkpoint(tmp_path / "last.pt")
+    assert list(saved["model"]) == list(model.state_dict()) and saved["world_size"] == 2
 
 
-def test_last_best_and_the_newest_few(tmp_path, monkeypatch):
+def test_momentum_keeps_the_parameters_memory_format(tmp_path):
+    """A fused step expects both alike; a checkpoint of FSDP is contiguous."""
+
+    def convolution(seed, memory_format):
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.randn(2, 3, 5, 5)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "loader": Steps()}
+
+    saved = convolution(0, torch.contiguous_format)
+    save(tmp_path, saved)
+    loaded = convolution(1, torch.channels_last)
+    checkpointer(tmp_path, loaded).load()
+    weight = loaded["model"].weight
+    momentum = loaded["optimizer"].state[weight]["momentum_buffer"]
+    assert momentum.stride() == weight.stride() == (27, 1, 9, 3)
+    theirs = saved["optimizer"].state[saved["model"].weight]["momentum_buffer"]
+    assert torch.equal(momentum, theirs) and torch.equal(weight, saved["model"].weight)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd without momentum", "frozen"])
+def test_optimizer_states_of_other_kinds(kind, tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        model[0].requires_grad_(kind != "frozen")
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if kind.startswith("adam"):
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
+        else:
+            momentum = 0.9 * (kind == "frozen")
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum, fused=True)
+        return {"model": model, "optimizer": optimizer, "loader": Steps()}
+
+    def step(state):
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optimizer"].step()
+
+    saved, loaded = make(0), make(1)
+    step(saved)
+    save(tmp_path, saved)
+    checkpointer(tmp_path, loaded).load()
+    assert same_model(saved, loaded)
+    for state in (saved, loaded):
+        step(state)
+    assert same_model(saved, loaded)
+    a, b = (state["optimizer"].state_dict()["state"] for state in (saved, loaded))
+    assert str(a) == str(b)
+
+
+def test_how_to_compute_is_not_taken_from_the_file(tmp_path):
+    """FSDP's parameters have no fused step, DDP's have: each script keeps its own choice."""
+    for fused in (True, False):
+        folder, (saved, loaded) = tmp_path / str(fused), (make_state(), make_state(seed=1))
+        saved["optimizer"].param_groups[0]["fused"] = fused
+        save(folder, saved)
+        loaded["optimizer"].param_groups[0]["fused"] = not fused
+        checkpointer(folder, loaded).load()
+        assert loaded["optimizer"].param_groups[0]["fused"] is not fused
+        assert loaded["optimizer"].param_groups[0]["lr"] == 0.05  # of the step
+
+
+# Which files there are
+
+
+def test_keeps_last_best_and_newest(tmp_path, monkeypatch):
     state = make_state()
     for epoch, is_best in enumerate([True, True, False, False], start=1):
-        save_now(tmp_path, state, epoch, is_best, keep_last=2)
+        save(tmp_path, state, epoch, is_best, keep_last=2)
     names = ["best.pt", "epoch-0003.pt", "epoch-0004.pt", "last.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 2
-    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here")))
-    save_now(tmp_path, state, 5, is_best=True, keep_last=1)
+    assert (tmp_path / "last.pt").samefile(tmp_path / "epoch-0004.pt")  # no second copy
+
+    def refuse(*names):
+        raise OSError("no links on this file system")
+
+    monkeypatch.setattr(os, "link", refuse)
+    save(tmp_path, state, 5, is_best=True, keep_last=1)
     assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best.pt",
-        "epoch-0005.pt",
-        "last.pt",
-    ]
+    names = ["best.pt", "epoch-0005.pt", "last.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_save_between_steps_replaces_last_alone(tmp_path):
+    state = make_state()
+    save(tmp_path, state, 1, is_best=True)
+    state["loader"].step = 3
+    writer = checkpointer(tmp_path, state)
+    writer.save(1, between_steps=True)
+    writer.wait()
+    names = ["best.pt", "epoch-0001.pt", "last.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    steps = [read_checkpoint(tmp_path / name)["loader"]["step"] for name in names]
+    assert steps == [0, 0, 3]
+    resumed = make_state(seed=1)
+    assert checkpointer(tmp_path, resumed).load() == 1 and resumed["loader"].step == 3
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    def writers(everyone):
+        folder = tmp_path / str(everyone)
+        folder.mkdir()
+
+        def body(rank):
+            def write(checkpoint, path):
+                (folder / f"rank-{rank}").touch()
+                path.touch()
+
+            monkeypatch.setattr(utils.checkpoint, "save_atomically", write)
+            if everyone:
+                monkeypatch.setattr(utils.checkpoint, "is_main_process", lambda: True)
+            writer = checkpointer(folder / f"run-{rank}")
+            writer.folder.mkdir()
+            writer.save(1)
+            writer.wait()
+
+        assert run_ranks(body, 3) == [None] * 3
+        return sorted(path.name for path in folder.glob("rank-*"))
+
+    assert writers(everyone=False) == ["rank-0"]
+    assert writers(everyone=True) == ["rank-0", "rank-1", "rank-2"]  # the test would notice
+
+
+# Damaged files, and others that do not fit
 
 
 @pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.99])
-def test_a_torn_file_is_passed_over(part, tmp_path, capsys):
+def test_truncated_file_is_passed_over(part, tmp_path, capsys):
     state = make_state()
-    save_now(tmp_path, state, 1)
-    save_now(tmp_path, state, 2)
+    save(tmp_path, state, 1)
+    save(tmp_path, state, 2)
     os.truncate(tmp_path / "last.pt", int(part * (tmp_path / "last.pt").stat().st_size))
-    assert load_checkpoint(tmp_path, state) == 1
+    assert checkpointer(tmp_path, state).load() == 1
     assert "last.pt cannot be read" in (text := capsys.readouterr().err)
-    assert f"resuming from {tmp_path / 'epoch-0001.pt'}" in text
+    assert "trying the checkpoint before it" in text
     os.truncate(tmp_path / "epoch-0001.pt", 10)
-    with pytest.raises(UserError, match=r"Pass --resume never"):
-        load_checkpoint(tmp_path, state)
+    with pytest.raises(UserError, match="pass --resume never"):
+        checkpointer(tmp_path, state).load()
 
 
-def test_a_flipped_bit_is_refused_where_torch_load_is_blind(tmp_path):
-    path = tmp_path / "last.pt"
-    save_now(tmp_path, make_state(), 1)
+def test_flipped_bit_is_detected(tmp_path):
+    """torch.load alone would load it."""
+    path, state = tmp_path / "last.pt", make_state()
+    save(tmp_path, state)
     with zipfile.ZipFile(path) as archive:
         record = next(i for i in archive.infolist() if i.filename.endswith("data/0"))
-    data = bytearray(path.read_bytes())
-    weight = make_state()["model"][0].weight.detach().numpy().tobytes()
-    data[data.index(weight, record.header_offset)] ^= 1
-    path.write_bytes(data)
+    content = bytearray(path.read_bytes())
+    weight = state["model"][0].weight.detach().numpy().tobytes()
+    content[content.index(weight, record.header_offset)] ^= 1
+    path.write_bytes(content)
     torch.load(path, weights_only=True)
     with pytest.raises(UserError, match=r"cannot be read|is damaged"):
         read_checkpoint(path)
 
 
-class Evil:
+class Malicious:
+    """A pickle that would run code."""
+
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.mkdir, ("/tmp/evil-was-here",)
+        return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), [({"format": 1, "x": Evil()}, "cannot be read"), ([1], "not a checkp")]
-)
-def test_what_is_no_checkpoint_is_refused(content, message, tmp_path):
-    torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UserError, match=message):
-        read_checkpoint(tmp_path / "x.pt")
-    assert not os.path.exists("/tmp/evil-was-here")
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
+    for content, message in (
+        ({"format": 2, "x": Malicious(tmp_path / "ran")}, "cannot be read"),
+        ([1], "is not a checkpoint of format 2"),
+        ({"format": 1}, "is not a checkpoint of format 2"),
+    ):
+        torch.save(content, tmp_path / "x.pt")
+        with pytest.raises(UserError, match=message):
+            read_checkpoint(tmp_path / "x.pt")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_checkpoint(tmp_path / "missing.pt")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_resume_always_and_never(tmp_path):
     state = make_state()
-    with pytest.raises(UserError, match=r"no checkpoint in .* to resume from"):
-        load_checkpoint(tmp_path, state, resume="always")
-    save_now(tmp_path, state, 1)
-    assert load_checkpoint(tmp_path, state, resume="always") == 1
+    with pytest.raises(UserError, match=r"there is no checkpoint in .* to resume from"):
+        checkpointer(tmp_path, state, resume="always").load()
+    save(tmp_path, state)
+    assert checkpointer(tmp_path, state, resume="always").load() == 1
     for number in (1, 2):
-        assert load_checkpoint(tmp_path, state, resume="never") == 0
-        save_now(tmp_path, state, 1)
+        assert checkpointer(tmp_path, state, resume="never").load() == 0
+        save(tmp_path, state)
         assert (tmp_path / f"previous-{number}" / "last.pt").exists()
 
 
 def test_other_settings_are_named(tmp_path):
-    state = make_state()
-    save_now(tmp_path, state, 1)
-    assert load_checkpoint(tmp_path, state, must_match={"lr": 0.1, "new": 1}) == 1
-    with pytest.raises(UserError, match=r"lr was 0.1 and is 0.2; model was 'm' and is 'n'"):
-        load_checkpoint(tmp_path, state, must_match={"lr": 0.2, "model": "n"})
+    save(tmp_path, make_state())
+    free = {"keep_last": 5, "num_workers": 3, "timeout": 7.0, "save_steps": 2}
+    assert checkpointer(tmp_path, **free).load() == 1
+    changed = {"lr": 0.2, "model": "resnet34"}
+    with pytest.raises(UserError, match=r"resnet34', not 'resnet18'; lr 0\.2, not 0\.1\. Pass"):
+        checkpointer(tmp_path, **changed).load()
+    assert checkpointer(tmp_path, allow_config_change=True, **changed).load() == 1
 
 
-def test_another_model_is_named_tensor_by_tensor(tmp_path):
-    save_now(tmp_path, make_state(), 1)
-    with pytest.raises(UserError, match=r"0\.weight is \(3, 2\), here \(4, 2\).* and 1 more"):
-        load_checkpoint(tmp_path, make_state(width=4))
-    state = make_state() | {"model": torch.nn.Linear(2, 3)}
-    with pytest.raises(UserError, match=r"weight is missing.*0\.weight is not in this model"):
-        load_checkpoint(tmp_path, state)
+def test_another_model_is_named_by_its_tensors(tmp_path):
+    save(tmp_path, make_state())
+    with pytest.raises(UserError, match=r"holds another model: .*0\.weight.*3, 2.*4, 2"):
+        checkpointer(tmp_path, make_state(width=4)).load()
+    state = make_state() | {"model": nn.Linear(2, 3)}
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters())
+    with pytest.raises(UserError, match=r"holds another model: .*bias.*0\.weight"):
+        checkpointer(tmp_path, state).load()
 
 
-def test_one_run_a_folder(tmp_path):
-    code = f"""
-import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from utils.checkpoint import load_checkpoint
-load_checkpoint({str(tmp_path)!r}, {{}}); print("mine", flush=True); time.sleep(60)
-"""
-    (tmp_path / "epoch-0009.pt.tmp").touch()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "mine\n"
-    assert not list(tmp_path.glob("*.tmp"))
+def test_one_run_per_folder(tmp_path):
+    loaded = FORK.Event()
+
+    def other_run():
+        checkpointer(tmp_path).load()
+        loaded.set()
+        time.sleep(60)
+
+    process = FORK.Process(target=other_run)
+    process.start()
+    assert loaded.wait(30)
     with pytest.raises(UserError, match="another run is writing to"):
-        load_checkpoint(tmp_path, make_state())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert load_checkpoint(tmp_path, make_state()) == 0
+        checkpointer(tmp_path).load()
+    process.kill()
+    process.join()
+    assert checkpointer(tmp_path).load() == 0
 
 
-def test_no_folder_can_be_made(tmp_path):
+def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write to"):
-        load_checkpoint(tmp_path / "file" / "run", make_state())
+    with pytest.raises(UserError, match=r"cannot write to .*; pass another --output-dir"):
+        checkpointer(tmp_path / "file" / "run").load()
+
+
+# Several ranks
 
 
 def test_all_ranks_raise_and_nodes_must_share_the_folder(tmp_path):
-    save_now(tmp_path / "rank0", make_state(), 1)
+    save(tmp_path / "rank-0", make_state())
 
-    def body(rank, same_folder):
-        folder = tmp_path / ("rank0" if same_folder else f"rank{rank}")
-        try:
-            return load_checkpoint(folder, make_state(width=3 + same_folder))
-        except Exception as error:
-            return error
+    def body(rank, shared):
+        folder = tmp_path / ("rank-0" if shared else f"rank-{rank}")
+        return outcome(checkpointer(folder, make_state(width=3 + shared)).load)
 
     apart = run_ranks(body, 2, False)
-    assert [type(error) for error in apart] == [PeerError, UserError]
-    assert "file system that all nodes share" in str(apart[1])
-    assert [type(error) for error in run_ranks(body, 2, True)] == [UserError, UserError]
+    assert [kind for kind, _ in apart] == [PeerError, UserError]
+    assert "all nodes must share output_dir" in apart[1][1]
+    assert [kind for kind, _ in run_ranks(body, 2, True)] == [UserError, UserError]
 
 
-SAVING = """
-import sys; sys.path.insert(0, {root!r})
-import torch
-from utils.checkpoint import save_checkpoint
-state = {{"model": torch.nn.Linear(700, 700)}}
-for epoch in range(1, 10**6):
-    save_checkpoint({folder!r}, state, epoch)
-"""
+def test_differing_ranks_are_refused(tmp_path):
+    def body(rank, compare_ranks, settings, classes):
+        state = make_state() | {"data": {"classes": classes[rank]}}
+        cfg = settings[rank]
+        return outcome(checkpointer(tmp_path, state, compare_ranks, **cfg).load)
+
+    same = [["a"]] * 3
+    settings = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.5}]
+    for rank, (kind, text) in enumerate(run_ranks(body, 3, True, settings, same)):
+        assert kind is UserError, text
+        expected = "rank 0 has lr 0.1, not 0.5" if rank == 2 else "rank 2 has lr 0.5, not 0.1"
+        assert expected in text and "give all nodes the same files" in text
+    classes = [["a"], ["b"], ["a"]]
+    for _, text in run_ranks(body, 3, True, [{}] * 3, classes)[::2]:
+        assert "rank 1 has classes ['b'], not ['a']" in text
+    free = [{"num_workers": 1}, {}, {"data_dir": "b"}]
+    assert run_ranks(body, 3, True, free, same) == [(None, "")] * 3
+    assert run_ranks(body, 3, False, settings, same) == [(None, "")] * 3
 
 
-def test_killed_while_saving_leaves_a_good_file(tmp_path):
-    code = SAVING.format(root=str(ROOT), folder=str(tmp_path))
+def replicas_run(folder, rank, steps=4, **settings):
+    """The number of steps before the ranks are found to differ, and the message.
+
+    Rank 1 changes one weight in step 1."""
+    state = make_state()
+    writer = checkpointer(folder, state, compare_ranks=True, save_minutes=0, **settings)
+    try:
+        for step in range(1, steps + 1):
+            state["loader"].step = step
+            if rank == 1:
+                state["model"][0].weight.data[0, 0] += 1
+            writer.step()
+        step += 1
+        writer.save(1)
+        writer.wait()
+    except UserError as error:
+        return step, str(error)
+    return step + 1, ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        ({"check_replicas_every": 3}, 3),
+        ({"check_replicas_every": 0, "save_steps": 2}, 2),  # before the first save
+        ({"check_replicas_every": 0}, 5),  # before the epoch's
+        ({"check_replicas_every": -1, "save_steps": 2}, 6),  # never
+    ],
+    ids=str,
+)
+def test_replicas_are_compared_when_due(settings, step, tmp_path):
+    for stopped, message in run_ranks(lambda rank: replicas_run(tmp_path, rank, **settings), 2):
+        assert stopped == step
+        assert ("rank 1 differs from the others in 0.weight" in message) == (step < 6)
+    assert (tmp_path / "last.pt").exists() == (step == 6)
+
+
+def test_replicas_are_compared_with_the_buffers_at_the_epochs_end_only(tmp_path, monkeypatch):
+    calls = []
+
+    def check(model, optimizer, between_steps):
+        calls.append(between_steps)
+        check_replicas(model, optimizer, between_steps)
+
+    monkeypatch.setattr("utils.replicas.check_replicas", check)
+
+    def body(rank):
+        replicas_run(tmp_path, rank=0, steps=2, save_steps=1, check_replicas_every=2)
+        return calls
+
+    assert run_ranks(body, 2) == [[True, True, True, False]] * 2
+
+
+def test_missing_module_for_comparing_ranks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "utils.replicas", None)
+
+    def body(rank):
+        state = make_state()
+        off = outcome(lambda: replicas_run(tmp_path, 0, check_replicas_every=-1))
+        return off, outcome(lambda: checkpointer(tmp_path, state, compare_ranks=True).save(1))
+
+    for off, (kind, text) in run_ranks(body, 2):
+        assert off == (None, "") and kind is UserError
+        assert "needs utils/replicas.py" in text and "--check-replicas-every -1" in text
+    checkpointer(tmp_path, compare_ranks=True).save(1)  # one rank: nothing to compare
+
+
+def test_loss_that_is_not_finite_is_never_saved(tmp_path):
+    def body(rank):
+        state = make_state() | {"meter": Meter(torch.device("cpu"))}
+        loss = torch.tensor(float("nan") if rank else 1.0)
+        state["meter"].update(loss, torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+        return outcome(lambda: save(tmp_path, state))
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and "the training loss is nan" in text
+    assert not (tmp_path / "last.pt").exists()
+
+
+def test_saves_when_steps_are_over_but_not_at_the_end_of_an_epoch(tmp_path, monkeypatch):
+    state, saved = make_state(), []
+    writer = checkpointer(tmp_path, state, save_steps=2, save_minutes=0)
+    monkeypatch.setattr(writer, "save", lambda epoch, **kw: saved.append(state["loader"].step))
+    for step in range(1, 5):
+        state["loader"].step = step
+        writer.step()
+    assert saved == [2, 4]
+    state["loader"].length = 4
+    writer.step()  # the end of the epoch, which saves by itself
+    assert saved == [2, 4]
+
+
+def test_saves_when_minutes_are_over_on_rank_0s_clock(tmp_path, monkeypatch):
+    minutes = itertools.count(0, 4)
+
+    def body(rank):
+        monkeypatch.setattr(utils.checkpoint, "STEPS_BETWEEN_CLOCKS", 2)
+        state, saved = make_state(), []
+        state["loader"].length = 13
+        # Each look at rank 0's clock is 4 minutes after the one before; rank 1's clock stands.
+        clock = SimpleNamespace(monotonic=lambda: 0 if rank else 60 * next(minutes))
+        monkeypatch.setattr(utils.checkpoint, "time", clock)
+        writer = checkpointer(tmp_path, state, save_minutes=7.0)
+        real = writer.save
+
+        def save(epoch, between_steps):
+            saved.append(state["loader"].step)
+            real(epoch, between_steps=between_steps)
+
+        monkeypatch.setattr(writer, "save", save)
+        for step in range(1, 14):
+            state["loader"].step = step
+            writer.step()
+        writer.wait()
+        return saved
+
+    assert run_ranks(body, 2) == [[4, 8, 12]] * 2
+    assert read_checkpoint(tmp_path / "last.pt")["loader"] == {"step": 12}
+
+
+def test_ddp_sums_gradients_in_the_same_order_at_every_step(tmp_path):
+    """From three ranks on, the order matters: a resumed run must have it from its first step."""
+
+    def body(rank, settle):
+        torch.manual_seed(0)
+        model = build_model(Config(model="resnet20"), 10)
+        model = DistributedDataParallel(model)
+        before = [t.clone() for t in model.state_dict().values()]
+        state = make_state() | {"model": model}
+        state["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+        if settle:
+            checkpointer(tmp_path, state).load()
+        pairs = list(zip(before, model.state_dict().values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert all(p.grad is None for p in model.parameters())
+        torch.manual_seed(rank)
+        images, gradients = torch.randn(2, 3, 16, 16), []
+        for _ in range(2):
+            model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
+            model.zero_grad()
+            model(images).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    assert run_ranks(body, 3, True) == [True] * 3
+    assert run_ranks(body, 3, False) == [False] * 3  # the test would notice
+
+
+def test_model_on_several_devices_is_not_loaded_as_full_tensors(tmp_path, monkeypatch):
+    """PyTorch refuses full_state_dict for a model on several devices, and FSDP needs it."""
+    seen = []
+    for name in ("set_model_state_dict", "set_optimizer_state_dict"):
+        real = getattr(utils.checkpoint.dsd, name)
+
+        def spy(*args, real=real, options):
+            seen.append(options.full_state_dict)
+            real(*args, options=options)
+
+        monkeypatch.setattr(utils.checkpoint.dsd, name, spy)
+    save(tmp_path, make_state())
+    assert checkpointer(tmp_path, make_state(seed=1)).load() == 1
+    assert seen == [False, False]
+
+
+# Saves that fail or are interrupted
+
+
+def test_failed_save_raises_on_all_ranks_at_the_next_one(tmp_path, monkeypatch):
+    def body(rank):
+        writer = checkpointer(tmp_path)
+        writer.save(1)
+        writer.wait()
+        monkeypatch.setattr(os, "fsync", no_space)
+        writer.save(2)  # fails in the background
+        return outcome(lambda: writer.save(3))
+
+    results = run_ranks(body, 2)
+    assert [kind for kind, _ in results] == [UserError, PeerError]
+    text = results[0][1]
+    assert "No space left on device" in text and str(tmp_path / "epoch-0002.pt") in text
+    assert sorted(os.listdir(tmp_path)) == ["epoch-0001.pt", "last.pt"]
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_failed_last_save_raises_at_once(tmp_path, monkeypatch):
+    def body(rank):
+        monkeypatch.setattr(os, "fsync", no_space)
+        return outcome(lambda: checkpointer(tmp_path, epochs=2).save(2))
+
+    assert [kind for kind, _ in run_ranks(body, 2)] == [UserError, PeerError]
+    assert not os.listdir(tmp_path)
+
+
+def test_full_disk_keeps_the_checkpoint_before(tmp_path):
+    """A file may not grow beyond 100 kB: torch.save then raises an error about positions."""
+
+    def body(queue):
+        state = make_state()
+        save(tmp_path, state)
+        state["data"]["large"] = torch.zeros(10**5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+        queue.put(outcome(lambda: save(tmp_path, state, epoch=2)))
+
+    queue = FORK.Queue()
+    process = FORK.Process(target=body, args=(queue,))
+    process.start()
+    kind, text = queue.get(timeout=30)
+    process.join()
+    assert kind is UserError and text.endswith("epoch-0002.pt: File too large")
+    assert sorted(os.listdir(tmp_path)) == ["epoch-0001.pt", "last.pt"]
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_other_errors_of_the_writer_are_not_hidden(tmp_path, monkeypatch):
+    state = make_state() | {"bad": lambda: None}  # cannot be pickled
+    with pytest.raises(Exception, match=r"pickle|lambda"):
+        save(tmp_path, state)
+
+
+def test_file_and_folder_are_flushed_to_the_disk(tmp_path, monkeypatch):
+    events, fsync, rename = [], os.fsync, os.replace
+
+    def flush(file):
+        events.append(f"fsync {os.readlink(f'/proc/self/fd/{file}')}")
+        fsync(file)
+
+    def move(source, target):
+        events.append(f"rename {source}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", move)
+    path = tmp_path / "x.pt"
+    save_atomically([1, 2], path)
+    assert events == [f"fsync {path}.tmp", f"rename {path}.tmp", f"fsync {tmp_path}"]
+    assert torch.load(path) == [1, 2] and os.listdir(tmp_path) == ["x.pt"]
+
+
+def killed_in_fsync(folder):
+    """A run that is killed while it writes its second checkpoint."""
+    state = make_state()
+    checkpointer(folder, state).load()
+    save(folder, state, epoch=1)
+    os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+    save(folder, state, epoch=2)
+
+
+def test_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path):
+    process = FORK.Process(target=killed_in_fsync, args=(tmp_path,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob("*.tmp")] == ["epoch-0002.pt.tmp"]
+    assert checkpointer(tmp_path).load() == 1
+    assert not list(tmp_path.glob("*.tmp"))  # removed at the next start
+
+
+def saves_until_killed(folder):
+    writer = checkpointer(folder, make_state(width=30_000), epochs=10**6)
+    for epoch in itertools.count(1):
+        writer.save(epoch, is_best=True)
+
+
+def test_run_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
     chance = random.Random(0)
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", code])
-        for path in tmp_path.iterdir():
-            path.unlink()
+    for _ in range(5):
+        process = FORK.Process(target=saves_until_killed, args=(tmp_path,))
+        process.start()
         end = time.monotonic() + 60
         while not (tmp_path / "last.pt").exists() and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(chance.random() / 4)
         process.kill()
-        process.wait()
-        assert read_checkpoint(tmp_path / "last.pt")["epoch"] >= 1
-        state = {"model": torch.nn.Linear(700, 700)}
-        assert load_checkpoint(tmp_path, state) >= 1
-    assert utils.checkpoint.FORMAT == 1
+        process.join()
+        for name in ("last.pt", "best.pt"):
+            if name == "last.pt" or (tmp_path / name).exists():
+                assert read_checkpoint(tmp_path / name)["epoch"] >= 1
+        assert checkpointer(tmp_path, make_state(width=30_000), epochs=10**6).load() >= 1
+
+
+@pytest.mark.parametrize("end", ["end", "error"])
+def test_file_is_finished_when_the_process_ends(end, tmp_path):
+    """The writer is no daemon: a run that ends, also in an error, completes its file."""
+
+    def body():
+        write = save_atomically
+        utils.checkpoint.save_atomically = lambda *args: time.sleep(0.5) or write(*args)
+        checkpointer(tmp_path).save(1)
+        if end == "error":
+            sys.exit(3)
+
+    process = FORK.Process(target=body)
+    process.start()
+    process.join(30)
+    assert process.exitcode == (3 if end == "error" else 0)
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
+
+
+def test_sigterm_leaves_the_checkpoint_before(tmp_path):
+    writing = FORK.Event()
+
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # coverage has a handler
+        save(tmp_path, make_state(), epoch=1)
+        utils.checkpoint.save_atomically = lambda *args: writing.set() or time.sleep(60)
+        checkpointer(tmp_path).save(2)
+        time.sleep(60)
+
+    process = FORK.Process(target=body)
+    process.start()
+    assert writing.wait(30)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == -signal.SIGTERM
+    assert checkpointer(tmp_path).load() == 1
+
+
+def test_checkpoint_of_a_subclassed_config_is_read(tmp_path):
+    """A script's own settings are in the file; a script without them ignores them."""
+    from utils.fsdp import FsdpConfig
+
+    cfg = FsdpConfig(output_dir=str(tmp_path))
+    for settings in (cfg, replace(cfg, fsdp_offload=True)):
+        writer = Checkpointer(settings, make_state())
+        writer.save(1)
+        writer.wait()
+        assert checkpointer(tmp_path).load() == 1
+    with pytest.raises(UserError, match="fsdp_dtype 'bfloat16', not 'none'"):
+        Checkpointer(replace(cfg, fsdp_dtype="bfloat16"), make_state()).load()

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 
 import tools.export
-from tests.launch import SMALL, run_script
+from tests.launch import SMALL, run_isolated, run_script
 from tests.test_image_folder import break_file, photo
 from tools import evaluate, export, predict
 from tools.inference import load_trained
@@ -27,6 +27,7 @@ from utils.image_folder import find_images
 from utils.metrics import read_metrics
 from utils.weights import find_weights
 
+pytestmark = pytest.mark.slow  # the page trains seven times
 CLASSES = ("cat", "dog", "图")
 
 
@@ -199,8 +200,8 @@ def test_exported_models_run_without_the_project(clone, results):
     torch.testing.assert_close(torch.from_numpy(outputs), expected, rtol=1e-3, atol=1e-4)
     facts = json.loads(session.get_modelmeta().custom_metadata_map["facts"])
     assert facts == trained.facts and facts["classes"] == list(CLASSES)
-    program = torch.export.load(folder / "best.pt2").module()
-    torch.testing.assert_close(program(images), expected, rtol=1e-3, atol=1e-4)
+    outputs = run_isolated(lambda: torch.export.load(folder / "best.pt2").module()(images).detach())
+    torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-4)
     assert not list(folder.glob(".export-*"))
 
 
@@ -215,7 +216,7 @@ def test_export_that_differs_is_not_written(clone, results, monkeypatch, tmp_pat
     monkeypatch.setitem(tools.export.FORMATS, "exported-program", (lossy, export.run_program))
     checkpoint = clone / "runs" / "finetune" / "best.pt"
     with pytest.raises(UserError, match="was not written"):
-        export.export(checkpoint, "exported-program", tmp_path / "x.pt2")
+        run_isolated(lambda: export.export(checkpoint, "exported-program", tmp_path / "x.pt2"))
     assert list(tmp_path.iterdir()) == []
 
 

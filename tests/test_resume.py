@@ -1,60 +1,199 @@
-"""A killed and resumed run is the straight run, bit for bit, also from the middle of an epoch."""
+"""A killed and resumed run matches an uninterrupted one, bit for bit, also within an epoch."""
 
 import pytest
 import torch
+import torchvision
 
-from tests.launch import run_script, start_script
-from tools.runs import kill_after_first_save
+from tests.forked import (
+    FIVE_STEPS,
+    assert_resumes,
+    fork_script,
+    killed_at,
+    largest_difference,
+    without_seconds,
+)
+from tests.launch import run_script
 from utils.checkpoint import read_checkpoint
 
+ADAMW = {"optimizer": "adamw", "lr": 0.001}
 
-def same_bits(ours, theirs):
-    if isinstance(theirs, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same_bits(ours[k], theirs[k]) for k in theirs)
-    return ours == theirs
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A file with the weights of a resnet18."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pt"
+    torch.save(torchvision.models.resnet18().state_dict(), path)
+    return path
 
 
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
-        # a model with dropout, whose random numbers must go on as well
-        ("train_1gpu.py", None, {"save_steps": 2, "model": "squeezenet1_1", "image_size": 32}),
-        ("train_ddp.py", 3, {"save_steps": 2, "loader": "workers", "num_workers": 1}),
-        ("train_fsdp.py", 2, {"save_steps": 2, "save_sharded": True}),
-        ("train_ddp.py", 2, {}),  # at the end of an epoch
+        # A model with dropout, whose random numbers must continue as well.
+        ("train_1gpu.py", None, {"model": "squeezenet1_1", "image_size": 32, "audit": True}),
+        # From three ranks on, the order of DistributedDataParallel's buckets matters.
+        ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1, "audit": True}),
+        ("train_ddp.py", 3, {"model": "shufflenet_v2_x0_5", "clip_norm": 1.0}),
+        ("train_ddp.py", 2, {"save_sharded": True}),
+        ("train_ddp.py", 1, {"save_sharded": True, "sync_bn": False}),
+        ("train_ddp.py", 2, ADAMW),
+        ("train_1gpu.py", None, {"optimizer": "sgd_nesterov", "lr_schedule": "step"}),
+        ("train_1gpu.py", None, {"momentum": 0, "save_sharded": True}),
+        ("train_ddp.py", 2, {"momentum": 0, "dataset": "fake"}),
+        ("train_ddp_mp.py", 2, {"devices": "cpu,cpu", "micro_batches": 2}),
+        ("train_ddp_accum.py", 2, {"micro_batches": 2}),
+        ("train_dp.py", None, {}),
     ],
+    ids=str,
 )
-def test_killed_and_resumed_equals_straight_bit_for_bit(script, nproc, flags, tmp_path):
-    flags = {"synthetic_samples": 60, "epochs": 3, "audit": True} | flags  # float32, as usual
-    straight = run_script(script, nproc, output_dir=tmp_path / "straight", **flags)
-    process = start_script(script, nproc, output_dir=tmp_path / "killed", **flags)
-    kill_after_first_save(process, tmp_path / "killed")
-    step = read_checkpoint(tmp_path / "killed" / "last.pt")["loader"]["step"]
-    resumed = run_script(script, nproc, output_dir=tmp_path / "killed", **flags)
-    assert (straight.code, resumed.code) == (0, 0), resumed.stderr
-    assert "epochs 0 to" not in resumed.stdout, "it started anew"
-    assert ("(from step 2)" if "save_steps" in flags else "epochs 1 to") in resumed.stdout
-    assert step == flags.get("save_steps", 0)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flags, tmp_path):
+    assert_resumes(tmp_path, script, nproc, **flags)
 
-    files = [read_checkpoint(run.output_dir / "last.pt") for run in (resumed, straight)]
-    for name in ("model", "optimizer", "scheduler"):
-        assert same_bits(files[0][name], files[1][name]), name
-    timeless = [
-        [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in run.rows]
-        for run in (resumed, straight)
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags"),
+    [("train_ddp.py", 2, {}), ("train_1gpu.py", None, ADAMW), ("train_fsdp.py", 2, {})],
+    ids=str,
+)
+def test_run_with_a_frozen_backbone_resumes(script, nproc, flags, weights, tmp_path):
+    flags = flags | {"model": "resnet18", "weights": weights, "freeze": "backbone", "epochs": 1}
+    checkpoint, _ = assert_resumes(tmp_path, script, nproc, **flags)
+    assert set(checkpoint["optimizer"]["state"]) == {"fc.weight", "fc.bias"}
+    backbone = torch.load(weights)
+    for name in ("conv1.weight", "layer4.1.bn2.running_var"):
+        assert torch.equal(checkpoint["model"][name], backbone[name])
+
+
+@pytest.mark.parametrize("killed", [(1, 1), (1, 2)], ids=["after an epoch", "by the clock"])
+def test_run_resumes_from_other_saves(killed, tmp_path):
+    """From the end of an epoch, without any save within it; and from a save by --save-minutes."""
+    if killed == (1, 1):
+        assert_resumes(tmp_path, "train_ddp.py", 2, killed, 0, save_steps=0)
+    else:  # 16 steps and more between looks at the clock
+        flags = {"save_steps": 0, "save_minutes": 1e-9, "synthetic_samples": 17 * 12, "epochs": 1}
+        assert_resumes(tmp_path, "train_ddp.py", 2, (0, 16), 16, **flags)
+
+
+def test_run_moves_between_scripts_and_world_sizes(tmp_path):
+    """One run, continued by one script after the other, always from within an epoch."""
+    flags = FIVE_STEPS | {"dtype": "float64", "epochs": 3}
+    reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)
+    flags |= {"output_dir": tmp_path / "moved", "resume": "always"}
+    legs = [
+        ("train_1gpu.py", None, (0, 2), {"resume": "auto"}),
+        ("train_ddp.py", 3, (0, 4), {}),
+        ("train_fsdp.py", 2, (1, 2), {}),  # reads what DDP wrote
+        ("train_ddp.py", 2, (1, 4), {}),  # reads what FSDP wrote
+        ("train_fsdp.py", 3, (2, 1), {"save_sharded": True}),
+        ("train_fsdp.py", 2, (2, 2), {"save_sharded": True}),  # on another world size
+        ("train_mp.py", None, (2, 4), {}),  # reads shards
+        ("train_ddp_amp.py", 2, None, {}),
     ]
-    assert timeless[0] == timeless[1]
+    for script, nproc, end, others in legs:
+        run = fork_script(script, nproc, end and killed_at(*end), **flags | others)
+        assert run.code == (-9 if end else 0), run.stderr
+    assert [row["world_size"] for row in run.rows] == [2, 3, 2]
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, reference))
+    assert largest_difference(ours["model"], theirs["model"]) < 1e-11
+    for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
+        assert row | {"world_size": 1} == pytest.approx(other, rel=1e-9)
 
 
-def test_a_changed_config_stops_and_names_the_keys(tmp_path):
-    run_script("train_1gpu.py", output_dir=tmp_path)
-    changed = {"lr": 0.02, "seed": 7}
-    refused = run_script("train_1gpu.py", output_dir=tmp_path, **changed)
-    assert refused.code != 0
-    assert "lr was 0.01 and is 0.02" in refused.stderr
-    assert "seed was 0 and is 7" in refused.stderr
-    forced = run_script("train_1gpu.py", output_dir=tmp_path, allow_config_change=True, **changed)
-    assert forced.code == 0
-    assert "nothing left to do" in forced.stdout
+def test_batch_size_is_kept_within_an_epoch(tmp_path):
+    flags = FIVE_STEPS | {"output_dir": tmp_path / "run"}
+    fork_script("train_ddp.py", 2, killed_at(0, 2), **flags)
+    changed = {"global_batch_size": 20, "allow_config_change": True}
+    run = fork_script("train_ddp.py", 2, **flags | changed)
+    assert run.code == 1 and run.stderr.count("error") == 1
+    assert "stopped within an epoch, after 2 global batches of 12" in run.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run that has ended, which tests read and do not continue."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert fork_script("train_1gpu.py", output_dir=folder, **FIVE_STEPS).code == 0
+    return folder
+
+
+def test_changed_settings_are_named(finished):
+    changed = {"lr": 0.02, "weight_decay": 0.1, "num_threads": 1}
+    refused = fork_script("train_1gpu.py", output_dir=finished, **FIVE_STEPS | changed)
+    assert refused.code == 1 and refused.stderr.count("error") == 1
+    text = "it is now lr 0.02, not 0.01; weight_decay 0.1, not 0.0005. Pass another --output-dir"
+    assert text in refused.stderr
+    assert "num_threads" not in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_other_data_are_refused(finished):
+    """The same settings, other images in data_dir, for example."""
+
+    def relabel():
+        from utils import array_data
+
+        real = array_data.build
+
+        def build(cfg, inputs):
+            train_set, val_set, classes = real(cfg, inputs)
+            train_set.labels[0] += 1
+            return train_set, val_set, [*classes[:-1], "other"]
+
+        array_data.build = build
+
+    run = fork_script("train_1gpu.py", before=relabel, output_dir=finished, **FIVE_STEPS)
+    assert run.code == 1 and "classes [" in run.stderr and "; train_labels " in run.stderr
+
+
+def test_nothing_left_to_do(finished):
+    before = (finished / "last.pt").read_bytes()
+    run = fork_script("train_1gpu.py", output_dir=finished, **FIVE_STEPS)
+    assert run.code == 0 and "nothing left to do: pass --resume never" in run.stdout
+    assert (finished / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "changed"),
+    [
+        ("train_1gpu.py", None, {"lr": 0.005, "epochs": 4}),
+        ("train_1gpu.py", None, ADAMW),  # its state is new
+        ("train_fsdp.py", 2, ADAMW),
+        ("train_1gpu.py", None, {"momentum": 0}),
+        ("train_fsdp.py", 2, {"momentum": 0.5, "weight_decay": 0.0}),
+    ],
+    ids=str,
+)
+def test_changed_settings_take_effect_when_allowed(script, nproc, changed, tmp_path):
+    flags = FIVE_STEPS | {"epochs": 3, "lr_schedule": "constant", "output_dir": tmp_path / "run"}
+    fork_script(script, nproc, killed_at(1, 3), **flags)
+    run = fork_script(script, nproc, **flags | changed | {"allow_config_change": True})
+    assert run.code == 0, run.stderr
+    assert "from epoch 1, step 2" in run.stdout
+    assert [row["lr"] for row in run.rows[1:]] == [changed.get("lr", 0.01)] * (
+        changed.get("epochs", 3) - 1
+    )
+    (group,) = read_checkpoint(tmp_path / "run" / "last.pt")["optimizer"]["param_groups"]
+    for name in ("lr", "momentum", "weight_decay"):
+        if name in changed:
+            assert group[name] == changed[name]
+
+
+@pytest.mark.parametrize(("script", "nproc"), [("train_1gpu.py", None), ("train_fsdp.py", 2)])
+@pytest.mark.parametrize("model", ["resnet34", "resnet18_cifar"])
+def test_another_model_is_refused_even_when_changes_are_allowed(script, nproc, model, tmp_path):
+    """resnet34 has more tensors, which FSDP's loading would leave as they are; resnet18_cifar has
+    one of another shape."""
+    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "model": "resnet18", "epochs": 1}
+    fork_script("train_1gpu.py", before=killed_at(0, 2), **flags)
+    changed = {"model": model, "allow_config_change": True}
+    run = fork_script(script, nproc, **flags | changed)
+    assert run.code == 1 and run.stderr.count("error") == 1, run.stderr
+    name = "conv1.weight" if model == "resnet18_cifar" else "layer1.2.bn1.bias"
+    assert "holds another model" in run.stderr and name in run.stderr
+
+
+def test_default_run_prints_no_warning(tmp_path):
+    """As a user starts it, with torchrun; resnet18 has 1x1 convolutions, in channels_last."""
+    flags = {"model": "resnet18", "image_size": 32, "synthetic_samples": 24, "epochs": 1}
+    run = run_script("train_ddp.py", 2, output_dir=tmp_path / "run", **flags)
+    assert (run.code, run.stderr) == (0, "")

@@ -262,6 +262,7 @@ def test_frozen_batchnorm_equals_batchnorm_in_eval_mode():
     assert torch.equal(frozen(images), plain.eval()(images))
 
 
+@pytest.mark.slow
 def test_every_script_trains_a_frozen_backbone(tmp_path):
     """train_ddp.py is in the table of make verify."""
     two = {"train_ddp_amp.py": {}, "train_fsdp.py": {}, "train_ddp_mp.py": {"devices": "cpu,cpu"}}

@@ -1,0 +1,147 @@
+"""Running scripts in forks of this process, which has imported torch: it takes about a second."""
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from tests.launch import SMALL
+from tools.runs import ROOT, Run, flag_list
+from utils.checkpoint import Checkpointer, read_checkpoint
+from utils.metrics import read_metrics
+from utils.spawn import host_store, set_environment
+
+FORK = multiprocessing.get_context("fork")
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports much, here and not in each rank
+_scripts = {}
+
+# A run of five steps per epoch, saved after the second and the fourth.
+FIVE_STEPS = {"synthetic_samples": 60, "image_size": 8, "save_steps": 2}
+
+
+def fork_script(script, nproc=None, before=None, limit=120, **flags):
+    """Run a script with SMALL's settings and `flags`. Returns its Run, with rank 0's exit code.
+
+    nproc: the number of ranks; None for a script that runs as one process. before: called in each
+    rank before the script starts, to kill it later or to plant a bug. AssertionError if the script
+    does not end in `limit` seconds.
+    """
+    if script not in _scripts:
+        spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+        _scripts[script] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(_scripts[script])
+    flags = SMALL | flags
+    folder = Path(flags["output_dir"])
+    logs = folder.parent / f"{folder.name}.logs"
+    logs.mkdir(exist_ok=True, parents=True)
+    store = host_store() if nproc else None
+    arguments = nproc, store and store.port, _scripts[script], flags, logs, before
+    ranks = [FORK.Process(target=_run, args=(rank, *arguments)) for rank in range(nproc or 1)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(limit)
+        assert not any(rank.is_alive() for rank in ranks), f"{script} did not end in {limit} s"
+    finally:
+        for rank in ranks:
+            rank.kill()
+    stdout, stderr = (
+        "".join((logs / f"{name}-{rank}").read_text() for rank in range(len(ranks)))
+        for name in ("stdout", "stderr")
+    )
+    metrics = folder / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.exists() else []
+    return Run(ranks[0].exitcode, stdout, stderr, 0.0, rows, folder)
+
+
+def _run(rank, nproc, port, module, flags, logs, before):
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        flag = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+        os.dup2(os.open(logs / f"{name}-{rank}", flag), number)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    warnings.resetwarnings()
+    warnings.showwarning = _show_warning  # pytest collects them, and so would this process
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    sys.argv = [f"{module.__name__}.py", *flag_list(flags)]
+    if nproc:
+        set_environment(rank, nproc, port)
+    if before:
+        before()
+    module.main()
+    if nproc:
+        module.dist.destroy_process_group()
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    print(warnings.formatwarning(message, category, filename, lineno), file=sys.stderr)
+
+
+def killed_at(epoch, step):
+    """For fork_script(before=...): kill all ranks with SIGKILL after this step of this epoch.
+
+    The last save, of that step or of an earlier one, is on the disk by then.
+    """
+
+    def before():
+        real = Checkpointer.step
+
+        def step_and_die(checkpoint):
+            real(checkpoint)
+            if (checkpoint.epoch, checkpoint.state["loader"].step) == (epoch, step):
+                checkpoint.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Checkpointer.step = step_and_die
+
+    return before
+
+
+def same_bits(ours, theirs):
+    """Whether two parts of checkpoints hold the same tensors and values; tuples equal lists."""
+    if isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same_bits(ours[k], theirs[k]) for k in theirs)
+    if isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    return ours == theirs
+
+
+def largest_difference(ours, theirs):
+    """Between two dicts of tensors with the same names, as a float."""
+    assert ours.keys() == theirs.keys()
+    return max((ours[k].double() - theirs[k].double()).abs().max().item() for k in theirs)
+
+
+def without_seconds(rows):
+    """The rows of a metrics.jsonl without what differs from run to run."""
+    return [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in rows]
+
+
+def assert_resumes(tmp_path, script, nproc, killed=None, saved_step=2, **flags):
+    """Assert that a run that is killed within its last epoch and resumed, and one that is not
+    interrupted, reach the same bits. Returns the last checkpoints of both."""
+    flags = FIVE_STEPS | flags
+    killed = killed or (flags.get("epochs", 2) - 1, 3)
+    straight = fork_script(script, nproc, output_dir=tmp_path / "straight", **flags)
+    folder = tmp_path / "killed"
+    dead = fork_script(script, nproc, killed_at(*killed), output_dir=folder, **flags)
+    assert (straight.code, dead.code) == (0, -9), straight.stderr + dead.stderr
+    checkpoint = read_checkpoint(folder / "last.pt")
+    assert (checkpoint["epoch"], checkpoint["loader"]["step"]) == (killed[0], saved_step)
+    resumed = fork_script(script, nproc, output_dir=folder, **flags)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    assert f"from epoch {killed[0]}, step {saved_step}, in" in resumed.stdout
+    assert without_seconds(resumed.rows) == without_seconds(straight.rows)
+    files = [read_checkpoint(run.output_dir / "last.pt") for run in (resumed, straight)]
+    for name in ("model", "optimizer", "scheduler", "scaler", "data"):
+        if name in files[1]:
+            assert same_bits(files[0][name], files[1][name]), name
+    return files

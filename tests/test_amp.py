@@ -1,0 +1,67 @@
+"""Mixed precision: bfloat16 under autocast, float16 with a GradScaler."""
+
+import pytest
+import torch
+
+from tests.forked import assert_resumes, fork_script
+from utils.amp import AmpConfig
+from utils.checkpoint import read_checkpoint
+from utils.config import load_config
+
+SETTINGS = {"synthetic_samples": 60, "image_size": 8, "clip_norm": 0.5}
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    """The losses of the second epoch, by precision; a gradient scale matters to clip_norm."""
+    result = {}
+    for name, script, flags in (
+        ("float32", "train_ddp.py", {}),
+        ("bfloat16", "train_ddp_amp.py", {}),
+        ("float16", "train_ddp_amp.py", {"amp_dtype": "float16"}),
+    ):
+        folder = tmp_path_factory.mktemp(name) / "run"
+        run = fork_script(script, 2, output_dir=folder, **SETTINGS | flags)
+        assert (run.code, run.stderr) == (0, "")
+        result[name] = run.rows[1]["train_loss"], run.rows[1]["val_loss"]
+        dtypes = {t.dtype for t in read_checkpoint(folder / "last.pt")["model"].values()}
+        assert dtypes == {torch.float32, torch.int64}
+    return result
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_losses_differ_from_float32_by_rounding(dtype, bits, losses):
+    for ours, exact in zip(losses[dtype], losses["float32"], strict=True):
+        assert 0 < abs(ours / exact - 1) < 2.0 ** (3 - bits)
+
+
+def test_settings():
+    assert load_config(AmpConfig, []).autocast_dtype is torch.bfloat16
+    assert load_config(AmpConfig, ["--amp-dtype=float16"]).autocast_dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(dtype, tmp_path):
+    """With float16, the GradScaler's state continues as well."""
+
+    checkpoint, _ = assert_resumes(tmp_path, "train_ddp_amp.py", 2, amp_dtype=dtype, clip_norm=1.0)
+    if dtype == "float16":
+        assert checkpoint["scaler"]["scale"] > 0 and checkpoint["scaler"]["_growth_tracker"] > 5
+    else:
+        assert checkpoint["scaler"] == {}
+
+
+def test_overflow_skips_the_update(tmp_path):
+    """From a scale that is far too large, the first steps only lower it."""
+
+    def raise_scale():
+        real = torch.amp.GradScaler
+        torch.amp.GradScaler = lambda *args, **kw: real(*args, init_scale=2.0**40, **kw)
+
+    flags = SETTINGS | {"amp_dtype": "float16", "epochs": 1, "global_batch_size": 2, "lr": 0.001}
+    run = fork_script("train_ddp_amp.py", 2, raise_scale, output_dir=tmp_path / "run", **flags)
+    assert run.code == 0, run.stderr
+    checkpoint = read_checkpoint(tmp_path / "run" / "last.pt")
+    assert checkpoint["scaler"]["scale"] < 2.0**40
+    assert all(t.isfinite().all() for t in checkpoint["model"].values())
+    assert run.stderr == ""

@@ -1,0 +1,88 @@
+"""Augmentation is a function of (seed, epoch, index), the same bit for bit on every device."""
+
+import hashlib
+
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as F
+
+from utils import augment
+from utils.augment import CropFlip, crop_flip
+
+GOLDEN_CROPS = "b4f46693b4a3c256"
+
+
+@pytest.fixture
+def images():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (400, 3, 16, 16), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("size", [32, 16, 9])
+def test_cpu_and_gpu_code_crop_alike(size):
+    generator = torch.Generator().manual_seed(size)
+    padded = torch.randint(0, 256, (64, size + 4, size + 4, 3), generator=generator).byte()
+    corners = torch.randint(0, 5, (64, 2), generator=generator)
+    flipped = torch.rand(64, generator=generator) < 0.5
+    on_cpu = augment._crop_flip_on_cpu(padded, size, corners, flipped)
+    on_gpu = augment._crop_flip_on_gpu(padded, size, corners, flipped)
+    assert torch.equal(on_cpu, on_gpu)
+    for i, ((top, left), flip) in enumerate(zip(corners.tolist(), flipped, strict=True)):
+        crop = padded[i, top : top + size, left : left + size]
+        assert torch.equal(on_cpu[i], crop.flip(1) if flip else crop)
+
+
+def test_crops_equal_those_of_torchvision(images):
+    generator = torch.Generator().manual_seed(1)
+    corners = torch.randint(0, 5, (400, 2), generator=generator)
+    flipped = torch.rand(400, generator=generator) < 0.5
+    result = crop_flip(images, corners, flipped)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    rows = zip(images, corners.tolist(), flipped, result, strict=True)
+    for image, (top, left), flip, output in rows:
+        padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
+        crop = F.crop(padded, top, left, 16, 16)
+        assert torch.equal(output, F.horizontal_flip(crop) if flip else crop)
+
+
+def test_draws_never_change(images):
+    result = CropFlip(400, seed=5)(images[:20], torch.arange(20), epoch=2)
+    assert hashlib.sha256(result.contiguous().numpy().tobytes()).hexdigest()[:16] == GOLDEN_CROPS
+
+
+def test_draws_depend_on_seed_epoch_and_index_alone(images):
+    indices = torch.randperm(400)
+    images = images[indices]
+    expected = CropFlip(400, seed=5)(images, indices, epoch=2)
+    other_order = torch.randperm(400)
+    later = CropFlip(400, seed=5)  # has seen other epochs, and reads other batches
+    assert not torch.equal(later(images, indices, epoch=3), expected)
+    parts = [later(images[i], indices[i], epoch=2) for i in other_order.split(33)]
+    assert torch.equal(torch.cat(parts), expected[other_order])
+    assert not torch.equal(CropFlip(400, seed=6)(images, indices, epoch=2), expected)
+
+
+def test_crops_and_flips_are_uniform():
+    marked = torch.zeros(2000, 1, 8, 8, dtype=torch.uint8)
+    marked[:, :, 4, 3] = 1  # pad by 1: moves by -1, 0 or 1 each way; a flip takes 3 to 4
+    result = CropFlip(2000, seed=0)(marked, torch.arange(2000), epoch=0)
+    _, _, rows, columns = result.nonzero().T
+    assert len(rows) == 2000  # no mark is lost
+    assert [*rows.bincount()[3:]] == [pytest.approx(667, abs=80)] * 3
+    assert [*columns.bincount()[2:]] == [pytest.approx(n, abs=80) for n in (333, 667, 667, 333)]
+
+
+def test_random_state_of_the_process_is_left_alone(images):
+    state = torch.get_rng_state()
+    CropFlip(400, seed=0)(images, torch.arange(400), epoch=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_follow_the_images_to_another_device(images):
+    """A dataset that has been read on the CPU is moved to a GPU within the same epoch."""
+    crop = CropFlip(400, seed=0)
+    crop(images, torch.arange(400), epoch=0)
+    moved = crop(images.to("meta"), torch.arange(400, device="meta"), epoch=0)
+    assert crop.draws.device.type == moved.device.type == "meta"
+    crop(images, torch.arange(400), epoch=0)
+    assert crop.draws.device.type == "cpu"

@@ -1,0 +1,268 @@
+"""The process group from torchrun's environment, and what only one process does."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.launch import free_port, run_ranks
+from utils import distributed, errors
+from utils.distributed import (
+    all_gather_object,
+    all_reduce,
+    available_cores,
+    cores_per_rank,
+    die_with_parent,
+    fail_together,
+    get_device,
+    get_local_rank,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    is_main_process,
+    main_process_first,
+)
+from utils.errors import PeerError, UserError
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GOOD = dict(zip(NAMES, ("0", "0", "1", "127.0.0.1", "1"), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in (*NAMES, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that sets GOOD, with changes, in the environment."""
+
+    def change(**changes):
+        for name, value in (GOOD | changes).items():
+            monkeypatch.setenv(name, value)
+
+    return change
+
+
+def test_world_has_one_rank_without_a_process_group(environment):
+    environment(RANK="3", LOCAL_RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+    assert (get_rank(), get_world_size()) == (0, 1)
+    assert (get_local_rank(), get_local_world_size()) == (0, 1)
+    assert is_main_process()
+    assert all_gather_object("x") == ["x"]
+    assert all_reduce(torch.tensor(3)).item() == 3
+    with main_process_first(), fail_together():
+        pass
+
+
+# Joining the group
+
+
+def test_incomplete_environment_names_all_that_is_missing(monkeypatch):
+    for subset in range(2**5 - 1):
+        present = [name for bit, name in enumerate(NAMES) if subset >> bit & 1]
+        missing = ", ".join(name for name in NAMES if name not in present)
+        with monkeypatch.context() as patch:
+            for name in present:
+                patch.setenv(name, GOOD[name])
+            with pytest.raises(UserError, match="torchrun --standalone --nproc_per_node=N") as e:
+                init_distributed("cpu")
+        assert f"not set: {missing}." in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "x"},
+        {"RANK": "-1"},
+        {"RANK": "1"},
+        {"LOCAL_RANK": "1"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_WORLD_SIZE": "2"},
+        {"MASTER_PORT": "http"},
+    ],
+    ids=str,
+)
+def test_contradictory_environment_is_refused(wrong, environment):
+    environment(**wrong)
+    with pytest.raises(UserError, match=next(iter(wrong)).removeprefix("LOCAL_WORLD_")) as caught:
+        init_distributed("cpu")
+    assert "torchrun" in str(caught.value)
+
+
+def test_unreachable_master_is_reported(environment):
+    environment(RANK="1", WORLD_SIZE="2", MASTER_PORT=str(free_port()))
+    with pytest.raises(UserError, match="cannot reach the other ranks"):
+        init_distributed("cpu", timeout=1)
+
+
+def test_ranks_know_their_place():
+    def body(rank):
+        assert errors.failure_store is not None  # so that only the first rank to fail reports
+        total = all_reduce(torch.tensor(rank)).item()
+        largest = all_reduce(torch.tensor(rank), dist.ReduceOp.MAX).item()
+        place = get_rank(), get_local_rank(), get_world_size(), get_local_world_size()
+        return place, total, largest, all_gather_object(f"rank {rank}"), is_main_process()
+
+    gathered = [f"rank {rank}" for rank in range(4)]
+    assert run_ranks(body, 4, local_world_size=2) == [
+        ((rank, rank % 2, 4, 2), 6, 3, gathered, rank == 0) for rank in range(4)
+    ]
+
+
+class Outcome(Exception):
+    """What a rank returns if it leaves a broken group behind: skips the barrier of run_ranks()."""
+
+
+def test_timeout_ends_a_collective_but_not_a_download():
+    def body(rank):
+        with main_process_first():  # may take longer than a step's timeout
+            time.sleep(2.5 if rank == 0 else 0)
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1))
+        else:
+            time.sleep(3)
+        raise Outcome(time.monotonic() - start)
+
+    outcomes = run_ranks(body, 2, timeout=2)
+    assert [type(outcome) for outcome in outcomes] == [Outcome, Outcome]
+    assert 1.5 < outcomes[0].args[0] < 2.9
+
+
+def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):
+    """torchrun keeps its store over restarts: the addresses in it may be those of dead ranks."""
+    attempts = []
+    prefix_store = dist.PrefixStore
+    monkeypatch.setattr(
+        dist, "PrefixStore", lambda *args: attempts.append(args[0]) or prefix_store(*args)
+    )
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert run_ranks(lambda rank: "attempt-3" in attempts, 2) == [True, True]
+
+
+# Devices and cores
+
+
+def test_device_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert get_device("auto") == get_device() == torch.device("cpu")
+    for name in ("gpu", "meta", "cuda:x"):
+        with pytest.raises(UserError, match=f"'{name}' is not one of auto, cpu, cuda"):
+            get_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    with pytest.raises(UserError, match="but 2 are visible"):
+        get_device("cuda:2")
+    assert get_device("auto") == torch.device("cuda", 0)
+    assert get_device("cuda:1") == torch.device("cuda", 1)
+    assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+    with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices.*pass --device cpu"):
+        init_distributed("cuda")
+    assert distributed._use_device("cuda", 1, 2) == torch.device("cuda", 1)
+    assert distributed._use_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it
+
+
+def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):
+    def cpu_max(text):
+        monkeypatch.setattr(distributed.Path, "read_text", lambda path: text)
+        return available_cores()
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    assert cpu_max("max 100000") == 6
+    assert cpu_max("350000 100000") == 3
+    assert cpu_max("50000 100000") == 1
+    assert cpu_max("9900000 100000") == 6
+    assert cores_per_rank() == 6
+    monkeypatch.setattr(distributed, "get_local_world_size", lambda: 4)
+    assert cores_per_rank() == 1
+    monkeypatch.setattr(distributed, "get_local_world_size", lambda: 8)
+    assert cores_per_rank() == 1
+
+
+# What only one process does
+
+
+def test_one_process_per_node_goes_first(tmp_path):
+    def body(rank):
+        with main_process_first():
+            path = tmp_path / str(rank // 2)
+            existed = path.exists()
+            time.sleep(0.2)
+            path.touch()
+        return existed
+
+    assert run_ranks(body, 4, local_world_size=2) == [False, True, False, True]
+
+
+def test_other_processes_fail_at_once_when_the_first_one_raises():
+    def body(rank):
+        ran, start = False, time.monotonic()
+        try:
+            with main_process_first():
+                ran = True
+                raise OSError("no network")
+        except Exception as error:
+            return type(error), ran, time.monotonic() - start
+
+    results = run_ranks(body, 3)
+    assert [kind for kind, _, _ in results] == [OSError, PeerError, PeerError]
+    assert [ran for _, ran, _ in results] == [True, False, False]
+    assert max(seconds for _, _, seconds in results) < 5
+
+
+def test_error_on_one_rank_is_raised_on_all():
+    def body(rank):
+        caught = []
+        for failing in (1, 2):
+            try:
+                with fail_together():
+                    if rank == failing:
+                        raise ValueError("a bug")
+            except Exception as error:
+                caught.append(repr(error))
+        return caught
+
+    bug, peer = "ValueError('a bug')", "PeerError('rank {} failed')"
+    assert run_ranks(body, 3) == [
+        [peer.format(1), peer.format(2)],
+        [bug, peer.format(2)],
+        [peer.format(1), bug],
+    ]
+
+
+def test_process_ends_with_its_parent():
+    """A killed torchrun, or a killed rank with loader workers, must not leave processes behind."""
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        child = os.fork()
+        if child == 0:
+            die_with_parent()
+            os.write(writing, b"ready")
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(60)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 5) == b"ready"
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    start = time.monotonic()
+    assert os.read(reading, 1) == b""  # all writing ends are closed: the child is gone, too
+    assert time.monotonic() - start < 5
+    os.close(reading)

@@ -1,0 +1,296 @@
+"""FSDP2: what is sharded, in which precision, and checkpoints that other scripts read."""
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.forked import FIVE_STEPS, FORK, assert_resumes, fork_script
+from tests.launch import free_port, run_ranks, run_script
+from tests.test_checkpoint import Steps
+from utils import fsdp
+from utils.checkpoint import Checkpointer, read_checkpoint
+from utils.config import load_config
+from utils.fsdp import (
+    FsdpConfig,
+    blocks_of,
+    check_same_weights,
+    fsdp_kwargs,
+    shard_batchnorms,
+)
+from utils.optim import build_optimizer, build_scheduler
+from utils.small_models import ResNet20
+from utils.sync_batchnorm import SyncBatchNorm
+from utils.weights import freeze_backbone
+
+PLAIN = FsdpConfig(epochs=9, warmup_epochs=0, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("resnet18", 8), ("resnet50", 16), ("vit_b_16", 12), ("resnet20", 9)]
+)
+def test_blocks_are_the_members_of_sequentials(name, count):
+    with torch.device("meta"):
+        model = ResNet20(10) if name == "resnet20" else torchvision.models.get_model(name)
+    blocks = blocks_of(model)
+    assert len(blocks) == count
+    inside = [parameter for block in blocks for parameter in block.parameters()]
+    assert len(inside) == len(set(inside))  # no block inside another
+    assert sum(p.numel() for p in inside) > 0.75 * sum(p.numel() for p in model.parameters())
+
+
+def test_ranks_with_other_weights_are_refused():
+    """FSDP would shard each rank's own weights into one model; DDP broadcasts rank 0's."""
+
+    def body(rank, seeds):
+        torch.manual_seed(seeds[rank])
+        check_same_weights(nn.Linear(2, 3))
+
+    assert run_ranks(body, 2, [5, 5]) == [None, None]
+    for error in run_ranks(body, 2, [5, 6]):
+        assert "the ranks drew different weights: call seed_everything" in str(error)
+
+
+def test_offload_and_clipping_need_a_cpu(monkeypatch, capfd):
+    flags = ["--fsdp-offload", "--clip-norm=1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load_config(FsdpConfig, [*flags, "--device=cpu"]).fsdp_offload
+    with pytest.raises(SystemExit):
+        load_config(FsdpConfig, flags)
+    assert "pass --clip-norm 0, or --no-fsdp-offload" in capfd.readouterr().err
+
+
+# What is sharded
+
+
+def shard(model, cfg):
+    """As train_fsdp.py does."""
+    shard_batchnorms(model, cfg)
+    for block in blocks_of(model):
+        fully_shard(block, **fsdp_kwargs(cfg))
+    return fully_shard(model, **fsdp_kwargs(cfg, root=True))
+
+
+def computed_dtypes(model):
+    """The dtypes of the outputs of a model's convolutions, BatchNorms and of itself."""
+    dtypes = {}
+    for module in model.modules():
+        kind = "conv" if isinstance(module, nn.Conv2d) else None
+        kind = "norm" if hasattr(module, "running_var") else kind
+        if kind:
+            module.register_forward_pre_hook(
+                lambda m, x, kind=kind: dtypes.setdefault(kind, set()).add(m.weight.dtype)
+            )
+    dtypes["output"] = {model(torch.randn(4, 3, 8, 8)).dtype}
+    return dtypes
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batchnorms_stay_in_float32(frozen):
+    def body(rank):
+        torch.manual_seed(0)
+        result = []
+        for dtype in ("none", "bfloat16"):
+            cfg = FsdpConfig(fsdp_dtype=dtype, device="cpu")
+            model = SyncBatchNorm.convert_sync_batchnorm(ResNet20(10))
+            model = freeze_backbone(ResNet20(10)) if frozen else model
+            model = shard(model, cfg)
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            assert all(p.dtype is torch.float32 for p in model.parameters())
+            local = sum(p.to_local().numel() for p in model.parameters())
+            assert local < 0.6 * sum(p.numel() for p in model.parameters())
+            result.append(computed_dtypes(model))
+        return result
+
+    half, single = {torch.bfloat16}, {torch.float32}
+    for plain, mixed in run_ranks(body, 2):
+        assert plain == {"conv": single, "norm": single, "output": single}
+        assert mixed == {"conv": half, "norm": single, "output": single}
+
+
+def test_batchnorms_that_nothing_synchronizes_are_refused():
+    """DDP broadcasts their statistics before each forward pass, FSDP does not."""
+
+    def body(rank):
+        cfg = FsdpConfig(sync_bn=False)
+        shard_batchnorms(nn.Sequential(nn.GroupNorm(2, 4)), cfg)
+        shard_batchnorms(nn.Sequential(nn.BatchNorm2d(4)), cfg)
+
+    for error in run_ranks(body, 2):
+        assert "FSDP does not broadcast BatchNorm's statistics: pass --sync-bn" in str(error)
+    assert run_ranks(body, 1) == [None]
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def float32_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("float32") / "run"
+    return fork_script("train_fsdp.py", 2, output_dir=folder, **FIVE_STEPS)
+
+
+def test_bfloat16_and_offload_differ_by_rounding(float32_run, tmp_path):
+    flags = FIVE_STEPS | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
+    run = fork_script("train_fsdp.py", 2, output_dir=tmp_path / "run", **flags)
+    assert (run.code, run.stderr) == (0, "")
+    for name in ("train_loss", "val_loss"):
+        assert 0 < abs(run.rows[1][name] / float32_run.rows[1][name] - 1) < 2**-5
+    model = read_checkpoint(run.output_dir / "last.pt")["model"]
+    assert {t.dtype for t in model.values()} == {torch.float32, torch.int64}
+
+
+def test_offload_alone_changes_no_bit(float32_run, tmp_path):
+    flags = FIVE_STEPS | {"fsdp_offload": True}
+    run = fork_script("train_fsdp.py", 2, output_dir=tmp_path / "run", **flags)
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, float32_run))
+    assert all(torch.equal(ours["model"][k], theirs["model"][k]) for k in theirs["model"])
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (2, {"save_sharded": True}),
+        (3, {"clip_norm": 1.0}),
+        (2, {"model": "resnet20_gn"}),  # nothing but shards: no replica to compare
+        (2, {"momentum": 0}),
+        (2, {"momentum": 0, "save_sharded": True}),
+        (2, {"optimizer": "adamw", "lr": 0.001, "fsdp_dtype": "bfloat16", "fsdp_offload": True}),
+    ],
+    ids=str,
+)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(nproc, flags, tmp_path):
+    assert_resumes(tmp_path, "train_fsdp.py", nproc, **flags)
+
+
+# Checkpoints
+
+
+def make_state(wrap, seed=0):
+    """The state of a run that has taken two steps. wrap: plain, ddp or fsdp."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 3))
+    if wrap == "fsdp":
+        fully_shard(model[0], **fsdp_kwargs(PLAIN))
+        model = fully_shard(model, **fsdp_kwargs(PLAIN, root=True))
+    else:
+        model = model.to(memory_format=torch.channels_last)
+        model = DistributedDataParallel(model) if wrap == "ddp" else model
+    optimizer = build_optimizer(model, PLAIN)
+    scheduler = build_scheduler(optimizer, PLAIN, steps_per_epoch=5)
+    for _ in range(2):
+        model(torch.randn(4, 3, 3, 3)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": Steps()}
+    return state
+
+
+def checkpointer(folder, state, sharded=False):
+    cfg = FsdpConfig(output_dir=str(folder), save_sharded=sharded)
+    return Checkpointer(cfg, state)
+
+
+def flat(checkpoint):
+    """All tensors of a checkpoint by name, as numpy arrays."""
+    momentum = checkpoint["optimizer"]["state"].items()
+    tensors = checkpoint["model"] | {f"momentum of {k}": v["momentum_buffer"] for k, v in momentum}
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
+@pytest.mark.parametrize("writer", ["fsdp", "ddp"])
+def test_checkpoint_is_read_with_any_wrapper_on_any_number_of_ranks(writer, sharded, tmp_path):
+    def write(rank):
+        saver = checkpointer(tmp_path, make_state(writer), sharded)
+        saver.save(1)
+        saver.wait()
+
+    def read(rank, wrap, folder):
+        state = make_state(wrap, seed=1)
+        assert checkpointer(tmp_path, state).load() == 1
+        weight = state["model"].state_dict()
+        weight = next(value for key, value in weight.items() if key.endswith("0.weight"))
+        assert isinstance(weight, DTensor) == (wrap == "fsdp")
+        (group,) = state["optimizer"].param_groups
+        assert group["fused"] is (wrap != "fsdp")  # how to compute is not in the file
+        for parameter, values in state["optimizer"].state.items():
+            assert values["momentum_buffer"].stride() == parameter.stride()
+        folder.mkdir(exist_ok=True)
+        saver = checkpointer(folder, state)
+        saver.save(1)
+        saver.wait()
+        make_steps(state)  # and the run continues
+        return group["lr"]
+
+    run_ranks(write, 2)
+    saved = read_checkpoint(tmp_path / "last.pt")
+    assert len(list(tmp_path.glob("*.parts"))) == sharded
+    assert {"0.weight", "momentum of 3.bias"} < flat(saved).keys()
+    (lr,) = (group["lr"] for group in saved["optimizer"]["param_groups"])
+    for wrap, world_size in (("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)):
+        folder = tmp_path / f"{wrap}-{world_size}"
+        assert run_ranks(read, world_size, wrap, folder) == [lr] * world_size
+        ours, theirs = flat(read_checkpoint(folder / "last.pt")), flat(saved)
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def make_steps(state):
+    state["model"](torch.randn(4, 3, 3, 3)).square().sum().backward()
+    state["optimizer"].step()
+
+
+# The end of the process
+
+
+def test_exit_code_of_a_failed_script_is_kept(monkeypatch):
+    """Only a script that has destroyed its process group, at its end, exits with code 0."""
+
+    def body(is_initialized):
+        dist.is_initialized = lambda: is_initialized
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        fsdp._skip_teardown()
+        sys.exit(7)
+
+    for is_initialized, code in ((True, 7), (False, 0)):
+        process = FORK.Process(target=body, args=(is_initialized,))
+        process.start()
+        process.join(30)
+        assert process.exitcode == code
+
+
+COUNT_THREADS = """
+import atexit, os, sys
+def count():
+    tasks, caller = "/proc/self/task/", sys._getframe().f_back
+    names = [open(f"{{tasks}}{{task}}/comm").read() for task in os.listdir(tasks)]
+    alive = sum(name.startswith(("pt_gloo", "gloo")) for name in names)
+    skipped = caller is not None and caller.f_code.co_name == "_skip_teardown"
+    with open({log!r}, "a") as log:
+        print("skipped" if skipped else alive, file=log)
+if "RANK" in os.environ:
+    atexit.register(count)  # the first to be registered is the last to be called
+"""
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_no_thread_of_a_process_group_is_left_to_abort_the_exit(script, tmp_path):
+    """Either none lives when Python has finished its exit, or C++'s teardown is skipped."""
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(COUNT_THREADS.format(log=str(tmp_path / "log")))
+    environment = {"PYTHONPATH": str(hooks), "MASTER_PORT": str(free_port())}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    flags = {"output_dir": tmp_path / "run", "epochs": 1, "synthetic_samples": 12}
+    run = run_script(script, environment=environment, **flags)
+    assert (run.code, run.stderr) == (0, "")
+    expected = ["0"] if script == "train_ddp.py" else ["skipped"]
+    assert (tmp_path / "log").read_text().split() == expected

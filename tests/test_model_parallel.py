@@ -1,0 +1,157 @@
+"""Stages of a model on several devices, and what train_mp.py and train_ddp_mp.py need for them."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from tests.forked import fork_script
+from train_mp import place_stages
+from utils.errors import UserError
+from utils.model_parallel import (
+    MicroBatches,
+    assign_layers,
+    get_devices,
+    layers_of,
+)
+from utils.small_models import ResNet9, ResNet20
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def small_vit():
+    torch.manual_seed(0)
+    return torchvision.models.VisionTransformer(
+        image_size=16, patch_size=8, num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=16
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: ResNet20(10), 12),
+        (lambda: ResNet9(10), 7),
+        (torchvision.models.resnet50, 19),
+        (small_vit, 6),
+    ],
+    ids=["resnet20", "resnet9", "resnet50", "vit"],
+)
+def test_layers_run_in_order_and_hold_all_parameters(make, count):
+    model = make()
+    layers = layers_of(model)
+    assert len(layers) == count
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
+    assert set(outside) <= {"class_token", "encoder.pos_embedding"}
+    order = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: order.append(number))
+    model.eval()(torch.randn(2, 3, 16, 16))
+    assert order == list(range(count))
+
+
+def test_stages_are_balanced():
+    model, devices = ResNet20(10), ["a", "b", "c"]
+    for count in (1, 2, 3):
+        owners = [device for _, device in assign_layers(model, devices[:count])]
+        assert owners == sorted(owners) and set(owners) == set(devices[:count])
+    sizes = {}
+    for layer, device in assign_layers(model, devices[:2]):
+        sizes[device] = sizes.get(device, 0) + sum(p.numel() for p in layer.parameters())
+    weights = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
+    best = min(max(sum(weights[:cut]), sum(weights[cut:])) for cut in range(1, 12))
+    assert max(sizes.values()) == best
+
+
+def test_stages_may_be_set_by_hand():
+    model, devices = ResNet20(10), ["a", "b", "c"]
+    owners = [device for _, device in assign_layers(model, devices, "2,9,1")]
+    assert owners == ["a"] * 2 + ["b"] * 9 + ["c"]
+    for split in ("2,10", "2,9,2", "0,11,1", "a,b,c"):
+        with pytest.raises(UserError, match=r"must be 3 positive numbers that add up to .* 12 lay"):
+            assign_layers(model, devices, split)
+
+
+def test_models_that_cannot_be_split_are_refused():
+    with pytest.raises(UserError, match="12 layers cannot be split into 13 stages"):
+        assign_layers(ResNet20(10), list(range(13)))
+    with pytest.raises(UserError, match="the order of the layers of a VGG is unknown"):
+        assign_layers(torchvision.models.vgg11(), ["a"])
+    compiled = ResNet20(10)
+    compiled.compile()
+    with pytest.raises(UserError, match="pass --compile none"):
+        assign_layers(compiled, ["a", "b"])
+
+
+@pytest.mark.parametrize("make", [small_vit, torchvision.models.resnet18])
+def test_activations_follow_the_layers(make):
+    """Meta tensors stand in for a second GPU: an operation on both devices would raise."""
+    model, images = make(), torch.randn(2, 3, 16, 16)
+    expected = model.eval()(images)
+    torch.testing.assert_close(place_stages(model, [CPU, CPU, CPU], "")(images), expected)
+    model = make().eval()
+    outputs = place_stages(model, [CPU, META], "")(images)
+    assert outputs.device == META and outputs.shape == expected.shape
+    assert {parameter.device for parameter in model.parameters()} == {CPU, META}
+
+
+def test_micro_batches_add_up_to_the_batch():
+    images = torch.randn(7, 3)
+    for count, parts in ((1, [7]), (3, [3, 3, 1]), (7, [1] * 7), (9, [1] * 7)):
+        model, sizes = nn.Linear(3, 2), []
+        expected = model(images)
+        model.register_forward_hook(lambda _, x, y, sizes=sizes: sizes.append(len(x[0])))
+        torch.testing.assert_close(MicroBatches(model, count)(images), expected)
+        assert sizes == parts
+
+
+def test_device_names_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert get_devices() == [CPU, CPU]
+    assert get_devices("cpu,cpu,cpu") == [CPU] * 3
+    for wrong in ("cpu,tpu", "meta", "cpu,", ""):
+        with pytest.raises(UserError, match="is not a list such as cuda:0,cuda:1 or cpu,cpu"):
+            get_devices(wrong)
+    with pytest.raises(UserError, match=r"cuda,cuda with 1 processes needs 2 .* 0 are visible"):
+        get_devices("cuda,cuda")
+
+
+def test_each_process_gets_gpus_of_its_own(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    cuda = [torch.device("cuda", i) for i in range(4)]
+    assert get_devices() == cuda
+    assert get_devices("cuda,cuda") == get_devices("cuda:0,cuda:1") == cuda[:2]
+    assert get_devices("cuda:1,cpu") == [cuda[1], CPU]
+    with pytest.raises(UserError, match="needs 5 CUDA devices, but 4 are visible"):
+        get_devices("cuda:4,cuda:0")
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for local_rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        own = cuda[2 * local_rank :][:2]
+        assert get_devices() == get_devices("cuda,cuda") == own
+        assert current[-1] == own[0]
+    assert get_devices("cpu,cpu") == [CPU, CPU]
+    assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
+    with pytest.raises(UserError, match="with 2 processes needs 6 CUDA devices, but 4 are visible"):
+        get_devices("cuda,cuda,cuda")
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags", "message"),
+    [
+        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 CUDA devices, but 0 are visible"),
+        ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
+        ("train_mp.py", None, {"compile": "default"}, "pass --compile none"),
+        ("train_dp.py", None, {"compile": "default"}, "pass --compile none"),
+    ],
+    ids=str,
+)
+def test_mistake_is_one_message(script, nproc, flags, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)  # for local rank 0
+    run = fork_script(script, nproc, output_dir=tmp_path / "run", **flags)
+    assert run.code == 1 and message in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,190 @@
+"""Threads, precision, random seeds, progress, and what a run prints first."""
+
+import os
+import random
+import sys
+import types
+
+import pytest
+import torch
+
+from tests.launch import run_ranks
+from utils import runtime
+from utils.config import Config, load_config
+from utils.data import seed_step
+from utils.errors import UserError
+from utils.runtime import configure_torch, log_summary, progress, seed_everything
+
+
+@pytest.fixture(autouse=True)
+def unchanged_precision():
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    yield
+    matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+# Threads and precision
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "threads"),
+    [
+        (4, {}, 4),
+        (4, {"num_workers": 0}, 4),
+        (4, {"num_workers": 1}, 3),
+        (4, {"num_workers": 9}, 1),
+        (1, {}, 1),
+        (4, {"num_threads": 7}, 7),
+        (4, {"num_threads": 2, "num_workers": 3}, 2),
+    ],
+)
+def test_threads_follow_cores_and_settings_alone(
+    cores, settings, threads, requested_threads, monkeypatch
+):
+    """Not the load, nor OMP_NUM_THREADS: the same command must give the same bits."""
+    monkeypatch.setattr(runtime, "cores_per_rank", lambda: cores)
+    for load, omp in ((0.0, "1"), (99.0, "5")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        configure_torch(Config(**settings))
+    assert requested_threads == [threads, threads]
+
+
+def test_ranks_share_the_cores_of_their_node(monkeypatch):
+    def body(rank):
+        requested = []
+        torch.set_num_threads = requested.append
+        monkeypatch.setattr("utils.distributed.available_cores", lambda: 7)
+        configure_torch(Config())
+        return requested
+
+    assert run_ranks(body, 4, local_world_size=2) == [[3]] * 4
+
+
+def test_tf32_is_on_only_where_the_config_says_so():
+    for dtype in ("tf32", "float32", "float64"):
+        configure_torch(Config(dtype=dtype))
+        on = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        assert on == (dtype == "tf32",) * 2
+
+
+def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", ["/x/train_1gpu.py"])
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 2: start it with  python train_1gpu.py"):
+        configure_torch(Config())
+    assert requested_threads == []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    configure_torch(Config())
+    assert len(requested_threads) == 1
+
+
+# Seeds
+
+
+def test_every_rank_starts_with_the_same_weights():
+    def body(rank):
+        torch.rand(rank)
+        seed_everything(5)
+        return torch.nn.Linear(3, 2).weight.tolist(), random.random()
+
+    first, second = run_ranks(body, 2)
+    assert first == second
+    seed_everything(6)
+    assert torch.nn.Linear(3, 2).weight.tolist() != first[0] and random.random() != first[1]
+
+
+def test_step_has_random_numbers_by_seed_epoch_step_and_rank():
+    def body(rank):
+        found = []
+        for numbers in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
+            seed_step(*numbers)
+            found.append(torch.rand(()).item())
+        return found
+
+    first, second = run_ranks(body, 2)
+    assert first[0] == first[4]
+    assert len({*first, *second}) == 8
+
+
+def test_step_seeds_cuda_once_it_is_used(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_step(0, 0, 0)
+    assert seeds == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    seed_step(0, 0, 0)
+    seed_step(0, 0, 1)
+    assert len(set(seeds)) == 2
+
+
+# What a run prints
+
+
+class Loader(list):
+    """Batches with what progress() and log_summary() need of a Loader."""
+
+    epoch, start, dataset, name, batch_size = 4, 7, range(50), "workers", 4
+    device = torch.device("cpu")
+
+
+def test_progress_in_a_log_file(monkeypatch, capfd):
+    loader = Loader("abc")
+    assert list(progress(loader)) == loader
+    assert capfd.readouterr().err == ""  # it is early
+    monkeypatch.setattr(runtime, "SECONDS_BETWEEN_LINES", -1)
+    assert list(progress(loader)) == loader
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"epoch 4: step {step} of 3" for step in (7, 8, 9)]
+    monkeypatch.setattr(runtime, "is_main_process", lambda: False)
+    assert list(progress(loader)) == loader
+    assert capfd.readouterr().err == ""
+
+
+def test_progress_on_a_terminal(monkeypatch, capfd):
+    monkeypatch.setattr(runtime, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bars, loader = [], Loader("abc")
+    tqdm = types.SimpleNamespace(tqdm=lambda loader, **options: bars.append(options) or loader)
+    monkeypatch.setitem(sys.modules, "tqdm", tqdm)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: name)
+    assert list(progress(loader)) == loader
+    assert (bars[0]["desc"], bars[0]["initial"]) == ("epoch 4", 7)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)  # tqdm is not installed
+    assert list(progress(loader)) == loader
+    assert len(bars) == 1 and "step 8 of 3" in capfd.readouterr().err
+
+
+def test_summary_tells_what_the_run_will_do(capfd, monkeypatch):
+    cfg = load_config(argv=["--global-batch-size=8", "--epochs=3", "--output-dir=x", "--lr=0.2"])
+    model = torch.nn.Linear(2, 3)
+    model.bias.requires_grad_(False)
+    loader = Loader("abc")
+    log_summary(cfg, {"model": model, "loader": loader}, 1)
+    text = capfd.readouterr().out
+    for part in (
+        "resnet18, 6 trainable parameters, float32",
+        "synthetic, 50 training images, loader=workers",
+        "8 = 1 processes x 4 on cpu (",
+        "peak lr 0.2",
+        "3 of 3 steps, from epoch 1, step 7, in x",
+    ):
+        assert part in text
+    assert "nothing left to do" not in text
+    loader.start = 0
+    log_summary(cfg, {"model": model, "loader": loader}, 3)
+    text = capfd.readouterr().out
+    assert (
+        "from epoch 3, step 0, in x" in text and "nothing left to do: pass --resume never" in text
+    )
+    monkeypatch.setattr(runtime, "is_main_process", lambda: False)
+    log_summary(cfg, {"model": model, "loader": loader}, 3)
+    assert capfd.readouterr().out == ""
+
+
+def test_data_parallel_cannot_be_compiled():
+    state = {"model": torch.nn.DataParallel(torch.nn.Linear(2, 3)), "loader": Loader("abc")}
+    with pytest.raises(UserError, match="pass --compile none"):
+        log_summary(load_config(argv=["--compile=default"]), state, 0)
+    log_summary(load_config(argv=[]), state, 0)

@@ -1,0 +1,92 @@
+"""One trajectory: every script, on any number of ranks, trains the same weights (in float64)."""
+
+import pytest
+
+from tests.forked import fork_script, largest_difference, without_seconds
+from utils.checkpoint import read_checkpoint
+
+# 54 samples make four global batches of 12 and leave 6; 13 validation samples divide unevenly.
+SETTINGS = {"dtype": "float64", "synthetic_samples": 54, "clip_norm": 1.0}
+GROUPNORM = {"model": "resnet20_gn", "lr": 0.05}  # micro-batches change a BatchNorm's statistics
+
+
+def train(folder, script, nproc=None, **flags):
+    run = fork_script(script, nproc, output_dir=folder / "run", **SETTINGS | flags)
+    assert (run.code, run.stderr) == (0, "")
+    return run.rows, read_checkpoint(run.output_dir / "last.pt")
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """What train_1gpu.py reaches, for models with BatchNorm and with GroupNorm."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("batchnorm", "groupnorm")]
+    return [
+        train(folder, "train_1gpu.py", **flags)
+        for folder, flags in zip(folders, ({}, GROUPNORM), strict=True)
+    ]
+
+
+def assert_same_curve(ours, theirs, tolerance=1e-12):
+    (rows, saved), (other_rows, other_saved) = ours, theirs
+    for row, other in zip(without_seconds(rows), without_seconds(other_rows), strict=True):
+        assert row.pop("world_size") >= other.pop("world_size")
+        assert row == pytest.approx(other, rel=1e-9)
+    assert largest_difference(saved["model"], other_saved["model"]) < tolerance
+    momentum, other_momentum = (
+        {name: state["momentum_buffer"] for name, state in s["optimizer"]["state"].items()}
+        for s in (saved, other_saved)
+    )
+    assert largest_difference(momentum, other_momentum) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags"),
+    [
+        ("train_dp.py", None, {}),
+        ("train_mp.py", None, {"devices": "cpu,cpu,cpu"}),
+        ("train_ddp.py", 1, {}),
+        ("train_ddp.py", 2, {}),
+        ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1}),
+        ("train_ddp_spawn.py", 2, {}),
+        ("train_ddp_amp.py", 2, {}),  # autocast leaves float64 as it is
+        ("train_ddp_accum.py", 2, {}),
+        ("train_ddp_mp.py", 2, {}),
+        ("train_fsdp.py", 2, {}),
+        ("train_fsdp.py", 3, {"save_sharded": True}),
+        ("train_ddp.py", 2, {"per_process_batch_size": 6, "lr_scaling": "none"}),
+    ],
+    ids=lambda value: str(value).removeprefix("train_"),
+)
+def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_path):
+    assert_same_curve(train(tmp_path, script, nproc, **flags), references[0])
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "count"),
+    [
+        ("train_ddp_accum.py", 1, 5),  # of 3, 3, 3 and 3 samples
+        ("train_ddp_accum.py", 2, 4),  # of 2, 2 and 2
+        ("train_mp.py", None, 3),
+        ("train_ddp_mp.py", 2, 2),
+        ("train_fsdp.py", 2, None),
+    ],
+)
+def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
+    flags = GROUPNORM | ({"micro_batches": count} if count else {})
+    assert_same_curve(train(tmp_path, script, nproc, **flags), references[1])
+
+
+def test_world_size_divides_the_global_batch(tmp_path):
+    """A batch that cannot be shared is an error, not another batch."""
+    run = fork_script("train_ddp.py", 2, output_dir=tmp_path / "run", global_batch_size=13)
+    assert run.code == 1 and run.stderr.count("error") == 1
+    assert "global_batch_size 13 cannot be shared by 2 processes" in run.stderr
+    assert "--global-batch-size 14" in run.stderr
+
+
+@pytest.mark.parametrize("flags", [{"sync_bn": False}, {"seed": 1}, {"momentum": 0.89}], ids=str)
+def test_another_setting_is_another_curve(flags, references, tmp_path):
+    """The comparison above notices a difference that it should notice."""
+    ours = train(tmp_path, "train_ddp.py", 2, **flags)
+    with pytest.raises(AssertionError):
+        assert_same_curve(ours, references[0])
