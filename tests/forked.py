@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import utils.runtime
 from tests.launch import SMALL
 from tools.runs import ROOT, Run, flag_list
 from utils.checkpoint import Checkpointer, read_checkpoint
@@ -72,6 +73,7 @@ def _run(rank, nproc, port, module, flags, logs, before):
     sys.argv = [f"{module.__name__}.py", *flag_list(flags)]
     if nproc:
         set_environment(rank, nproc, port)
+    utils.runtime.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the machine's load
     if before:
         before()
     module.main()

@@ -130,9 +130,9 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        own = cuda[2 * local_rank :][:2]
-        assert get_devices() == get_devices("cuda,cuda") == own
-        assert current[-1] == own[0]
+        expected = cuda[2 * local_rank :][:2]
+        assert get_devices() == get_devices("cuda,cuda") == expected
+        assert current[-1] == expected[0]
     assert get_devices("cpu,cpu") == [CPU, CPU]
     assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
     with pytest.raises(UserError, match="with 2 processes needs 6 CUDA devices, but 4 are visible"):

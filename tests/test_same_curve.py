@@ -1,6 +1,7 @@
 """One trajectory: every script, on any number of ranks, trains the same weights (in float64)."""
 
 import pytest
+import torch
 
 from tests.forked import fork_script, largest_difference, without_seconds
 from utils.checkpoint import read_checkpoint
@@ -10,8 +11,8 @@ SETTINGS = {"dtype": "float64", "synthetic_samples": 54, "clip_norm": 1.0}
 GROUPNORM = {"model": "resnet20_gn", "lr": 0.05}  # micro-batches change a BatchNorm's statistics
 
 
-def train(folder, script, nproc=None, **flags):
-    run = fork_script(script, nproc, output_dir=folder / "run", **SETTINGS | flags)
+def train(folder, script, nproc=None, before=None, **flags):
+    run = fork_script(script, nproc, before, output_dir=folder / "run", **SETTINGS | flags)
     assert (run.code, run.stderr) == (0, "")
     return run.rows, read_checkpoint(run.output_dir / "last.pt")
 
@@ -74,6 +75,22 @@ def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_pa
 def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
     flags = GROUPNORM | ({"micro_batches": count} if count else {})
     assert_same_curve(train(tmp_path, script, nproc, **flags), references[1])
+
+
+def test_compiled_model_trains_the_same_weights(references, tmp_path):
+    """What torch.compile captures, without the time that its default backend takes."""
+
+    def choose_backend():
+        compile_module = torch.nn.Module.compile
+
+        def compile(module, mode):
+            assert mode == "default"
+            compile_module(module, backend="eager")
+
+        torch.nn.Module.compile = compile
+
+    ours = train(tmp_path, "train_ddp.py", 2, before=choose_backend, compile="default")
+    assert_same_curve(ours, references[0])
 
 
 def test_world_size_divides_the_global_batch(tmp_path):

@@ -103,8 +103,8 @@ def _synthetic(cfg, inputs):
 
 
 def _augmented(arrays, cfg, inputs):
-    how = inputs["mean"], inputs["std"], cfg.image_size
+    fixed = inputs["mean"], inputs["std"], cfg.image_size
     augments = cfg.augment, "none"
     return [
-        ArrayDataset(*array, *how, a, cfg.seed) for array, a in zip(arrays, augments, strict=True)
+        ArrayDataset(*array, *fixed, a, cfg.seed) for array, a in zip(arrays, augments, strict=True)
     ]

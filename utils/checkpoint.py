@@ -62,19 +62,19 @@ class Checkpointer:
         A damaged checkpoint is passed over, with a warning, for the one before it. Raises UserError
         where none can be read, the settings differ, or the model does.
         """
-        found = None
+        newest = None
         with fail_together():
             if is_main_process():
                 _claim(self.folder)
                 if self.cfg.resume == "never":
                     _set_aside(self.folder)
-                found = _newest_good(self.folder)
-        path = all_gather_object(found and found[0])[0]
+                newest = _newest_good(self.folder)
+        path = all_gather_object(newest and newest[0])[0]
         with fail_together():
             if self.compare_ranks:
                 self._refuse_differences()
             if path:
-                self._fill(*(found or _read_like_rank_0(path)))
+                self._fill(*(newest or _read_like_rank_0(self.folder / path.name)))
             elif self.cfg.resume == "always":
                 raise UserError(f"there is no checkpoint in {self.folder} to resume from")
             if is_main_process():
@@ -179,10 +179,10 @@ class Checkpointer:
         if checkpoint["config"]["optimizer"] != self.cfg.optimizer:
             optimizer["state"] = {}  # another kind of optimizer has no use for it
         groups = optimizer["param_groups"], checkpoint["optimizer"]["param_groups"]
-        for own, saved in zip(*groups, strict=True):
-            own["lr"] = saved["lr"]
-            if saved.get("initial_lr"):  # which a scheduler scales: it may be another one now
-                own["lr"] *= own["initial_lr"] / saved["initial_lr"]
+        for group, saved in zip(*groups, strict=True):
+            group["lr"] = saved["lr"]
+            if peak := saved.get("initial_lr"):  # of a scheduler: it may be another one now
+                group["lr"] *= group.get("initial_lr", peak) / peak
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
         options = dsd.StateDictOptions()
         if "parts" not in checkpoint:

@@ -147,9 +147,9 @@ def load_config(kind=Config, argv=None):
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "dataset", "weights", "per_process_batch_size"):
         early.add_argument(_flag(name))
-    given = {k: text for k, text in vars(early.parse_known_args(argv)[0]).items() if text}
-    texts = _read_yaml(given["config"]) if "config" in given else {}
-    kind = _with_options(kind, {name: text for name, (text, _) in texts.items()} | given)
+    early_texts = {k: text for k, text in vars(early.parse_known_args(argv)[0]).items() if text}
+    texts = _read_yaml(early_texts["config"]) if "config" in early_texts else {}
+    kind = _with_options(kind, {name: text for name, (text, _) in texts.items()} | early_texts)
     flags = vars(_parser(kind).parse_args(argv)).items()
     texts |= {name: (text, _flag(name)) for name, text in flags if name != "config"}
     known = {f.name: f for f in fields(kind)}

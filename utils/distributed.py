@@ -81,8 +81,8 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
     shared = "cuda:" in device and local_world_size > 1
-    own = devices or [_use_device(device, local_rank, local_world_size)]
-    nccl = own[0].type == "cuda" and not shared
+    devices = devices or [_use_device(device, local_rank, local_world_size)]
+    nccl = devices[0].type == "cuda" and not shared
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except dist.DistError as error:
@@ -99,13 +99,13 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=own[0] if nccl and len(own) == 1 else None,
+        device_id=devices[0] if nccl and len(devices) == 1 else None,
     )
     _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
     atexit.register(setattr, errors, "failure_store", None)
-    return own[0]
+    return devices[0]
 
 
 def _read_environment():

@@ -41,10 +41,10 @@ def get_devices(names="auto"):
     if names == "auto":
         names = ",".join(["cuda"] * max(1, visible // processes) if visible else ["cpu", "cpu"])
     each = names.split(",").count("cuda")  # GPUs that belong to one process
-    own = itertools.count(local_rank * each)
+    gpus = itertools.count(local_rank * each)
     try:
         devices = [
-            torch.device(n if n != "cuda" else f"cuda:{next(own)}") for n in names.split(",")
+            torch.device(n if n != "cuda" else f"cuda:{next(gpus)}") for n in names.split(",")
         ]
     except RuntimeError:
         devices = []
