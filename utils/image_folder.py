@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import random
 import uuid
 import warnings
 from contextlib import suppress
@@ -23,7 +24,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.io import ImageReadMode
-from torchvision.transforms import v2
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -162,7 +162,6 @@ class FolderDataset(Dataset):
         self.mean, self.std = preprocessing["mean"], preprocessing["std"]
         self.augment, self.seed, self.cache, self.split = augment, seed, cache, split or {}
         self.crop_flip = CropFlip(len(paths), seed)
-        self.random_crop = v2.RandomResizedCrop(self.size)
 
     def __len__(self):
         return len(self.paths)
@@ -177,8 +176,7 @@ class FolderDataset(Dataset):
         indices: int64 (n,). Returns uint8 (n, 3, size, size), channels_last, and int64 (n,).
         """
         if self.augment == "resized_crop":
-            with torch.random.fork_rng(devices=[]):
-                images = torch.stack([self._resized_crop(i, epoch) for i in indices.tolist()])
+            images = torch.stack([self._resized_crop(i, epoch) for i in indices.tolist()])
         else:
             images = self._stack(indices.tolist())
         if self.augment == "crop_flip":
@@ -224,13 +222,27 @@ class FolderDataset(Dataset):
         return F.center_crop(image, [self.size])
 
     def _resized_crop(self, index, epoch):
-        torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
-        image = decode(self.paths[index])
-        box, flip = self.random_crop.make_params([image]), torch.rand(()) < 0.5
-        image = F.resized_crop(
-            image, **box, size=self.random_crop.size, interpolation=self.interpolation
-        )
-        return F.horizontal_flip(image) if flip else image
+        image, draws = decode(self.paths[index]), random.Random(hash((self.seed, epoch, index)))
+        box = random_box(*image.shape[1:], draws)
+        image = F.resized_crop(image, *box, [self.size, self.size], self.interpolation)
+        return F.horizontal_flip(image) if draws.random() < 0.5 else image
+
+
+def random_box(height, width, draws):
+    """(top, left, height, width) of a crop by the rule of torchvision's RandomResizedCrop, which
+    takes a tenth of the time of decoding: 8 to 100 % of the area, an aspect ratio of 3/4 to 4/3.
+
+    draws: a random.Random. (Szegedy et al. 2015, arXiv 1409.4842)
+    """
+    for _ in range(10):
+        area = height * width * draws.uniform(0.08, 1)
+        ratio = math.exp(draws.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return draws.randint(0, height - h), draws.randint(0, width - w), h, w
+    # A very long image: its middle, with the aspect ratio limited to the range.
+    w, h = min(width, max(1, height * 4 // 3)), min(height, max(1, width * 4 // 3))
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
 # Finding files
