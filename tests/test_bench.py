@@ -277,17 +277,6 @@ def test_bare_loop_and_tutorial_train(tmp_path):
         assert sample["images_per_second"] > 0 and 0 <= sample["train_accuracy"] <= 1
 
 
-@pytest.mark.slow
-def test_all_contestants_train(tmp_path):
-    pytest.importorskip("accelerate")
-    pytest.importorskip("lightning")
-    flags = ["--processes=1,2", "--repeats=1", "--steps=2", "--workers=0", f"--output={tmp_path}"]
-    flags += ["--set=global_batch_size=8", "--set=image_size=16", "--set=device=cpu"]
-    run_main(peers, "--only=ours", "--only=x2", "--only=x1 bfloat16", *flags)
-    result = json.loads((tmp_path / "peers.json").read_text())
-    assert not result["failed"] and len(result["contestants"]) == 16
-
-
 def test_failed_peer_is_reported(tmp_path, monkeypatch):
     seen = []
 
