@@ -33,15 +33,15 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
 
-test: $(dev)  ## the tests and the coverage of utils/: under 8 minutes on two cores
+test: $(dev)  ## the tests: under 8 minutes on two cores
+	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
+
+test-all: $(dev)  ## all tests, the long matrices included, and the coverage of utils/
 	$(python) -m coverage erase
-	$(python) -m coverage run -m pytest $(shared) -m "not slow" $(ARGS)
+	$(python) -m coverage run -m pytest $(shared) $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
-
-test-all: $(dev)  ## all tests, the long matrices included
-	$(python) -m pytest $(shared) $(ARGS)
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)

@@ -22,7 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 import utils.checkpoint
 from tests.forked import FORK
 from tests.launch import run_ranks
-from utils.checkpoint import Checkpointer, read_checkpoint, save_atomically, unwrap
+from utils.checkpoint import (
+    Checkpointer,
+    read_checkpoint,
+    save_atomically,
+    settle_ddp_buckets,
+    unwrap,
+)
 from utils.config import Config
 from utils.errors import PeerError, UserError
 from utils.metrics import Meter
@@ -47,11 +53,11 @@ class Steps:
         self.step = state["step"]
 
 
-def make_state(width=3, seed=0):
+def make_state(width=3, seed=0, lr=0.1):
     """The state of a run that has taken one step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.randn(4, 2)).sum()).backward()
@@ -214,6 +220,54 @@ def test_optimizer_states_of_other_kinds(kind, tmp_path):
     assert same_model(saved, loaded)
     a, b = (state["optimizer"].state_dict()["state"] for state in (saved, loaded))
     assert str(a) == str(b)
+
+
+def test_parameter_without_a_gradient_has_no_state(tmp_path):
+    """Such as a head that is not used yet: the others' state is loaded all the same."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model["used"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "loader": Steps()}
+
+    saved, loaded = make(0), make(1)
+    save(tmp_path, saved)
+    assert checkpointer(tmp_path, loaded).load() == 1
+    states = [s["optimizer"].state[s["model"]["used"].weight] for s in (saved, loaded)]
+    assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+    assert same_model(saved, loaded)
+
+
+def test_learning_rate_continues_from_the_current_peak(tmp_path):
+    """After an allowed change, from the very first step."""
+    saved = make_state()
+    saved["optimizer"].step()
+    saved["scheduler"].step()
+    assert saved["optimizer"].param_groups[0]["lr"] == pytest.approx(0.1 / 3)
+    save(tmp_path, saved)
+    for peak in (0.1, 0.6, 0.0):
+        loaded = make_state(seed=1, lr=peak)
+        checkpointer(tmp_path, loaded).load()
+        (group,) = loaded["optimizer"].param_groups
+        assert group["lr"] == pytest.approx(peak / 3)
+        loaded["optimizer"].step()
+        loaded["scheduler"].step()
+        assert group["lr"] == pytest.approx(peak / 4)
+    (tmp_path / "zero").mkdir()
+    save(tmp_path / "zero", make_state(lr=0.0))
+    checkpointer(tmp_path / "zero", make_state(lr=0.0)).load()
+
+
+def test_run_may_have_no_scheduler(tmp_path):
+    state = make_state()
+    save(tmp_path, state)
+    del state["scheduler"], state["optimizer"].param_groups[0]["initial_lr"]
+    assert checkpointer(tmp_path, state).load() == 1
+    save(tmp_path, state, 2)
+    assert checkpointer(tmp_path, make_state()).load() == 2
 
 
 def test_how_to_compute_is_not_taken_from_the_file(tmp_path):
@@ -622,6 +676,16 @@ def test_ddp_sums_gradients_in_the_same_order_at_every_step(tmp_path):
 
     assert run_ranks(body, 3, True) == [True] * 3
     assert run_ranks(body, 3, False) == [False] * 3  # the test would notice
+
+
+def test_settling_ddp_buckets_compiles_nothing(tmp_path):
+    def body(rank):
+        graphs, model = [], nn.Linear(2, 3)
+        model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+        settle_ddp_buckets(DistributedDataParallel(model))
+        return len(graphs)
+
+    assert run_ranks(body, 1) == [0]
 
 
 def test_model_on_several_devices_is_not_loaded_as_full_tensors(tmp_path, monkeypatch):

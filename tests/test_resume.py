@@ -18,6 +18,11 @@ from utils.checkpoint import read_checkpoint
 ADAMW = {"optimizer": "adamw", "lr": 0.001}
 
 
+def slow(*values):
+    """A parameter set that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A file with the weights of a resnet18."""
@@ -34,16 +39,16 @@ def weights(tmp_path_factory):
         ("train_1gpu.py", None, {"model": "squeezenet1_1", "image_size": 32, "audit": True}),
         # From three ranks on, the order of DistributedDataParallel's buckets matters.
         ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1, "audit": True}),
-        ("train_ddp.py", 3, {"model": "shufflenet_v2_x0_5", "clip_norm": 1.0}),
+        slow("train_ddp.py", 3, {"model": "shufflenet_v2_x0_5", "clip_norm": 1.0}),
         ("train_ddp.py", 2, {"save_sharded": True}),
-        ("train_ddp.py", 1, {"save_sharded": True, "sync_bn": False}),
+        slow("train_ddp.py", 1, {"save_sharded": True, "sync_bn": False}),
         ("train_ddp.py", 2, ADAMW),
         ("train_1gpu.py", None, {"optimizer": "sgd_nesterov", "lr_schedule": "step"}),
         ("train_1gpu.py", None, {"momentum": 0, "save_sharded": True}),
-        ("train_ddp.py", 2, {"momentum": 0, "dataset": "fake"}),
-        ("train_ddp_mp.py", 2, {"devices": "cpu,cpu", "micro_batches": 2}),
-        ("train_ddp_accum.py", 2, {"micro_batches": 2}),
-        ("train_dp.py", None, {}),
+        slow("train_ddp.py", 2, {"momentum": 0, "dataset": "fake"}),
+        slow("train_ddp_mp.py", 2, {"devices": "cpu,cpu", "micro_batches": 2}),
+        slow("train_ddp_accum.py", 2, {"micro_batches": 2}),
+        slow("train_dp.py", None, {}),
     ],
     ids=str,
 )
@@ -53,7 +58,7 @@ def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flag
 
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
-    [("train_ddp.py", 2, {}), ("train_1gpu.py", None, ADAMW), ("train_fsdp.py", 2, {})],
+    [("train_ddp.py", 2, {}), ("train_1gpu.py", None, ADAMW), slow("train_fsdp.py", 2, {})],
     ids=str,
 )
 def test_run_with_a_frozen_backbone_resumes(script, nproc, flags, weights, tmp_path):
@@ -159,7 +164,7 @@ def test_nothing_left_to_do(finished):
         ("train_1gpu.py", None, ADAMW),  # its state is new
         ("train_fsdp.py", 2, ADAMW),
         ("train_1gpu.py", None, {"momentum": 0}),
-        ("train_fsdp.py", 2, {"momentum": 0.5, "weight_decay": 0.0}),
+        slow("train_fsdp.py", 2, {"momentum": 0.5, "weight_decay": 0.0}),
     ],
     ids=str,
 )

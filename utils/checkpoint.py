@@ -194,8 +194,8 @@ class Checkpointer:
         except RuntimeError as error:
             difference = textwrap.shorten(str(error), 500)
             raise UserError(f"{path} holds another model: {difference}") from None
-        options.strict = False  # SGD without momentum has no state, ...
-        options.full_state_dict &= bool(optimizer["state"])  # ... which cannot be distributed
+        options.strict = False  # a parameter that never had a gradient has no state
+        options.full_state_dict &= bool(optimizer["state"])  # SGD without momentum has none at all
         dsd.set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
         for parameter, values in self.optimizer.state.items():
             for key, value in values.items():  # in the parameter's memory format, as a fused step
