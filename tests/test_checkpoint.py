@@ -155,7 +155,7 @@ def test_last_save_of_a_run_is_waited_for(tmp_path, monkeypatch):
 def test_wrappers_leave_no_trace(tmp_path):
     model = make_state()["model"]
     model.compile()
-    for wrapped in (nn.DataParallel(model), MicroBatches(model, 2)):
+    for wrapped in (nn.DataParallel(model), nn.DataParallel(MicroBatches(model, 2))):
         assert unwrap(wrapped) is model
 
     def body(rank):
@@ -302,6 +302,16 @@ def test_keeps_last_best_and_newest(tmp_path, monkeypatch):
     assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 5
     names = ["best.pt", "epoch-0005.pt", "last.pt"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_leftover_link_does_not_overwrite_another_checkpoint(tmp_path):
+    """A run that was killed between two system calls leaves one."""
+    state = make_state()
+    save(tmp_path, state, 1)
+    os.link(tmp_path / "epoch-0001.pt", tmp_path / "last.tmp")
+    save(tmp_path, state, 2)
+    assert read_checkpoint(tmp_path / "epoch-0001.pt")["epoch"] == 1
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
 
 
 def test_save_between_steps_replaces_last_alone(tmp_path):
@@ -508,6 +518,19 @@ def test_all_ranks_raise_and_nodes_must_share_the_folder(tmp_path):
     assert [kind for kind, _ in apart] == [PeerError, UserError]
     assert "all nodes must share output_dir" in apart[1][1]
     assert [kind for kind, _ in run_ranks(body, 2, True)] == [UserError, UserError]
+
+
+def test_nodes_may_mount_the_folder_under_different_names(tmp_path):
+    save(tmp_path / "run-0", make_state())
+    for rank in (0, 1):
+        (tmp_path / f"node-{rank}").mkdir()
+        (tmp_path / f"node-{rank}" / f"run-{rank}").symlink_to(tmp_path / "run-0")
+
+    def body(rank):
+        os.chdir(tmp_path / f"node-{rank}")
+        return checkpointer(Path(f"run-{rank}"), make_state(seed=1)).load()
+
+    assert run_ranks(body, 2) == [1, 1]
 
 
 def test_differing_ranks_are_refused(tmp_path):

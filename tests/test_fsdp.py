@@ -115,6 +115,17 @@ def test_batchnorms_stay_in_float32(frozen):
         assert mixed == {"conv": half, "norm": single, "output": single}
 
 
+def test_gradients_are_summed_in_float32():
+    """1 + 1/256 needs one bit more than bfloat16 has."""
+
+    def body(rank):
+        model = shard(nn.Linear(1, 1, bias=False), FsdpConfig(fsdp_dtype="bfloat16"))
+        model(torch.tensor([[(1.0, 1 / 256)[rank]]])).sum().backward()
+        return model.weight.grad.full_tensor().item()
+
+    assert run_ranks(body, 2) == [(1 + 1 / 256) / 2] * 2
+
+
 def test_batchnorms_that_nothing_synchronizes_are_refused():
     """DDP broadcasts their statistics before each forward pass, FSDP does not."""
 
