@@ -67,7 +67,7 @@ def test_case_passes(name, rows):
 
 @pytest.fixture(scope="module")
 def planted(request, verifier, tmp_path_factory):
-    """{bug: the future of its row}. They run side by side, on the same cores and with the same
+    """{bug: the future of its row}. They run in parallel, on the same cores and with the same
     references as the unchanged cases."""
     folder, cases = tmp_path_factory.mktemp("planted"), {case.name: case for case in CASES}
 
@@ -84,7 +84,10 @@ def planted(request, verifier, tmp_path_factory):
 
 @parametrize(BUGS, FAST_BUGS)
 def test_planted_bug_fails_its_case(name, planted):
-    assert planted[name].result().problem
+    """For the reason that it is about, not because of a crash that it happens to cause."""
+    bug, row = next(bug for bug in BUGS if bug.name == name), planted[name].result()
+    problem, details = bug.problem
+    assert row.problem is problem and details in row.details, row
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -163,14 +166,14 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys):
 
 METRICS = [
     {"epoch": epoch, "train_samples": 144, "val_samples": 37}
-    | {"train_loss": 2.0, "val_loss": 2.0, "val_accuracy": 0.5}
+    | {"train_loss": 2.0, "val_loss": 2.0, "train_accuracy": 0.5, "val_accuracy": 0.5}
     for epoch in (0, 1)
 ]
 AUDIT = [
     {"epoch": epoch, "samples": 144, "dropped": 6, "repeated": 0, "resumed_at_step": 0}
     for epoch in (0, 1)
 ]
-GOOD = Evidence(0, "", 1.0, METRICS, AUDIT, [0], {"fc.weight": torch.ones(2)})
+GOOD = Evidence(0, "", 1.0, METRICS, AUDIT, [0], {"fc.weight": torch.ones(2)}, best=1)
 CASE = Case("x", "train_ddp.py", 2, {})
 
 
@@ -194,6 +197,10 @@ def changed(rows, **values):
         (GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])}), Problem.WEIGHTS),
         (GOOD._replace(metrics=changed(METRICS, val_loss=2.1)), Problem.LOSS),
         (GOOD._replace(metrics=changed(METRICS, train_loss=float("nan"))), Problem.LOSS),
+        (GOOD._replace(metrics=changed(METRICS, train_accuracy=0.51)), Problem.ACCURACY),
+        (GOOD._replace(metrics=changed(METRICS, val_accuracy=0.49)), Problem.ACCURACY),
+        (GOOD._replace(best=2), Problem.BEST),
+        (GOOD._replace(best=None), Problem.BEST),
     ],
 )
 def test_judge_names_the_problem(evidence, problem):

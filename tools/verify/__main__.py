@@ -2,8 +2,8 @@
 
     python -m tools.verify                               all scripts, under three minutes
     python -m tools.verify --script mine/train_ddp.py    the cases of train_ddp.py with your copy
-    python -m tools.verify --plant padding-counted       with a classic bug; --plant list: all names
-    python -m tools.verify --matrix                      each script continues the run of each
+    python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
+    python -m tools.verify --matrix                      each script resumes the run of each
 
 Every case trains the same small run (tools/verify/cases.py). Exit code 1 if a case fails.
 """
@@ -29,7 +29,7 @@ def parse_arguments():
     parser.add_argument("--like", metavar="SCRIPT", help="whose cases to run, if the names differ")
     parser.add_argument("--plant", metavar="BUG", help="a classic bug, or list")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--matrix", action="store_true", help="each script continues each")
+    parser.add_argument("--matrix", action="store_true", help="each script resumes the run of each")
     parser.add_argument("--device", default="cpu", help="of all processes, such as cuda:0")
     parser.add_argument(
         "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"

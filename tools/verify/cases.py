@@ -21,13 +21,13 @@ BASE = {
 }
 STEPS, TRAINED, DROPPED, VALIDATED = 8, 144, 6, 37  # per epoch
 
-# float64: rounding (1e-16) grows to 1e-14 in the weights of this run; other samples would move them
-# by more than 1e-2. The next two tolerances are for losses.
+# float64: rounding (1e-16) grows to 1e-14 in the weights of this run; different samples change
+# them by more than 1e-2. The next two tolerances are for losses.
 FLOAT64 = 1e-9
 # float32: rounding sometimes changes the sign of a ReLU's input, which adds or removes one of the
 # 18 x 16 x 16 terms of a bias's gradient: 1 / sqrt(4608) = 1.5 % of it. Such a gradient moves the
-# loss by 1.5 % of what training moves it, here 3 %: 5e-4. It may happen more than once: over eight
-# seeds, the largest of 32 differences was 1.3e-3. The tolerance is three times that.
+# loss by 1.5 % of the change made by training, which is 3 %: 5e-4. It may happen repeatedly: over
+# eight seeds, the largest of 32 differences was 1.3e-3. The tolerance is three times that.
 FLOAT32 = 4e-3
 # bfloat16: the logits have 8 bits. One unit in the last place, relative to the loss.
 BFLOAT16 = 2**-8
@@ -100,7 +100,7 @@ REFERENCES = [
     Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "float32"}),
     Case("1gpu, bfloat16", AUTOCAST_COPY, None, {"dtype": "float32"}),
 ]
-KILLED = Case("killed", "train_ddp.py", 2, {"save_steps": 3})  # is killed within the first epoch
+KILLED = Case("killed", "train_ddp.py", 2, {"save_steps": 3})  # killed within the first epoch
 
 # For --matrix: every script trains the same run, to be continued by every other.
 MATRIX_FLAGS = {

@@ -1,4 +1,4 @@
-"""From what a run has left behind to a row of the table. Runs nothing."""
+"""Turns the files that a run has written into a row of the table. Runs nothing."""
 
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -12,15 +12,17 @@ class Problem(Enum):
 
     FAILED = "the run failed"
     NOT_RESUMED = "the run was not resumed within the epoch"
-    WRITERS = "other ranks than rank 0 wrote files"
+    WRITERS = "ranks other than rank 0 wrote files"
     SAMPLES = "samples were missed or counted twice"
-    TENSORS = "the checkpoint has other tensors than the reference"
+    TENSORS = "the checkpoint has different tensors from the reference"
     LOSS = "a loss differs from the reference"
+    ACCURACY = "an accuracy differs from the reference"
     WEIGHTS = "weights differ from the reference"
+    BEST = "best.pt is not the epoch with the best validation accuracy"
 
 
 class Evidence(NamedTuple):
-    """What a run has left behind."""
+    """What a run has written."""
 
     code: int  # its exit code
     error: str = ""  # the last line that it wrote to stderr
@@ -29,6 +31,7 @@ class Evidence(NamedTuple):
     audit: list = ()  # rows of audit.jsonl
     writers: list = ()  # the ranks that opened a file in output_dir for writing
     weights: dict | None = None  # the model in last.pt
+    best: int | None = None  # the epochs done in best.pt
 
 
 @dataclass(frozen=True)
@@ -65,15 +68,19 @@ def judge(case, run, reference=None):
         each_sample_once=_each_sample_once(run),
         writers=tuple(run.writers),
     )
-    problems = []
-    if case.reference:
-        row, problems = _compare(case, run, reference, row)
-    if not row.each_sample_once:
-        problems.append((Problem.SAMPLES, ""))
-    if row.writers != (0,) and not case.flags.get("save_sharded"):
-        problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
+    problems = []  # the likely causes first
     if case.resumes and not any(row["resumed_at_step"] for row in run.audit):
         problems.append((Problem.NOT_RESUMED, ""))
+    if not row.each_sample_once:
+        problems.append((Problem.SAMPLES, ""))
+    if case.reference:
+        row, differences = _compare(case, run, reference, row)
+        problems += differences
+    if row.writers != (0,) and not case.flags.get("save_sharded"):
+        problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
+    accuracies = [metrics["val_accuracy"] for metrics in run.metrics]
+    if run.best != accuracies.index(max(accuracies)) + 1:
+        problems.append((Problem.BEST, f"{run.best} epochs done, accuracies {accuracies}"))
     if problems:
         row = replace(row, problem=problems[0][0], details=problems[0][1])
     return row
@@ -96,25 +103,27 @@ def _compare(case, run, reference, row):
     """The row with its differences from the reference, and the problems that they are."""
     if run.weights.keys() != reference.weights.keys():
         return row, [(Problem.TENSORS, "")]
-    losses = {
-        f"{name} of epoch {ours['epoch']}": abs(ours[name] / theirs[name] - 1)
-        for ours, theirs in zip(run.metrics, reference.metrics, strict=True)
-        for name in ("train_loss", "val_loss")
-    }
-    weights = {}
+    losses, accuracies, weights = {}, {}, {}
+    for ours, theirs in zip(run.metrics, reference.metrics, strict=True):
+        for split in ("train", "val"):
+            name, epoch = f"{split}_loss", f"of epoch {ours['epoch']}"
+            losses[f"{name} {epoch}"] = abs(ours[name] / theirs[name] - 1)
+            name = f"{split}_accuracy"
+            accuracies[f"{name} {epoch}"] = abs(ours[name] - theirs[name])
     for name, expected in reference.weights.items():
         scale = expected.double().abs().max().clamp_min(1e-12)
         weights[name] = float((run.weights[name] - expected).double().abs().max() / scale)
     row = replace(
         row, loss_difference=max(losses.values()), weight_difference=max(weights.values())
     )
-    checks = [(Problem.LOSS, losses)]
+    checks = [(Problem.LOSS, losses, case.tolerance)]
     if case.tolerance == FLOAT64:
-        checks.insert(0, (Problem.WEIGHTS, weights))
+        checks.insert(0, (Problem.WEIGHTS, weights, case.tolerance))
+        checks.append((Problem.ACCURACY, accuracies, 0))  # the same samples are right
     problems = [
         (problem, f"{name} by {difference:.1e}")
-        for problem, differences in checks
+        for problem, differences, tolerance in checks
         for name, difference in differences.items()
-        if not difference <= case.tolerance
+        if not difference <= tolerance
     ]
     return row, problems

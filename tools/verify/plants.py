@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.lessons import ROOT
+from tools.verify.judge import Problem
 
 
 class Bug(NamedTuple):
@@ -15,6 +16,7 @@ class Bug(NamedTuple):
     line: str  # occurs once in the file
     replacement: str
     row: str  # the case that fails
+    problem: tuple  # why it fails: a Problem, and what the details must say
     effect: str
     symptom: str
     prevention: str
@@ -32,6 +34,7 @@ BUGS = [
         "        train_sampler.set_epoch(epoch)",
         "        pass",
         "ddp x2",
+        (Problem.SAMPLES, ""),
         "Every epoch repeats the order of the first one.",
         "Nothing fails. The model sees the same batches again and again and ends a little worse.",
         "`train_sampler.set_epoch(epoch)` at the start of each epoch.",
@@ -42,8 +45,9 @@ BUGS = [
         "        model = convert_sync_batchnorm(model, device)",
         "        pass",
         "ddp x2",
+        (Problem.WEIGHTS, ""),
         "BatchNorm normalizes with the statistics of one rank's share of the batch.",
-        "Results change with the number of GPUs, the more the fewer samples each has.",
+        "Results change with the number of GPUs, more so the fewer samples each has.",
         "`convert_sync_batchnorm(model, device)`, or a norm without batch statistics.",
     ),
     Bug(
@@ -52,6 +56,7 @@ BUGS = [
         "        scaler.unscale_(optimizer)",
         "        pass",
         "amp x2, float16",
+        (Problem.WEIGHTS, ""),
         "The norm of the gradients is measured 65536 times too large, so that every step is "
         "clipped to almost nothing.",
         "The loss hardly falls, but only with float16 and clipping together.",
@@ -63,31 +68,48 @@ BUGS = [
         "        outputs = model(images)[:left]\n        labels = labels[:left].to(outputs.device)",
         "        outputs = model(images)\n        labels = labels.to(outputs.device)",
         "ddp x2",
-        "DistributedSampler repeats samples until all ranks have equally many, and the repeated "
+        (Problem.FAILED, "evaluated 38 of 37"),
+        "DistributedSampler repeats samples until all ranks have the same number, and the repeated "
         "samples are counted.",
-        "The accuracy of the same weights changes with the number of GPUs, in the last digits.",
+        "The accuracy of the same weights changes slightly with the number of GPUs.",
         "Each rank leaves out what exceeds its share (`evaluate` in `utils/metrics.py`).",
     ),
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "all_reduce(torch.cat([self.sums, samples]))",
-        "torch.cat([self.sums, samples])",
+        "        loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()\n",
+        "        accuracy = float(self.sums[1]) / max(1, self.samples)\n"
+        "        loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()\n"
+        "        correct = accuracy * samples\n",
         "ddp x2",
+        (Problem.ACCURACY, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
-        "A plausible number from a part of the data, by which the best checkpoint is chosen.",
+        "A plausible number from part of the data, by which the best checkpoint is chosen.",
         "The sums are reduced over all ranks before they are divided.",
     ),
     Bug(
         "saving-on-every-rank",
         "utils/checkpoint.py",
-        '        if is_main_process():\n            name = "last.pt"',
-        '        if True:\n            name = "last.pt"',
+        "        if is_main_process():\n            name =",
+        '        torch.save(checkpoint, self.folder / "last.pt")\n'
+        "        if is_main_process():\n            name =",
         "ddp x2",
+        (Problem.WRITERS, ""),
         "All ranks write the same file at the same time.",
         "It usually works. Now and then a checkpoint is corrupt, and saving takes N times the "
         "bandwidth of the disk.",
         "Rank 0 writes; the other ranks continue.",
+    ),
+    Bug(
+        "every-epoch-is-the-best",
+        "utils/metrics.py",
+        'is_best, self.best = val["accuracy"] > self.best, max(self.best, val["accuracy"])',
+        'is_best = val["accuracy"] > self.best',
+        "ddp x2",
+        (Problem.BEST, ""),
+        "The best accuracy so far is never updated, so that every epoch counts as the best.",
+        "best.pt is always the last epoch, whose accuracy may be far below the best.",
+        "The best accuracy is updated where it is compared, and restored on resume.",
     ),
     Bug(
         "seed-per-rank",
@@ -95,6 +117,7 @@ BUGS = [
         "    seed_everything(cfg.seed)",
         "    seed_everything(cfg.seed + dist.get_rank())",
         "fsdp x2",
+        (Problem.FAILED, "different weights"),
         "FSDP shards a different model on each rank (DistributedDataParallel would broadcast rank "
         "0's).",
         "Training starts from a mixture of random weights. Nothing fails.",
@@ -112,6 +135,7 @@ BUGS = [
         "    parts = order.split([len(labels) for _, labels in arrays])\n"
         "    arrays = [(images[part], labels[part]) for part in parts]\n",
         "ddp x2",
+        (Problem.FAILED, "labels"),
         "Each rank splits the data with its own random numbers: one rank's validation images are "
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
@@ -123,6 +147,7 @@ BUGS = [
         "(loss * len(some_labels) / len(labels)).backward()",
         "(loss / len(parts[0])).backward()",
         "accum x2",
+        (Problem.WEIGHTS, ""),
         "Where micro-batches have unequal sizes, the samples of the smaller one count for more.",
         "Gradients that are slightly wrong, in every step or only in the last of an epoch.",
         "The loss is weighted by samples, not by micro-batches.",
@@ -133,6 +158,7 @@ BUGS = [
         "DistributedDataParallel(model)",
         "DistributedDataParallel(model, broadcast_buffers=False)",
         "ddp x2, BatchNorm per rank",
+        (Problem.FAILED, "no longer hold the same model"),
         "Without SyncBatchNorm, each rank keeps its own running statistics.",
         "Rank 0's are saved: the checkpoint is a model that was never evaluated as a whole.",
         "`broadcast_buffers=True`, the default; `utils/replicas.py` compares buffers, too.",
@@ -144,8 +170,9 @@ BUGS = [
         "        self.optimizer.state.clear()\n"
         "        for parameter, values in self.optimizer.state.items():",
         "killed, resumed x2",
+        (Problem.WEIGHTS, ""),
         "A resumed run starts with empty momentum.",
-        "A bump in the loss after each restart, and other weights in the end.",
+        "A bump in the loss after each restart, and different weights in the end.",
         "The optimizer is part of `state`, which is what is saved and what is loaded.",
     ),
     Bug(
@@ -154,8 +181,9 @@ BUGS = [
         '        self.start = state["step"]\n',
         "        self.start = 0\n",
         "killed, resumed x2",
+        (Problem.NOT_RESUMED, ""),
         "A run that resumes in the middle of an epoch starts that epoch again.",
-        "The samples of its first steps are trained twice after every restart.",
+        "The samples of its first steps are used twice for training after every restart.",
         "The loader's position in the epoch is part of `state`.",
     ),
     Bug(
@@ -164,6 +192,7 @@ BUGS = [
         "    return _freeze_batchnorm(model)",
         "    return model",
         "ddp x2, frozen backbone",
+        (Problem.WEIGHTS, ""),
         "The weights are frozen, but BatchNorm keeps updating its statistics with the new images.",
         "The backbone no longer computes what it did when it was trained; with few images, the "
         "validation accuracy is erratic.",
@@ -176,7 +205,7 @@ BUGS = [
 def planted_copy(bug, folder):
     """A copy of the scripts and utils/ in `folder`, with the bug in it. Returns the folder.
 
-    AssertionError if the line to change does not occur exactly once.
+    Raises AssertionError if the line to change does not occur exactly once.
     """
     folder = Path(folder)
     for path in [*ROOT.glob("train_*.py"), *ROOT.glob("utils/*.py")]:

@@ -1,4 +1,4 @@
-"""Runs the cases side by side and collects what each has left behind."""
+"""Runs the cases in parallel and collects the files that each has written."""
 
 import json
 import os
@@ -16,14 +16,28 @@ from tools.verify.judge import Evidence, Problem, Row, judge
 from utils.checkpoint import read_checkpoint
 from utils.small_models import ResNet20
 
-# Records which rank opens which file for writing: Python calls this hook for every open().
+# Records which rank opens which file for writing. Python calls this hook for every open(); for a
+# file name, torch.save opens the file in C++.
 SPY = """
 import os, sys
-def _spy(event, args, write=os.write, log=os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
-    if event == "open" and isinstance(args[0], str) and {folder!r} in args[0]:
-        if args[2] & (os.O_WRONLY | os.O_RDWR):
-            write(log, os.environ.get("RANK", "0").encode() + b"\\n")
-sys.addaudithook(_spy)
+log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def record(path):
+    if isinstance(path, str) and {folder!r} in os.path.abspath(path):
+        os.write(log, os.environ.get("RANK", "0").encode() + b"\\n")
+def spy_on_torch(core):
+    original = core.PyTorchFileWriter
+    def open_writer(path, *args):
+        record(path)
+        return original(path, *args)
+    core.PyTorchFileWriter = open_writer
+def hook(event, args):
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR):
+        record(args[0])
+    elif event == "import" and args[0].startswith("utils"):  # torch has been imported by then
+        core = sys.modules["torch"]._C if "torch" in sys.modules else None
+        if isinstance(getattr(core, "PyTorchFileWriter", None), type):
+            spy_on_torch(core)
+sys.addaudithook(hook)
 """
 
 
@@ -48,7 +62,7 @@ class Cores:
 
 
 class Verifier:
-    """Runs cases side by side, on as many cores as this process may use.
+    """Runs cases in parallel, on the cores that this process may use.
 
     root: the folder of the scripts. script: a script to run in place of the cases' own. device: of
     all processes; with "cuda:0" they share one GPU, over gloo. cores, references: shared with
@@ -111,7 +125,7 @@ class Verifier:
         self.references[case.name] = evidence
 
     def _killed(self):
-        """Kill a run within its first epoch; a kill that came too late is repeated."""
+        """Kill a run within its first epoch; if the kill comes too late, try again."""
         for attempt in range(5):
             output_dir = self.folder / f"killed-{attempt}"
             self._launch(KILLED, output_dir, self.root, kill_after_first_save)
@@ -124,6 +138,7 @@ class Verifier:
         """Run a case to its end. Returns its Evidence."""
         run = self._launch(case, output_dir, root, finish_run)
         audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
+        best = output_dir / "best.pt"
         if run.code:
             return Evidence(run.code, last_line(run.stderr), run.seconds)
         rows = audit.read_text().splitlines() if audit.exists() else []
@@ -136,6 +151,7 @@ class Verifier:
             audit=[json.loads(line) for line in rows],
             writers=sorted(set(map(int, ranks))),
             weights=read_checkpoint(last)["model"] if last.exists() else {},
+            best=read_checkpoint(best)["epoch"] if best.exists() else None,
         )
 
     def _hooks(self, output_dir):
@@ -146,7 +162,7 @@ class Verifier:
         hooks.mkdir()
         spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
         (hooks / "sitecustomize.py").write_text(spy)
-        # ROOT for tools.launch; a copy of the project in `root` comes before it.
+        # ROOT is for tools.launch; a copy of the project in `root` precedes it.
         path = os.pathsep.join(map(str, (hooks, root, ROOT)))
         flags = BASE | case.flags | {"output_dir": output_dir, "device": self.device}
         if "devices" in flags:
@@ -205,5 +221,6 @@ def run_matrix(folder, report, scripts=None, device="cpu"):
             shutil.copytree(first._output_dir(begun), copy)
             for path in [*copy.glob("epoch-0002*"), copy / "last.pt", copy / "best.pt"]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.copyfile(copy / "epoch-0001.pt", copy / "best.pt")
             pairs.append(pair)
     return rows + second.run(pairs, report)
