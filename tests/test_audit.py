@@ -1,14 +1,18 @@
-"""--audit: which samples each epoch has trained."""
+"""--audit: which samples each epoch trained on."""
 
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from tests.launch import run_ranks
-from utils.audit import Audit, AuditedLoader
+from utils.audit import AuditedLoader, report
 from utils.config import load_config
 from utils.data import build_datasets, build_loader
+from utils.distributed import get_world_size
 from utils.errors import UserError
 from utils.sampler import EpochSampler
 
@@ -17,102 +21,105 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
 
 
-def audited(*batches):
-    audit = Audit()
-    for batch in batches:
-        audit.add(torch.tensor(batch))
-    return audit
+class FakeLoader(NamedTuple):
+    """What report() asks of a loader."""
+
+    output_dir: object
+    epoch: int = 0
+    dataset: object = range(2)
+    resumed_at_step: int = 0
 
 
 def test_epoch_is_reported_in_a_line_and_a_row(tmp_path, capsys):
-    audit = audited([4, 0], [2, 3])
-    audit.finish(2, 7, tmp_path)
+    report(torch.tensor([4, 0, 2, 3]), FakeLoader(tmp_path, 2, range(7)))
     out = capsys.readouterr().out
-    assert out == "audit: epoch 2 trained 4 of 7 samples exactly once and dropped 3: 1, 5, 6\n"
-    audit.add(torch.arange(7))
-    audit.finish(3, 7, tmp_path)
-    assert "trained 7 of 7 samples exactly once and dropped 0\n" in capsys.readouterr().out
+    assert out == "audit: epoch 2 trained on 4 of 7 samples exactly once and dropped 3: 1, 5, 6\n"
+    report(torch.arange(7), FakeLoader(tmp_path, 3, range(7), resumed_at_step=5))
+    assert "trained on 7 of 7 samples exactly once and dropped 0\n" in capsys.readouterr().out
     assert rows(tmp_path) == [
         {"epoch": 2, "samples": 4, "resumed_at_step": 0, "dropped": 3, "repeated": 0},
-        {"epoch": 3, "samples": 7, "resumed_at_step": 0, "dropped": 0, "repeated": 0},
+        {"epoch": 3, "samples": 7, "resumed_at_step": 5, "dropped": 0, "repeated": 0},
     ]
 
 
 def test_repeated_samples_are_an_error(tmp_path):
-    audit = audited([*range(25)], [*range(24), 30])
-    with pytest.raises(UserError, match=r"trained 24 samples more than once: 0, 1, .* and 4 more"):
-        audit.finish(0, 50, tmp_path)
+    with pytest.raises(UserError, match=r"on 24 samples more than once: 0, 1, .* and 4 more"):
+        report(torch.tensor([*range(25), *range(24), 30]), FakeLoader(tmp_path, 0, range(50)))
     (row,) = rows(tmp_path)
     assert (row["samples"], row["dropped"], row["repeated"]) == (50, 24, 24)
 
 
 def test_rows_of_an_earlier_attempt_are_replaced(tmp_path):
     for epoch in (0, 1, 2):
-        audited([0]).finish(epoch, 2, tmp_path)
-    audited([0, 1]).finish(1, 2, tmp_path)
+        report(torch.tensor([0]), FakeLoader(tmp_path, epoch))
+    report(torch.tensor([0, 1]), FakeLoader(tmp_path, 1))
     assert [(row["epoch"], row["samples"]) for row in rows(tmp_path)] == [(0, 1), (1, 2)]
     (tmp_path / "audit.jsonl").write_text("not JSON\n")
     with pytest.raises(UserError, match=r"cannot write .*audit\.jsonl"):
-        audited([0]).finish(1, 2, tmp_path)
+        report(torch.tensor([0]), FakeLoader(tmp_path, 1))
+
+
+def make_loader(folder, *flags, samples=50, global_batch=7):
+    flags = [f"--synthetic-samples={samples}", f"--global-batch-size={global_batch}", *flags]
+    flags += ["--dataset=synthetic", "--image-size=8", "--device=cpu", f"--output-dir={folder}"]
+    cfg = load_config(argv=flags)
+    dataset, _, _ = build_datasets(cfg)
+    sampler = EpochSampler(dataset, seed=0)
+    if dist.is_initialized():
+        sampler = DistributedSampler(dataset, seed=0, drop_last=True)
+    batch_size = global_batch // get_world_size()
+    return build_loader(dataset, sampler, batch_size, torch.device("cpu"), cfg, train=True)
 
 
 def test_epoch_continues_at_another_world_size(tmp_path):
-    """Two batches on two ranks, then two on three, of 12 samples in all."""
+    """Two steps on two ranks, then the third on three."""
 
-    def body(rank, world_size, first, saved):
-        audit = Audit()
-        if saved is not None:
-            audit.load(saved, step=2)
-        for step in range(2):
-            start = first + 2 * world_size * step
-            audit.add(torch.arange(start + rank, start + 2 * world_size, world_size))
-        state = audit.state()
-        if first:
-            audit.finish(0, 21, tmp_path)
-        return sorted(state.tolist())
+    def body(rank, state):
+        loader = make_loader(tmp_path, "--audit", samples=20, global_batch=6)
+        if state:
+            loader.load_state_dict(state)
+            return len(list(loader))
+        batches = iter(loader)
+        next(batches), next(batches)
+        return loader.state_dict()
 
-    (first, other) = run_ranks(body, 2, 2, 0, None)
-    assert first == other == list(range(8))
-    assert run_ranks(body, 3, 3, 8, torch.tensor(first)) == [list(range(20))] * 3
-    row = {"epoch": 0, "samples": 20, "resumed_at_step": 2, "dropped": 1, "repeated": 0}
+    (first, other) = run_ranks(body, 2, None)
+    assert len(first["seen"].unique()) == 12 and first["seen"].equal(other["seen"])
+    assert run_ranks(body, 3, first) == [1, 1, 1]
+    row = {"epoch": 0, "samples": 18, "resumed_at_step": 2, "dropped": 2, "repeated": 0}
     assert rows(tmp_path) == [row]
 
 
 def test_repeated_sample_ends_all_ranks(tmp_path):
     def body(rank):
-        audited([7, 8 + rank]).finish(0, 10, tmp_path)
+        report(torch.tensor([7, 8, 7]), FakeLoader(tmp_path, 0, range(10)))
 
     for error in run_ranks(body, 2):
         assert isinstance(error, UserError) and "more than once: 7." in str(error)
 
 
 def test_epoch_that_began_without_audit_is_reported_as_such(tmp_path, capsys):
-    audit = Audit()
-    audit.load(None, step=3)
-    audit.add(torch.tensor([1]))
-    assert audit.state() is None
-    audit.finish(4, 2, tmp_path)
-    assert (
-        "epoch 4 was resumed from a checkpoint written without --audit" in capsys.readouterr().out
-    )
+    loader = make_loader(tmp_path, "--audit")
+    loader.load_state_dict({"step": 3, "global_batch": 7})
+    batches = iter(loader)
+    next(batches)
+    assert loader.state_dict()["seen"] is None
+    assert len(list(batches)) == 3
+    assert "epoch 0 was resumed from a checkpoint written without" in capsys.readouterr().out
     assert not (tmp_path / "audit.jsonl").exists()
-    audit.add(torch.tensor([0, 1]))  # the next epoch is complete
-    audit.finish(5, 2, tmp_path)
-    assert [(row["samples"], row["resumed_at_step"]) for row in rows(tmp_path)] == [(2, 0)]
-    audit.load([])  # a checkpoint written at the end of an epoch
-    audit.add(torch.tensor([1]))
-    assert audit.state().tolist() == [1] and audit.state().dtype == torch.int64
+    loader.sampler.set_epoch(1)  # the next epoch is complete
+    assert len(list(loader)) == 7
+    assert [(row["samples"], row["resumed_at_step"]) for row in rows(tmp_path)] == [(49, 0)]
+    loader.load_state_dict({"step": 0, "global_batch": 7})  # written at the end of an epoch
+    batches = iter(loader)
+    next(batches)
+    seen = loader.state_dict()["seen"]
+    assert seen.equal(loader.indices) and seen.dtype == torch.int64
 
 
 def test_loader_audits_what_it_yields(tmp_path, capsys):
-    flags = ["--dataset=synthetic", "--synthetic-samples=50", "--image-size=8", "--device=cpu"]
-    flags += ["--global-batch-size=7", f"--output-dir={tmp_path}"]
-
-    def make(*more):
-        cfg = load_config(argv=[*flags, *more])
-        dataset, _, _ = build_datasets(cfg)
-        sampler = EpochSampler(dataset, seed=0)
-        return build_loader(dataset, sampler, 7, torch.device("cpu"), cfg, train=True)
+    def make(*flags):
+        return make_loader(tmp_path, *flags)
 
     loader, plain = make("--audit"), make()
     assert isinstance(loader, AuditedLoader) and not isinstance(plain, AuditedLoader)
@@ -123,7 +130,7 @@ def test_loader_audits_what_it_yields(tmp_path, capsys):
     resumed = make("--audit", "--loader=workers")
     resumed.load_state_dict(state)
     assert len(list(resumed)) == 4
-    assert "trained 49 of 50 samples exactly once and dropped 1: " in capsys.readouterr().out
+    assert "trained on 49 of 50 samples exactly once and dropped 1: " in capsys.readouterr().out
     assert rows(tmp_path)[0]["resumed_at_step"] == 3
     del state["seen"]  # by a run without --audit
     resumed.load_state_dict(state)
@@ -131,5 +138,5 @@ def test_loader_audits_what_it_yields(tmp_path, capsys):
     assert "written without --audit" in capsys.readouterr().out
     loader = make("--audit")
     loader.reader.sampler.sampler = [*range(25), *range(25)]
-    with pytest.raises(UserError, match="trained 24 samples more than once"):
+    with pytest.raises(UserError, match="trained on 24 samples more than once"):
         list(loader)

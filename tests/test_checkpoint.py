@@ -1,4 +1,4 @@
-"""Checkpoints: plain contents, complete or absent on the disk, refused where they do not fit."""
+"""Checkpoints: plain contents, complete or absent on the disk, rejected if they do not fit."""
 
 import itertools
 import os
@@ -223,7 +223,7 @@ def test_optimizer_states_of_other_kinds(kind, tmp_path):
 
 
 def test_parameter_without_a_gradient_has_no_state(tmp_path):
-    """Such as a head that is not used yet: the others' state is loaded all the same."""
+    """Such as a head that is not used yet: the state of the others is loaded nevertheless."""
 
     def make(seed):
         torch.manual_seed(seed)
@@ -271,7 +271,7 @@ def test_run_may_have_no_scheduler(tmp_path):
 
 
 def test_how_to_compute_is_not_taken_from_the_file(tmp_path):
-    """FSDP's parameters have no fused step, DDP's have: each script keeps its own choice."""
+    """FSDP's parameters have no fused step, DDP's do: each script keeps its own choice."""
     for fused in (True, False):
         folder, (saved, loaded) = tmp_path / str(fused), (make_state(), make_state(seed=1))
         saved["optimizer"].param_groups[0]["fused"] = fused
@@ -463,7 +463,7 @@ def test_other_settings_are_named(tmp_path):
     free = {"keep_last": 5, "num_workers": 3, "timeout": 7.0, "save_steps": 2}
     assert checkpointer(tmp_path, **free).load() == 1
     changed = {"lr": 0.2, "model": "resnet34"}
-    with pytest.raises(UserError, match=r"resnet34', not 'resnet18'; lr 0\.2, not 0\.1\. Pass"):
+    with pytest.raises(UserError, match=r"resnet34', not 'resnet18'; lr 0\.2, not 0\.1\): pass"):
         checkpointer(tmp_path, **changed).load()
     assert checkpointer(tmp_path, allow_config_change=True, **changed).load() == 1
 
@@ -544,7 +544,7 @@ def test_differing_ranks_are_refused(tmp_path):
     for rank, (kind, text) in enumerate(run_ranks(body, 3, True, settings, same)):
         assert kind is UserError, text
         expected = "rank 0 has lr 0.1, not 0.5" if rank == 2 else "rank 2 has lr 0.5, not 0.1"
-        assert expected in text and "give all nodes the same files" in text
+        assert expected in text and "all ranks need the same settings and data" in text
     classes = [["a"], ["b"], ["a"]]
     for _, text in run_ranks(body, 3, True, [{}] * 3, classes)[::2]:
         assert "rank 1 has classes ['b'], not ['a']" in text
@@ -641,7 +641,7 @@ def test_saves_when_steps_are_over_but_not_at_the_end_of_an_epoch(tmp_path, monk
         writer.step()
     assert saved == [2, 4]
     state["loader"].length = 4
-    writer.step()  # the end of the epoch, which saves by itself
+    writer.step()  # the end of the epoch, where the script saves
     assert saved == [2, 4]
 
 
@@ -652,7 +652,7 @@ def test_saves_when_minutes_are_over_on_rank_0s_clock(tmp_path, monkeypatch):
         monkeypatch.setattr(utils.checkpoint, "STEPS_BETWEEN_CLOCKS", 2)
         state, saved = make_state(), []
         state["loader"].length = 13
-        # Each look at rank 0's clock is 4 minutes after the one before; rank 1's clock stands.
+        # Each reading of rank 0's clock is 4 minutes later; rank 1's clock stands still.
         clock = SimpleNamespace(monotonic=lambda: 0 if rank else 60 * next(minutes))
         monkeypatch.setattr(utils.checkpoint, "time", clock)
         writer = checkpointer(tmp_path, state, save_minutes=7.0)
@@ -845,7 +845,7 @@ def test_run_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("end", ["end", "error"])
 def test_file_is_finished_when_the_process_ends(end, tmp_path):
-    """The writer is no daemon: a run that ends, also in an error, completes its file."""
+    """The writer is not a daemon thread: a run that ends, even by an error, completes its file."""
 
     def body():
         write = save_atomically

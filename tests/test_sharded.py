@@ -15,7 +15,6 @@ from tests.launch import run_ranks
 from utils.errors import UserError
 from utils.sharded import (
     check_sharded,
-    join_sharded,
     join_tensors,
     load_sharded,
     remove_unused_parts,
@@ -52,7 +51,7 @@ def save(folder, checkpoint, name="last.pt"):
 def read(path):
     checkpoint = torch.load(path, weights_only=True)
     check_sharded(path, checkpoint)
-    return join_sharded(path, checkpoint)
+    return load_sharded(path, checkpoint)
 
 
 def full(checkpoint):

@@ -7,8 +7,8 @@ from torch import nn
 
 from utils.config import Config
 from utils.errors import UserError
-from utils.models import build_model
-from utils.small_models import NAMES, build, split_name
+from utils.models import SMALL, build_model
+from utils.small_models import build, split_name
 
 
 def make(name, classes=10, **options):
@@ -30,7 +30,7 @@ def test_own_models_take_images_of_any_size(name, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
     for size in (16, 32):
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
-    assert name in NAMES
+    assert name in SMALL
 
 
 def test_cifar_stem_keeps_the_resolution():

@@ -83,7 +83,7 @@ def test_bfloat16_eval_mode_and_a_single_process():
     torch.testing.assert_close(synced(images), expected)
     again = convert_sync_batchnorm(plain, torch.device("cpu"))
     assert isinstance(again[0], SyncBatchNorm)
-    with pytest.raises(ValueError, match="at least 2 dimensions"):
+    with pytest.raises(ValueError, match="at least 2D input"):
         synced(torch.zeros(3))
 
 

@@ -76,7 +76,6 @@ def test_weights_by_name_determine_size_and_normalization(hub):
     assert find_weights("resnet50", "IMAGENET1K_V1").inputs["resize"] == 256
     assert find_weights("swin_v2_t", "DEFAULT").inputs["interpolation"] == "bicubic"
     assert find_weights("inception_v3", "DEFAULT").inputs["mean"] == [0.5, 0.5, 0.5]
-    assert find_weights("resnet18", "").inputs == {}
     cfg = config("--model=efficientnet_b1", "--weights=DEFAULT")
     assert cfg.image_size == 240 and config().image_size == 32
     assert (

@@ -5,7 +5,7 @@ weights_only=True: "model" (plain names, full tensors), "optimizer" (by paramete
 else `state` holds, and "config", "epoch" (epochs done), "world_size", "format".
 
 output_dir/epoch-0007.pt   after 7 epochs; the newest cfg.keep_last of them are kept
-output_dir/last.pt         the newest of them, or a newer one from within an epoch
+output_dir/last.pt         the newest checkpoint, possibly from within an epoch
 output_dir/best.pt         the one with the best validation accuracy
 output_dir/*.parts/        the tensors of sharded checkpoints (utils/sharded.py)
 """
@@ -28,7 +28,7 @@ from utils.distributed import all_gather_object, fail_together, get_world_size, 
 from utils.errors import UserError, option
 
 FORMAT = 2
-STEPS_BETWEEN_CLOCKS = 16  # the ranks must agree on the time, and to agree is to wait
+STEPS_BETWEEN_CLOCKS = 16  # steps between reads of rank 0's clock, which the ranks wait for
 _locks = {}  # {folder: file}, held while this process lives
 
 
@@ -43,8 +43,8 @@ class Checkpointer:
     """Saves and resumes a run in cfg.output_dir. All ranks call each method together.
 
     state: {name: an object with state_dict() and load_state_dict(), or a plain value}; "model",
-    "optimizer" and "loader" must be among them. compare_ranks: raise UserError where ranks differ
-    in their settings or data, and before each save where their replicas of the model differ.
+    "optimizer" and "loader" must be among them. compare_ranks: raise UserError if ranks differ in
+    their settings or data, and before each save if their replicas of the model differ.
     """
 
     def __init__(self, cfg, state, compare_ranks=False):
@@ -52,15 +52,15 @@ class Checkpointer:
         self.compare_ranks = compare_ranks and get_world_size() > 1
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
-        self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what may not change
+        self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.epoch, self.saved_at = 0, time.monotonic()
         self.writer, self.pending = ThreadPoolExecutor(1), None
 
     def load(self):
-        """Fill `state` from the newest good checkpoint; return the epochs done, 0 if there is none.
+        """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
 
-        A damaged checkpoint is passed over, with a warning, for the one before it. Raises UserError
-        where none can be read, the settings differ, or the model does.
+        A damaged checkpoint is skipped with a warning, and the one before it is used. Raises
+        UserError if none can be read, or if the settings or the model differ.
         """
         newest = None
         with fail_together():
@@ -88,7 +88,7 @@ class Checkpointer:
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
         if step == len(loader):
-            return  # the end of the epoch saves
+            return  # the script saves at the end of the epoch
         if every > 0 and step % every == 0:
             self._compare_replicas(between_steps=True)
         due = cfg.save_steps and step % cfg.save_steps == 0
@@ -101,8 +101,8 @@ class Checkpointer:
     def save(self, epoch, is_best=False, between_steps=False):
         """Save the state after `epoch` epochs. Returns once it is copied; a thread writes the file.
 
-        A save that fails raises UserError at the next one, and the last save of a run at once.
-        between_steps: within the next epoch, to last.pt alone.
+        If writing fails, the next save raises UserError; the last save of a run raises it itself.
+        between_steps: the save is within the next epoch, and writes only last.pt.
         """
         self._compare_replicas(between_steps)
         self.wait()
@@ -127,7 +127,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self):
-        """Wait until the last save is on the disk; raise its error, if it had one."""
+        """Wait until the last save is on the disk; raise its error, if any."""
         with fail_together():
             pending, self.pending = self.pending, None
             if pending:
@@ -161,13 +161,15 @@ class Checkpointer:
     def _refuse_differences(self):
         for rank, theirs in enumerate(all_gather_object(self.facts)):
             if difference := _differences(theirs, self.facts):
-                raise UserError(f"rank {rank} has {difference}: give all nodes the same files")
+                raise UserError(
+                    f"rank {rank} has {difference}: all ranks need the same settings and data"
+                )
 
     def _fill(self, path, checkpoint):
         changed = _differences(self.facts, checkpoint["config"] | checkpoint.get("data", {}))
         if changed and not self.cfg.allow_config_change:
             raise UserError(
-                f"{path} was written with other settings: it is now {changed}. Pass another "
+                f"{path} was written with other settings (now {changed}): pass another "
                 f"--output-dir, or --allow-config-change"
             )
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer)
@@ -177,18 +179,18 @@ class Checkpointer:
             checkpoint = load_sharded(path, checkpoint, (model, optimizer))
         optimizer["state"] = checkpoint["optimizer"]["state"]
         if checkpoint["config"]["optimizer"] != self.cfg.optimizer:
-            optimizer["state"] = {}  # another kind of optimizer has no use for it
+            optimizer["state"] = {}  # of another kind of optimizer
         groups = optimizer["param_groups"], checkpoint["optimizer"]["param_groups"]
         for group, saved in zip(*groups, strict=True):
             group["lr"] = saved["lr"]
-            if peak := saved.get("initial_lr"):  # of a scheduler: it may be another one now
+            if peak := saved.get("initial_lr"):  # from the scheduler; the config's may have changed
                 group["lr"] *= group.get("initial_lr", peak) / peak
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
         options = dsd.StateDictOptions()
         if "parts" not in checkpoint:
             options.full_state_dict = any(hasattr(t, "full_tensor") for t in model.values())
         try:
-            if missing := model.keys() - checkpoint["model"]:  # with FSDP, PyTorch ignores it
+            if missing := model.keys() - checkpoint["model"]:  # PyTorch ignores it with FSDP
                 raise RuntimeError(f"missing: {', '.join(sorted(missing))}")
             dsd.set_model_state_dict(self.model, checkpoint["model"], options=options)
         except RuntimeError as error:
@@ -201,7 +203,7 @@ class Checkpointer:
             for key, value in values.items():  # in the parameter's memory format, as a fused step
                 if getattr(value, "shape", None) == parameter.shape:  # expects
                     values[key] = torch.empty_like(parameter).copy_(value)
-        checkpoint.get("scheduler", {}).pop("base_lrs", None)  # the peak, again
+        checkpoint.get("scheduler", {}).pop("base_lrs", None)  # from the current config
         for name, value in self.others.items():
             if name in checkpoint and hasattr(value, "load_state_dict"):
                 value.load_state_dict(checkpoint[name])
@@ -212,15 +214,15 @@ def settle_ddp_buckets(model):
     """Give DistributedDataParallel's gradient buckets their final order before the first step.
 
     DDP sorts its buckets after the first backward pass, by the order in which the gradients became
-    ready; so the first step of a run, and of a resumed one, would sum in another order than all
-    later steps. This is that first pass, over the sum of all parameters instead of the model.
+    ready; so the first step of a run, and of a resumed one, would sum in a different order from
+    all later steps. This runs that first pass, on the sum of all parameters instead of the model.
     """
     inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     device, dtype = parameters[-1].device, parameters[-1].dtype
     inner.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
     with torch.compiler.set_stance("force_eager"):
         model().backward()
-    del inner.forward  # the class's own again
+    del inner.forward  # the method of the class is used again
     model.zero_grad(set_to_none=True)
 
 
@@ -242,10 +244,10 @@ def save_atomically(obj, path):
 
 
 def read_checkpoint(path, join_parts=True):
-    """A checkpoint as a dict on the CPU. UserError where it is damaged or in another format.
+    """A checkpoint as a dict on the CPU. Raises UserError if it is damaged or in another format.
 
     The checksum of each record is verified: torch.load alone would not notice a flipped bit.
-    join_parts: the tensors of a sharded checkpoint are put together, too.
+    join_parts: whether to read the tensors of a sharded checkpoint, too.
     """
     path = Path(path)
     try:
@@ -260,10 +262,10 @@ def read_checkpoint(path, join_parts=True):
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
     if "parts" in checkpoint:
         with option(f"reading {path}"):
-            from utils.sharded import check_sharded, join_sharded
+            from utils.sharded import check_sharded, load_sharded
         check_sharded(path, checkpoint)
         if join_parts:
-            checkpoint = join_sharded(path, checkpoint)
+            checkpoint = load_sharded(path, checkpoint)
     return checkpoint
 
 
@@ -291,7 +293,7 @@ def _read_like_rank_0(path):
 
 
 def _differences(mine, theirs):
-    """What differs between two dicts, in the names that both have."""
+    """What differs between two dicts, as text, for the names that both have."""
     texts = (
         f"{name} {mine[name]!r}, not {theirs[name]!r}"
         for name in mine
@@ -326,7 +328,7 @@ def _set_aside(folder):
 
 
 def _link(name, path):
-    """Make `name` a second name of the file `path`, atomically; a copy where links do not work."""
+    """Make `name` a second name of the file `path`, atomically; a copy if links do not work."""
     temporary = name.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:

@@ -8,9 +8,8 @@ import traceback
 from contextlib import contextmanager
 from functools import wraps
 
-failure_store = (
-    None  # set by init_distributed(): counts failed ranks, so that only the first reports
-)
+# Set by init_distributed(): counts failed ranks, so that only the first reports.
+failure_store = None
 
 
 class UserError(Exception):
@@ -48,7 +47,7 @@ def report_errors(function):
 
 @contextmanager
 def option(setting):
-    """For the import of an optional module: UserError if its file has not been copied along."""
+    """Raise UserError if an optional module, which the body imports, has not been copied."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -75,11 +74,11 @@ def _report(error):
 
 def _first_to_fail():
     launched = "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # by torchrun, or by spawn.py
-    if failure_store is None:  # no process group yet: every rank of a node meets the same error
+    if failure_store is None:  # no process group yet: every rank of a node has the same error
         if os.environ.get("LOCAL_RANK", "0") != "0" and launched:
             time.sleep(10)  # local rank 0 reports, and the launcher then ends this process
-        return True  # local rank 0 has not: the error is this rank's alone
+        return True  # local rank 0 has not failed: only this rank has the error
     try:
         return failure_store.add("failures", 1) == 1
-    except Exception:  # the store went down with rank 0, whose end the launcher reports
+    except Exception:  # the store ended with rank 0, which the launcher reports
         return not launched

@@ -13,7 +13,7 @@ import random
 import uuid
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -57,7 +57,7 @@ class Settings:
     )
     on_bad_sample: str = setting(
         "error",
-        "for images that cannot be decoded; skip: check all files first and leave bad ones out",
+        "images that cannot be decoded; skip: check all files first and leave bad ones out",
         choices=("error", "skip"),
     )
     cache_dir: str = setting(
@@ -65,12 +65,13 @@ class Settings:
     )
 
     def resolved(self):
-        """The config, checked. ConfigError where values contradict."""
+        """The config, checked. Raises ConfigError if values contradict."""
         if self.augment == "resized_crop" and self.loader == "device":
             raise ConfigError("augment=resized_crop crops the original images: use loader=workers")
         if self.val_fraction >= 1:
             raise ConfigError(f"val_fraction={self.val_fraction} leaves nothing to train on")
-        return super().resolved()
+        cache = self.cache_dir or str(Path(self.data_dir) / ".cache")
+        return super(Settings, replace(self, cache_dir=cache)).resolved()
 
 
 class BadImageError(UserError):
@@ -103,7 +104,7 @@ class Files(NamedTuple):
         )
 
     def empty_classes(self):
-        """The folders of the classes that no file belongs to, as one string."""
+        """The folders of the classes without files, as one string."""
         used = set(self.labels)
         names = (name for label, name in enumerate(self.classes) if label not in used)
         return ", ".join(str(self.folder / name) for name in names)
@@ -125,7 +126,7 @@ def build(cfg, inputs):
                 f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
             )
     if cfg.on_bad_sample == "skip":
-        splits = _without_bad(splits, cache_folder(cfg))
+        splits = _without_bad(splits, cfg.cache_dir)
     chosen = None
     if cfg.val_fraction:
         splits = split_images(splits[0], cfg, _saved_data(cfg))
@@ -138,7 +139,7 @@ def build(cfg, inputs):
         resize = inputs.get("resize", resize)
     preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}
     preprocessing |= {"image_size": cfg.image_size, "resize": resize}
-    options = {"preprocessing": preprocessing, "seed": cfg.seed, "cache": cache_folder(cfg)}
+    options = {"preprocessing": preprocessing, "seed": cfg.seed, "cache": Path(cfg.cache_dir)}
     train_set = FolderDataset(train.paths, train.labels, augment=cfg.augment, **options)
     val_set = FolderDataset(val.paths, val.labels, split=chosen, **options)
     return train_set, val_set, train.classes
@@ -149,7 +150,7 @@ class FolderDataset(Dataset):
 
     paths, labels: lists of length n. preprocessing: {"image_size", "resize", "interpolation",
     "mean", "std"}: the shorter side is resized to `resize` pixels and a square of image_size pixels
-    cropped from the middle; mean and std are for whoever normalizes. augment: "none", "crop_flip"
+    cropped from the middle; mean and std are for the normalization. augment: "none", "crop_flip"
     or "resized_crop". cache: the folder for as_array(). split: how a validation set was chosen, for
     the checkpoint: {"val_fraction", "seed", "val_files"}, paths relative to data_dir.
     """
@@ -280,8 +281,8 @@ def find_images(data_dir, split):
 
 
 def is_image(path):
-    """Whether the name is an image's. path: a Path relative to the folder that was searched; files
-    in hidden folders do not count."""
+    """Whether the name is that of an image. path: a Path relative to the folder that was searched;
+    files in hidden folders do not count."""
     return path.suffix.lower() in EXTENSIONS and not any(part[0] == "." for part in path.parts)
 
 
@@ -303,11 +304,11 @@ def split_images(files, cfg, saved=None):
 
     Takes cfg.val_fraction of each class, at least one image, ordered by a hash of file name and
     cfg.seed. saved: the "data" of the checkpoint that the run resumes from; its choice is kept if
-    it was made with the same settings, and files that were added since are trained with.
+    it was made with the same settings, and files that were added since are for training.
     Raises UserError if a class has a single image or a file of the saved choice is missing.
     """
     if has_validation_images(cfg.data_dir):
-        raise UserError(f"{cfg.data_dir} has a folder to validate with: pass --val-fraction 0")
+        raise UserError(f"{cfg.data_dir} already has validation images: pass --val-fraction 0")
     names, current = _relative(files, cfg.data_dir), (cfg.val_fraction, cfg.seed)
     if saved and (saved.get("val_fraction"), saved.get("seed")) == current:
         chosen = set(saved["val_files"])
@@ -361,7 +362,7 @@ def _saved_data(cfg):
 def decode(path):
     """An image file as uint8 (3, height, width), upright and in color. Raises BadImageError.
 
-    The first frame of an animation; transparency is ignored; of 16-bit pixels, the upper 8 bits.
+    Reads the first frame of an animation, ignores transparency, and keeps the upper 8 of 16 bits.
     """
     try:
         data = Path(path).read_bytes()
@@ -405,7 +406,7 @@ def _decode_with_pillow(data):
         return F.pil_to_tensor(image.convert("RGB"))
 
 
-# What has to read every file, and keeps the result in the cache
+# Reading every file, with the result kept in the cache
 
 
 def bad_files(paths, cache):
@@ -468,13 +469,8 @@ def _result_or_error(function, chunk):
         return error
 
 
-def cache_folder(cfg):
-    """Where decoded images and lists of bad files are kept."""
-    return Path(cfg.cache_dir or Path(cfg.data_dir) / ".cache")
-
-
 def _fingerprint(paths, *facts):
-    """Changes when a file is added, removed, renamed or rewritten."""
+    """A hash that changes when a file is added, removed, renamed or rewritten."""
     digest = hashlib.sha256(repr(facts).encode())
     for path in paths:
         size = modified = 0
@@ -486,7 +482,7 @@ def _fingerprint(paths, *facts):
 
 
 def _write(path, data):
-    """All or nothing: no later run may find half a file."""
+    """Write atomically: no later run may find a partial file."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ def save_sharded(checkpoint, folder):
     Returns the checkpoint without them, and with "parts": {"folder", "files": {name: checksum}}.
     All ranks call it together. Raises UserError, on all ranks, if a part cannot be written.
     """
-    # Always a new folder: parts that overwrite older ones might be cut short, and load as a mix.
+    # Always a new folder: if overwriting older parts were interrupted, the result would be a mix.
     name = f"epoch-{checkpoint['epoch']:04d}-{uuid.uuid4().hex[:8]}.parts"
     name = all_gather_object(name)[0]
     tensors, rest = split_tensors(checkpoint)
@@ -41,11 +41,12 @@ def check_sharded(path, checkpoint):
             raise UserError(f"{part} is {'damaged' if part.exists() else 'missing'}")
 
 
-def load_sharded(path, checkpoint, like):
+def load_sharded(path, checkpoint, like=({}, {"state": {}})):
     """The checkpoint in the file `path` with its tensors, sharded and on devices as in `like`.
 
     like: the state dicts of model and optimizer, by parameter name. A tensor that `like` does not
-    have, or has in another shape, is read as a whole. Each rank reads what it needs, independently.
+    have, or has in another shape, is read as a whole, to the CPU. Each rank reads what it needs,
+    independently.
     """
     folder = path.parent / checkpoint["parts"]["folder"]
     places, _ = split_tensors(dict(zip(("model", "optimizer"), like, strict=True)))
@@ -58,11 +59,6 @@ def load_sharded(path, checkpoint, like):
     with _expected_warnings():
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return join_tensors(tensors, checkpoint)
-
-
-def join_sharded(path, checkpoint):
-    """The checkpoint in the file `path` with its tensors, complete and on the CPU."""
-    return load_sharded(path, checkpoint, like=({}, {"state": {}}))
 
 
 def remove_unused_parts(folder):

@@ -1,7 +1,7 @@
 """Models for small images: resnet20, resnet9, and suffixes of torchvision's names.
 
 NAME_cifar   a ResNet whose first convolution is 3x3 with stride 1, without max-pooling
-NAME_gn      GroupNorm in place of BatchNorm: no sample depends on the others of its batch
+NAME_gn      GroupNorm instead of BatchNorm: no sample depends on the others in its batch
 Both together: resnet18_cifar_gn.
 """
 
@@ -12,7 +12,6 @@ from torchvision.models.resnet import BasicBlock, ResNet
 
 from utils.errors import UserError
 
-NAMES = ("resnet20", "resnet9")
 SUFFIXES = ("cifar", "gn")
 
 
@@ -104,7 +103,7 @@ class _Residual(nn.Sequential):
 
 class _Scaled(nn.Linear):
     def forward(self, x):
-        return super().forward(x) / 8  # small outputs at first, or a high learning rate diverges
+        return super().forward(x) / 8  # small initial outputs: a high learning rate would diverge
 
 
 def _conv(in_channels, width, *pool):
@@ -125,7 +124,7 @@ def _shrink_stem(model, name):
 def _convert_groupnorm(module):
     """`module` with GroupNorm (Wu and He 2018, arXiv 1803.08494) in place of each BatchNorm.
 
-    32 groups, or the most that divide the channels. Parameters keep their names.
+    32 groups, or as many as divide the number of channels. Parameters keep their names.
     """
     if isinstance(module, nn.BatchNorm2d):
         channels = module.num_features

@@ -13,9 +13,7 @@ class SyncBatchNorm(_BatchNorm):
     batch. (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
     """
 
-    def _check_input_dim(self, images):
-        if images.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {images.dim()}")
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
 
     def forward(self, images):
         """images: (n, channels, ...) -> the same shape; n may differ between ranks."""
@@ -33,21 +31,13 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_var.lerp_(var * (count / (count - 1)), step)  # unbiased
         return outputs
 
-    @classmethod
-    def convert_sync_batchnorm(cls, module):
+    @staticmethod
+    def convert_sync_batchnorm(module):
         """`module` with every BatchNorm in it replaced, keeping its parameters and buffers."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            synced = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-            )
-            synced.__dict__.update(module.__dict__)
-            return synced
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child))
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        for child in module.modules():
+            if isinstance(child, nn.SyncBatchNorm):  # DistributedDataParallel refuses it on a CPU
+                child.__class__ = SyncBatchNorm
         return module
 
 

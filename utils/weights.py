@@ -1,4 +1,4 @@
-"""--weights and --freeze: start from trained weights, and train the last layer alone."""
+"""--weights and --freeze: start from pretrained weights, and train only the last layer."""
 
 import difflib
 import socket
@@ -25,13 +25,13 @@ class Settings:
 
     freeze: str = setting(
         "none",
-        "backbone: train the last layer alone; all other weights and the BatchNorm statistics "
+        "backbone: train only the last layer; all other weights and the BatchNorm statistics "
         "stay as they are",
         choices=("none", "backbone"),
     )
 
     def resolved(self):
-        """The config with the image size that the weights expect, if it is left open."""
+        """The config with the image size that the weights expect, unless it is set."""
         try:
             inputs = find_weights(self.model, self.weights).inputs
         except UserError as error:
@@ -53,11 +53,9 @@ def find_weights(model, weights):
     """What `weights` means for the model of that name, as Weights. Downloads nothing.
 
     weights: a name in torchvision.models.get_model_weights(model), such as DEFAULT; or a file: a
-    state dict with torchvision's names, or a checkpoint of these scripts; or "": no weights.
+    state dict with torchvision's names, or a checkpoint of these scripts.
     Raises UserError for anything else.
     """
-    if not weights:
-        return Weights(None, None, {})
     base, known = _base_name(model), {}
     if base in torchvision.models.list_models(module=torchvision.models):
         known = dict(torchvision.models.get_model_weights(base).__members__)
@@ -152,7 +150,7 @@ def _freeze_batchnorm(module):
 
 
 def _base_name(model):
-    """resnet18 of resnet18_cifar_gn."""
+    """The name without its suffixes: resnet18 for resnet18_cifar_gn."""
     if not model.endswith(("_cifar", "_gn")):
         return model
     with option(f"--model {model}"):
@@ -164,7 +162,7 @@ def _inputs(enum, model):
     transform = enum.transforms()
     mean, std = transform.mean, transform.std
     if model in ("googlenet", "inception_v3"):
-        mean = std = (0.5, 0.5, 0.5)  # to which their transform_input=True changes the others
+        mean = std = (0.5, 0.5, 0.5)  # what their transform_input=True converts to
     return {
         "image_size": transform.crop_size[0],
         "resize": transform.resize_size[0],
