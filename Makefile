@@ -28,7 +28,7 @@ TO ?= ddp
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
 
-# The scripts set their number of threads; OMP_NUM_THREADS only prevents torchrun's warning.
+# The scripts set the number of threads themselves; OMP_NUM_THREADS only prevents torchrun's warning.
 train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp.py ARGS="--epochs 3"
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
@@ -36,7 +36,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 test: $(dev)  ## the tests: under 8 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
-test-all: $(dev)  ## all tests, the long matrices included, and the coverage of utils/
+test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/
 	$(python) -m coverage erase
 	$(python) -m coverage run -m pytest $(shared) $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
@@ -49,7 +49,7 @@ test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists wh
 verify: $(env)  ## check that all scripts train the same model: ARGS="--plant list" and more
 	$(python) -m tools.verify $(ARGS)
 
-verify-all: $(env)  ## the same, with each script continuing the run of each
+verify-all: $(env)  ## the same, with each script resuming the run of each script
 	$(python) -m tools.verify --matrix $(ARGS)
 
 bench: $(env)  ## time the scripts and their limits: COMPARE=before.json, ARGS="--repeats 5"
@@ -64,7 +64,7 @@ bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trai
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
 	$(python) -m tools.bench.loader $(ARGS)
 
-bench-checkpoint: $(env)  ## seconds to save and to load, and that training waits
+bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
 	$(python) -m tools.bench.checkpoint $(ARGS)
 
 lint: $(dev)  ## ruff check and ruff format --check

@@ -32,8 +32,8 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -76,7 +76,7 @@ def main():
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=4 train_ddp_accum.py --micro-batches 4
 
-Changes from train_ddp.py: each rank computes its share of the global batch in micro-batches, which
-needs the memory of one of them, and all-reduces the gradients only with the last one.
+Changes from train_ddp.py: each rank splits its share of the global batch into micro-batches, only
+one of which must fit into memory, and all-reduces the gradients only with the last one.
 """
 
 from contextlib import nullcontext
@@ -34,17 +34,17 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         parts = images.chunk(cfg.micro_batches), labels.chunk(cfg.micro_batches)
         for some_images, some_labels in zip(*parts, strict=True):
             left -= len(some_labels)
-            with model.no_sync() if left else nullcontext():  # all-reduce once, with the last
+            with model.no_sync() if left else nullcontext():  # all-reduce with the last only
                 outputs = model(some_images)
                 loss = criterion(outputs, some_labels)
-                (loss * len(some_labels) / len(labels)).backward()  # the last may be shorter
+                (loss * len(some_labels) / len(labels)).backward()  # the last may be smaller
             meter.update(loss, outputs, some_labels)  # sums stay on the device
         if cfg.clip_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
         optimizer.step()
         scheduler.step()
 
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -84,13 +84,13 @@ def main():
         "meter": meter,
         "data": describe_data(train_set, val_set, classes),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises where replicas have diverged
+    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )
@@ -101,4 +101,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
+    dist.destroy_process_group()  # after main() has freed the model: gloo may hang otherwise

@@ -1,9 +1,9 @@
-"""Train an image classifier whose layers lie on several devices, in several processes at once.
+"""Train an image classifier with model parallelism in each process, and DDP across processes.
 
     torchrun --standalone --nproc_per_node=2 train_ddp_mp.py --devices cuda,cuda  # on four GPUs
 
-Changes from train_mp.py: each process has devices of its own, and DistributedDataParallel averages
-the gradients of the processes.
+Changes from train_mp.py: each process has its own devices, and DistributedDataParallel averages the
+gradients across the processes.
 """
 
 import torch
@@ -46,17 +46,17 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
     cfg = load_config(StagesConfig)
-    devices = get_devices(cfg.devices)  # of this process, first stage first
+    devices = get_devices(cfg.devices)  # of this process, in the order of the stages
     init_distributed(cfg.devices, cfg.timeout, devices)  # reads RANK, WORLD_SIZE, ...
-    device = devices[0]  # of the images; outputs and loss are on the last
+    device = devices[0]  # for the images; outputs and loss are on the last device
     configure_torch(cfg)
     seed_everything(cfg.seed)
 
@@ -90,13 +90,13 @@ def main():
         "meter": meter,
         "data": describe_data(train_set, val_set, classes),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises where replicas have diverged
+    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )
@@ -107,4 +107,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
+    dist.destroy_process_group()  # after main() has freed the model: gloo may hang otherwise

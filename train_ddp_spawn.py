@@ -3,7 +3,7 @@
     CUDA_VISIBLE_DEVICES=2,3 python train_ddp_spawn.py --config configs/cifar10.yaml
 
 Changes from train_ddp.py: mp.spawn starts one process per visible GPU and passes it its rank. This
-works on one machine only, and nothing restarts a rank that fails: torchrun does both.
+works on one machine only and does not restart failed ranks; torchrun supports both.
 """
 
 import torch
@@ -38,8 +38,8 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -79,13 +79,13 @@ def main():
         "meter": meter,
         "data": describe_data(train_set, val_set, classes),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises where replicas have diverged
+    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg.output_dir, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )
@@ -97,7 +97,7 @@ def main():
 def run_rank(local_rank, world_size, port):
     set_environment(local_rank, world_size, port)  # what torchrun sets for its processes
     main()
-    dist.destroy_process_group()  # after main: while the model lives, gloo may hang at exit
+    dist.destroy_process_group()  # after main() has freed the model: gloo may hang otherwise
 
 
 if __name__ == "__main__":

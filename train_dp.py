@@ -2,10 +2,10 @@
 
     python train_dp.py --config configs/cifar10.yaml
 
-Changes from train_1gpu.py: one line, and not the one to use. At every step, one Python thread per
-GPU receives a fresh copy of the model, and the outputs are gathered on the first GPU; BatchNorm
-sees each GPU's share alone. train_ddp.py has none of these costs. Without a GPU, this script is
-train_1gpu.py.
+Changes from train_1gpu.py: one line, which is not recommended. At every step, one Python thread per
+GPU receives a new copy of the model, and the outputs are gathered on the first GPU; BatchNorm
+normalizes each GPU's share separately. train_ddp.py has none of these costs. Without a GPU, this
+script does the same as train_1gpu.py.
 """
 
 import torch
@@ -37,8 +37,8 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -82,7 +82,7 @@ def main():
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )

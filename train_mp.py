@@ -1,9 +1,9 @@
-"""Train one image classifier whose layers lie on several devices: model parallelism.
+"""Train an image classifier with model parallelism: its layers are split across several devices.
 
     python train_mp.py --config configs/cifar10.yaml --devices cuda:0,cuda:1
 
-Changes from train_1gpu.py: the model is cut into stages, one per device, and the activations move
-from one to the next. It makes room for a model too large for one device; one that fits trains
+Changes from train_1gpu.py: the model is split into stages, one per device, and the activations move
+from one to the next. Use it for a model that is too large for one device; a model that fits trains
 faster with train_ddp.py.
 """
 
@@ -45,16 +45,16 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would wait for it
-        checkpoint.step()  # saves within the epoch, too, when a save is due
+        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
     cfg = load_config(StagesConfig)
-    devices = get_devices(cfg.devices)  # of this process, first stage first
-    device = devices[0]  # of the images; outputs and loss are on the last
+    devices = get_devices(cfg.devices)  # of this process, in the order of the stages
+    device = devices[0]  # for the images; outputs and loss are on the last device
     configure_torch(cfg)
     seed_everything(cfg.seed)
 
@@ -91,7 +91,7 @@ def main():
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
-        train_sampler.set_epoch(epoch)  # or every epoch would repeat the first one's order
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
         )

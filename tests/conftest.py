@@ -25,7 +25,7 @@ def pytest_xdist_auto_num_workers():
 
 @pytest.fixture(autouse=True)
 def requested_threads(monkeypatch):
-    """The numbers of threads that the code under test asks for; this process keeps its one."""
+    """The numbers of threads that the code under test sets; this process keeps its one thread."""
     requested = []
     monkeypatch.setattr(torch, "set_num_threads", requested.append)
     return requested

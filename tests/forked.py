@@ -1,4 +1,4 @@
-"""Running scripts in forks of this process, which has imported torch: it takes about a second."""
+"""Runs scripts in forks of this process, which has already imported torch: about a second each."""
 
 import importlib.util
 import multiprocessing
@@ -18,7 +18,7 @@ from utils.metrics import read_metrics
 from utils.spawn import host_store, set_environment
 
 FORK = multiprocessing.get_context("fork")
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports much, here and not in each rank
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports many modules, here and not in each rank
 _scripts = {}
 
 # A run of five steps per epoch, saved after the second and the fourth.
@@ -29,8 +29,8 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     """Run a script with SMALL's settings and `flags`. Returns its Run, with rank 0's exit code.
 
     nproc: the number of ranks; None for a script that runs as one process. before: called in each
-    rank before the script starts, to kill it later or to plant a bug. AssertionError if the script
-    does not end in `limit` seconds.
+    rank before the script starts, to kill it later or to plant a bug. Raises AssertionError if the
+    script does not end within `limit` seconds.
     """
     if script not in _scripts:
         spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
@@ -117,7 +117,7 @@ def same_bits(ours, theirs):
 
 
 def largest_difference(ours, theirs):
-    """Between two dicts of tensors with the same names, as a float."""
+    """The largest difference between two dicts of tensors with the same names, as a float."""
     assert ours.keys() == theirs.keys()
     return max((ours[k].double() - theirs[k].double()).abs().max().item() for k in theirs)
 
@@ -128,8 +128,8 @@ def without_seconds(rows):
 
 
 def assert_resumes(tmp_path, script, nproc, killed=None, saved_step=2, **flags):
-    """Assert that a run that is killed within its last epoch and resumed, and one that is not
-    interrupted, reach the same bits. Returns the last checkpoints of both."""
+    """Assert that a run that is killed within its last epoch and resumed, and an uninterrupted
+    run, reach the same bits. Returns the last checkpoints of both."""
     flags = FIVE_STEPS | flags
     killed = killed or (flags.get("epochs", 2) - 1, 3)
     straight = fork_script(script, nproc, output_dir=tmp_path / "straight", **flags)

@@ -1,4 +1,4 @@
-"""Starting processes in tests: always with a time limit, and never leaving one behind."""
+"""Starts processes in tests: always with a time limit, and without leaving any behind."""
 
 import http.server
 import itertools
@@ -32,7 +32,7 @@ def start_script(script, nproc=None, environment=None, **flags):
 
 
 def run_script(script, nproc=None, limit=180, environment=None, **flags):
-    """Run a script to its end -> Run. Fails if it hangs or leaves a process behind."""
+    """Run a script to its end. Returns its Run. Fails if it hangs or leaves a process behind."""
     process = start_script(script, nproc, environment, **flags)
     return finish_run(process, flags.get("output_dir", "/nowhere"), limit)
 
@@ -62,7 +62,7 @@ def free_port():
 
 @contextmanager
 def web_server(folder, requests):
-    """The files of `folder` behind http://127.0.0.1:PORT; yields that. GETs are logged."""
+    """Serve the files of `folder` at http://127.0.0.1:PORT; yields that URL. Logs GET requests."""
     requests.touch()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -85,7 +85,7 @@ def web_server(folder, requests):
 
 
 def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, limit=60):
-    """function(rank, *args) in `world_size` forked processes that form a gloo group.
+    """Run function(rank, *args) in `world_size` forked processes that form a gloo group.
 
     Returns what each rank returned, in order; an exception comes back as an Exception object.
     local_world_size: ranks per node, to simulate several nodes (default: all on one).
@@ -111,8 +111,8 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
 
 
 def run_isolated(function):
-    """function() in a fork of this process. For torch.compile and torch.export, which start threads
-    of autograd's: a process that has them cannot be forked to run backward() any more."""
+    """Run function() in a fork of this process. For torch.compile and torch.export, which start
+    autograd threads: a process with such threads can no longer be forked to run backward()."""
     (result,) = run_ranks(lambda rank: function(), 1)
     if isinstance(result, Exception):
         raise result

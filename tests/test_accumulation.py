@@ -23,7 +23,7 @@ def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
 
 
 def test_last_part_may_be_shorter(tmp_path):
-    """10 samples in parts of 4, 4 and 2: each counts by its number of samples."""
+    """10 samples in parts of 4, 4 and 2: each is weighted by its number of samples."""
     flags = {"model": "resnet20_gn", "lr": 0.05, "dtype": "float64"}
     flags |= {"global_batch_size": 10, "synthetic_samples": 40, "epochs": 1}
     whole = fork_script("train_1gpu.py", output_dir=tmp_path / "whole", **flags)
@@ -37,7 +37,7 @@ def test_last_part_may_be_shorter(tmp_path):
 
 
 def test_gradients_are_reduced_once_per_step(tmp_path):
-    """With the last part alone; the parts before it run under no_sync()."""
+    """Only with the last part; the parts before it run under no_sync()."""
 
     def count_passes():
         real = DistributedDataParallel.forward

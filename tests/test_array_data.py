@@ -79,7 +79,7 @@ def test_dataset_moves_to_a_device(images):
     moved = dataset.to("meta")
     batch, labels = moved.get_batch(torch.tensor([1], device="meta"), epoch=0)
     assert batch.device.type == labels.device.type == "meta"
-    assert torch.equal(dataset[1][0], expected)  # the dataset itself stays where it was
+    assert torch.equal(dataset[1][0], expected)  # the dataset itself is not moved
 
 
 # Synthetic images

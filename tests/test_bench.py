@@ -1,4 +1,4 @@
-"""The benchmarks: where the time of a step goes, limits, turns, ratios with intervals."""
+"""The benchmarks: parts of a step, limits, interleaved runs, ratios with intervals."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def run_main(module, *flags):
 
 
 class Job:
-    """Counts its calls; the call number `last` raises `error`."""
+    """Counts its calls; call number `last` raises `error`."""
 
     def __init__(self, last=0, error=None):
         self.calls, self.last, self.error = 0, last, error

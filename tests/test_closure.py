@@ -1,4 +1,4 @@
-"""A script needs little beside itself: budgets for what it imports and for its settings."""
+"""A script needs little code besides its own: budgets for its imports and its settings."""
 
 from dataclasses import fields
 

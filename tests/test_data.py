@@ -173,7 +173,7 @@ def test_any_dataset_gives_the_same_global_batches(world_size, worker_counts):
 
 
 def test_expected_batches_are_shuffled_and_augmented_in_each_epoch():
-    """Else the comparison above would prove little."""
+    """Otherwise, the comparison above would prove little."""
     for name, (first, second) in reference().items():
         samples = torch.cat([images for images, _ in first])
         again = torch.cat([images for images, _ in second])
@@ -276,7 +276,7 @@ def test_persistent_workers_resume_within_a_later_epoch():
 def test_epoch_cannot_continue_with_another_global_batch_size():
     loader = make_loader(Pixels())
     state = {"step": 3, "global_batch": 5}
-    with pytest.raises(UserError, match=r"3 global batches of 5.*with this batch size, not 12"):
+    with pytest.raises(UserError, match=r"3 global batches of 5.*with the same batch size, not 12"):
         loader.load_state_dict(state)
     loader.load_state_dict(state | {"step": 0})
     assert len(list(loader)) == STEPS
@@ -297,7 +297,8 @@ def test_audited_epoch_reports_its_samples_after_a_resume(tmp_path, capfd):
     first_batch = list(make_loader(Pixels()).sampler)[:BATCH]
     assert sorted(state["seen"].tolist()) == sorted(first_batch)
     assert "seen" not in run_ranks(body, 3, 3, state)[0]
-    assert "epoch 0 trained 36 of 40 samples exactly once and dropped 4" in capfd.readouterr().out
+    output = capfd.readouterr().out
+    assert "epoch 0 trained on 36 of 40 samples exactly once and dropped 4" in output
 
 
 # Images
@@ -380,7 +381,7 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused(monkeypatch):
     assert len(build_loader(dataset, sampler, 64, CPU, cfg)) == 1
     monkeypatch.setattr(utils.data, "get_world_size", lambda: 3)
     cfg = config("--global-batch-size=7")
-    with pytest.raises(UserError, match=r"cannot be shared by 3 processes: .*-size 9$"):
+    with pytest.raises(UserError, match=r"cannot be divided evenly among 3 processes: .*-size 9$"):
         build_loader(dataset, sampler, 7 // 3, CPU, cfg, train=True)
 
 
@@ -447,7 +448,7 @@ def test_workers_leave_ctrl_c_to_their_rank():
 
 
 def test_automatic_workers_leave_the_cores_to_training(monkeypatch):
-    """None on a CPU, which is busy training; beside a GPU as many as there are cores to spare."""
+    """None on a CPU, which is busy training; with a GPU, as many as there are spare cores."""
     readers = []
 
     class Reader:

@@ -115,7 +115,7 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
         ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
         ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
         ("train_mp.py --lrr=1", {}, 2, "(did you mean '--lr'?)"),
-        ("train_ddp.py --lr=x", {"WORLD_SIZE": "2"}, 2, "lr takes a number, not 'x'"),
+        ("train_ddp.py --lr=x", {"WORLD_SIZE": "2"}, 2, "lr must be a number, not 'x'"),
     ],
 )
 def test_script_started_wrongly_prints_one_line(
@@ -141,7 +141,7 @@ def test_local_rank_0_reports_first(monkeypatch, naps, capfd):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert fail(UserError("no such file")) == 1
         assert capfd.readouterr().err == "error: no such file\n"
-        assert naps == ([] if local_rank == "0" else [10])  # time for local rank 0's to end it
+        assert naps == ([] if local_rank == "0" else [10])  # for local rank 0 to report
     naps.clear()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # no launcher that would end it
     assert fail(UserError("no such file")) == 1
@@ -156,7 +156,7 @@ class Outcome(Exception):
 
 
 def fail_in_step_5(rank, error, folder):
-    """Train, until rank 1 fails and the others lose their connection to it."""
+    """Train until rank 1 fails and the others lose their connection to it."""
 
     @report_errors
     def main():

@@ -32,7 +32,7 @@ class Numbered(Dataset):
 
 
 class Guess(torch.nn.Module):
-    """Predicts class 1, the more surely the larger the sample's number; counts its calls."""
+    """Predicts class 1, with more confidence for larger sample numbers; counts its calls."""
 
     calls = 0
 

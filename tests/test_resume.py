@@ -1,4 +1,4 @@
-"""A killed and resumed run matches an uninterrupted one, bit for bit, also within an epoch."""
+"""A killed and resumed run matches an uninterrupted one, bit for bit, even within an epoch."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_run_resumes_from_other_saves(killed, tmp_path):
     """From the end of an epoch, without any save within it; and from a save by --save-minutes."""
     if killed == (1, 1):
         assert_resumes(tmp_path, "train_ddp.py", 2, killed, 0, save_steps=0)
-    else:  # 16 steps and more between looks at the clock
+    else:  # at least 16 steps between readings of the clock
         flags = {"save_steps": 0, "save_minutes": 1e-9, "synthetic_samples": 17 * 12, "epochs": 1}
         assert_resumes(tmp_path, "train_ddp.py", 2, (0, 16), 16, **flags)
 
@@ -126,13 +126,13 @@ def test_changed_settings_are_named(finished):
     changed = {"lr": 0.02, "weight_decay": 0.1, "num_threads": 1}
     refused = fork_script("train_1gpu.py", output_dir=finished, **FIVE_STEPS | changed)
     assert refused.code == 1 and refused.stderr.count("error") == 1
-    text = "it is now lr 0.02, not 0.01; weight_decay 0.1, not 0.0005. Pass another --output-dir"
+    text = "(now lr 0.02, not 0.01; weight_decay 0.1, not 0.0005): pass another --output-dir"
     assert text in refused.stderr
     assert "num_threads" not in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_other_data_are_refused(finished):
-    """The same settings, other images in data_dir, for example."""
+    """For example, the same settings with different images in data_dir."""
 
     def relabel():
         from utils import array_data

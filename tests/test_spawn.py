@@ -53,7 +53,7 @@ class Launcher:
         raise AssertionError("the ranks did not start")
 
     def end(self):
-        """Exit code and stderr, less torch's log, when the launcher and all ranks have ended."""
+        """Exit code and stderr, without torch's log, when the launcher and all ranks have ended."""
         self.process.join(30)
         end = time.monotonic() + 10
         while (alive := [pid for pid in self.pids() if is_alive(pid)]) and time.monotonic() < end:
@@ -135,7 +135,7 @@ def test_killed_launcher_ends_the_ranks(tmp_path):
 
 @pytest.mark.parametrize("obeys", [True, False])
 def test_ctrl_c_ends_all_ranks(obeys, tmp_path):
-    """A rank that does not react is killed when its time is over."""
+    """A rank that does not react is killed when its time is up."""
 
     @report_errors
     def body(rank):

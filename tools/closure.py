@@ -2,8 +2,8 @@
 
     python -m tools.closure [SCRIPT ...]
 
-Code lines leave out blank lines, comments and docstrings; tokens also show what denser lines would
-hide. A module that is imported inside a function is an option: it is needed only where a setting
+Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
+would hide. A module that is imported inside a function is an option: it is only needed if a setting
 selects it.
 """
 
@@ -102,7 +102,7 @@ def _modules(nodes, root):
 
 
 def closure(*scripts, root=ROOT):
-    """The modules that files need at import time, all levels, without the files themselves."""
+    """The modules that files import at module level, directly or indirectly, without the files."""
     modules, pending = set(), list(scripts)
     while pending:
         new = imports(pending.pop(), root) - modules - set(scripts)

@@ -1,10 +1,10 @@
-"""Copy a script and the modules that it needs into a folder of your own.
+"""Copy a script and the modules that it needs into your own folder.
 
     python -m tools.copy train_ddp.py DEST
     python -m tools.copy train_ddp.py DEST --with image_folder weights
 
-Modules that only a setting needs stay behind unless --with names them. The copy prints what came
-along, and which options did not.
+Modules that only a setting needs are copied only if --with names them. This prints what was copied
+and which options were not.
 """
 
 import argparse

@@ -58,7 +58,7 @@ def evaluation_set(trained, data_dir, split, *, skip_bad=False):
             setattr(images, name, trained.facts[name])
         return images
     data_dir = data_dir or cfg.data_dir
-    chosen = trained.data.get("val_files", [])  # to validate with: the run split its training files
+    chosen = trained.data.get("val_files", [])  # the validation files that the run split off
     if chosen and split != "test" and not has_validation_images(data_dir):
         files = find_images(data_dir, "all")
         names = [os.path.relpath(path, data_dir) for path in files.paths]
@@ -158,7 +158,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")
-    parser.add_argument("--data-dir", help="a folder of images; default: that of the run")
+    parser.add_argument("--data-dir", help="a folder of images (default: that of the run)")
     parser.add_argument("--split", choices=("train", "val", "test"), default="val")
     parser.add_argument("--batch-size", type=int, default=256, help="per process (default: 256)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")

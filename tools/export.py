@@ -5,8 +5,8 @@
 onnx: for onnxruntime and many others; needs onnx, onnxscript and onnxruntime, from
 requirements-extras.txt. exported-program: torch.export's format, for PyTorch and AOTInductor. Input
 "images": float32 (n, 3, size, size), any n, normalized; output "outputs": float32 (n, classes). The
-file also has "facts" in JSON: the classes, and how to prepare images. It is written to a temporary
-name first, run, and compared with the model.
+file also contains "facts" as JSON: the classes, and how to prepare images. It is first written to
+a temporary file, run, and compared with the model.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SUFFIX = {"onnx": ".onnx", "exported-program": ".pt2"}
 
 
 def export_onnx(model, images, path, facts):
-    """Write the model to `path`. UserError if a package that it needs is missing."""
+    """Write the model to `path`. Raises UserError if a required package is missing."""
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)
@@ -82,8 +82,8 @@ FORMATS = {"onnx": (export_onnx, run_onnx), "exported-program": (export_program,
 
 @torch.no_grad()
 def export(checkpoint, format, output):
-    """Write `output` if its outputs equal the model's. Returns the largest difference, relative to
-    the largest output. UserError if it exceeds TOLERANCE: nothing is written then."""
+    """Write `output` if its outputs agree with the model's. Returns the largest difference,
+    relative to the largest output. Raises UserError, without writing, if it exceeds TOLERANCE."""
     trained = load_trained(checkpoint)
     model = trained.model.float().to(memory_format=torch.contiguous_format)
     write, run = FORMATS[format]

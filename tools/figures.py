@@ -1,6 +1,6 @@
 """python -m tools.figures: draw docs/figures/*.svg, one figure per script.
 
-Each figure shows who holds what, and what is computed and sent in which order. A test fails where
+Each figure shows who holds what, and what is computed and sent in which order. A test fails if
 a file is out of date.
 """
 

@@ -1,4 +1,4 @@
-"""What predict, evaluate and export share: a trained model from nothing but its checkpoint."""
+"""What predict, evaluate and export share: loading a trained model from its checkpoint alone."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,18 +16,18 @@ PREPROCESSING = ("image_size", "resize", "interpolation", "mean", "std")
 
 
 class Trained(NamedTuple):
-    """A trained model, and what is known of it."""
+    """A trained model, and what is known about it."""
 
     model: torch.nn.Module  # on the CPU, in eval mode
-    cfg: Config  # of its run, without the settings of leaves and options
+    cfg: Config  # of its run, only the settings of Config itself
     facts: dict  # "classes" and PREPROCESSING: what its images look like
     config: dict  # all settings of its run, as in the checkpoint
-    data: dict  # what the checkpoint says of its data
+    data: dict  # what the checkpoint says about its data
 
 
 def load_trained(path):
-    """The Trained of a checkpoint. UserError if the file is not a checkpoint of these scripts, or
-    does not say how its images were prepared."""
+    """The Trained of a checkpoint. Raises UserError if the file is not a checkpoint of these
+    scripts, or does not say how its images were prepared."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"there is no file {path}: pass a checkpoint such as runs/x/best.pt")

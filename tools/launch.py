@@ -1,8 +1,8 @@
-"""Run torchrun so that, where a rank fails, its error is the last line on the terminal.
+"""Run torchrun; if a rank fails, its error is the last line on the terminal.
 
     python -m tools.launch --standalone --nproc_per_node=4 train_ddp.py --epochs 3
 
-The arguments are torchrun's. Exit code 1 where a rank failed.
+The arguments are torchrun's. The exit code is 1 if a rank failed.
 """
 
 import sys

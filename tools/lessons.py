@@ -1,4 +1,4 @@
-"""The ladder as data: each script, its parent, and how many changed lines its lesson may take."""
+"""The ladder as data: each script, its parent, and how many lines its lesson may change."""
 
 import ast
 import difflib

@@ -2,9 +2,9 @@
 
     python -m tools.predict runs/x/best.pt IMAGE_OR_FOLDER ...
 
-Needs nothing but the checkpoint, which has the model, its classes and how its images are prepared.
-Folders are searched with all their subfolders. An image that cannot be decoded is reported, and the
-rest is classified. Exit code 1 if no image was classified.
+This needs only the checkpoint, which contains the model, its classes and how to prepare images.
+Folders are searched recursively. An image that cannot be decoded is reported, and the others are
+classified. The exit code is 1 if no image was classified.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Images(Dataset):
 
 
 def find_files(names):
-    """The image files among `names` and in the folders among them, each folder's sorted."""
+    """The image files among `names`, and those in the folders among `names`, sorted per folder."""
     paths = []
     for name in names:
         if os.path.isdir(name):

@@ -2,8 +2,8 @@
 
     python -m tools.readme
 
-A block stands between `<!-- NAME -->` and `<!-- /NAME -->`, or between `<!-- NAME ARGUMENT -->` and
-`<!-- /NAME -->`. A test fails where a block is out of date.
+A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME ARGUMENT -->` and
+`<!-- /NAME -->`. A test fails if a block is out of date.
 """
 
 import json

@@ -63,7 +63,7 @@ def start_run(
     wait for each other for minutes.
     """
     env = {**os.environ, "RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
-    env.setdefault("OMP_NUM_THREADS", "1")  # or torchrun warns
+    env.setdefault("OMP_NUM_THREADS", "1")  # otherwise, torchrun warns
     cores = cores or sorted(os.sched_getaffinity(0))[: nproc or 1]
     process = subprocess.Popen(
         command(script, nproc, flags, launcher),
@@ -83,7 +83,7 @@ def start_run(
 def finish_run(process, output_dir, limit=180):
     """Wait until a run ends. Returns its Run.
 
-    AssertionError if it takes more than `limit` seconds or leaves processes behind.
+    Raises AssertionError if it takes more than `limit` seconds or leaves processes behind.
     """
     try:
         stdout, stderr = process.communicate(timeout=limit)
@@ -106,7 +106,7 @@ def finish_run(process, output_dir, limit=180):
 def kill_after_first_save(process, output_dir, limit=120):
     """Kill the launcher of a run with SIGKILL as soon as there is a checkpoint.
 
-    AssertionError if there is none in time, or if processes outlive the launcher.
+    Raises AssertionError if there is none in time, or if processes outlive the launcher.
     """
     end = time.monotonic() + limit
     while not (Path(output_dir) / "last.pt").exists():
@@ -149,6 +149,6 @@ def kill_family(tag):
 
 
 def last_line(text):
-    """The last line of some output: where a run fails, its error. Short, and fit for a table."""
+    """The last line of some output: if a run failed, its error. Shortened, to fit into a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines or ["no output"])[-1].replace("|", "/")[:160]

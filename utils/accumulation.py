@@ -12,13 +12,13 @@ class AccumulationConfig(Config):
 
     micro_batches: int = setting(
         1,
-        "parts in which a process computes its batch; with BatchNorm, whose statistics are then "
-        "those of a part, this changes numerics (models with the ending _gn have none)",
+        "micro-batches per step of a process; changes numerics with BatchNorm, whose statistics "
+        "are then those of a micro-batch (models with the suffix _gn have none)",
         low=1,
     )
 
     def resolved(self):
-        """This config with all open values filled in. ConfigError where values contradict."""
+        """This config with all open values filled in. Raises ConfigError if values contradict."""
         cfg = super().resolved()
         samples = cfg.global_batch_size // int(os.environ.get("WORLD_SIZE", "1"))
         if cfg.micro_batches > samples:

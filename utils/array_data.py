@@ -16,9 +16,9 @@ NEUTRAL = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
 
 
 def build(cfg, inputs):
-    """-> the training set, the validation set, and the names of the classes.
+    """The training set, the validation set, and the names of the classes.
 
-    inputs: "mean" and "std" of the pixels, if pretrained weights expect others than the dataset's.
+    inputs: "mean" and "std" of the pixels, if pretrained weights require them.
     """
     if cfg.augment == "resized_crop":
         raise UserError(f"augment=resized_crop is for dataset=imagefolder, not {cfg.dataset}")
@@ -82,8 +82,8 @@ def _cifar10(cfg, inputs):
 def _synthetic(cfg, inputs):
     """Ten classes: a coarse pattern, shifted, under one of ten other patterns and noise.
 
-    The shifts defeat a linear model; a small ResNet learns them in a few epochs. In integers, so
-    that every machine makes the same images.
+    The shifts defeat a linear model; a small ResNet learns them in a few epochs. It uses
+    integers, so that every machine creates the same images.
     """
     classes, size, arrays = 10, cfg.image_size, []
     generator = torch.Generator().manual_seed(cfg.seed)

@@ -20,10 +20,10 @@ class CropFlip:
         self.samples, self.seed, self.drawn = samples, seed, None
 
     def __call__(self, images, indices, epoch):
-        """images: uint8 (n, channels, size, size), on any device; indices: int64 (n,), there, too.
+        """images: uint8 (n, channels, size, size), on any device; indices: int64 (n,).
 
-        Returns the same shape and dtype, channels_last, bit for bit the same on every device and in
-        any batch. Does not synchronize with the device.
+        Returns the same shape and dtype, channels_last, the same bit for bit on every device and in
+        any batch. `indices` must be on the same device. Does not synchronize with the device.
         """
         if self.drawn != (epoch, images.device):
             generator = torch.Generator().manual_seed(hash((self.seed, epoch)))
@@ -55,7 +55,7 @@ def _crop_flip_on_gpu(images, size, corners, flipped):
 
 
 def _crop_flip_on_cpu(images, size, corners, flipped):
-    """The same by copying whole rows and images, three times as fast on one core."""
+    """The same, by copying whole rows and images: three times as fast on one core."""
     n, height, width, channels = images.shape
     rows = images.view(n, height, width * channels).numpy()
     windows = sliding_window_view(rows, (size, size * channels), (1, 2))

@@ -26,8 +26,8 @@ class ConfigError(UserError):
 
 
 def setting(default, help, choices=None, low=None, free=False):
-    """A Config field. low: its smallest value. free: it may change when a run is resumed, because
-    it does not change the weights that the run reaches."""
+    """A Config field. low: its smallest allowed value. free: it may change when a run is resumed,
+    because it does not affect the weights that the run reaches."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
 
 
@@ -41,7 +41,7 @@ class Config:
         choices=("auto", "cifar10", "imagefolder", "synthetic", "fake"),
     )
     data_dir: str = setting("data", "where the images are, or are downloaded to", free=True)
-    synthetic_samples: int = setting(8192, "training images of dataset=synthetic", low=1)
+    synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
     image_size: int = setting(
         0, "pixels per side of the input; 0: as --weights expect, or 32", low=0
     )
@@ -52,18 +52,18 @@ class Config:
     )
     loader: str = setting(
         "auto",
-        "device: the dataset stays on the training device; auto: if it fits. Same batches",
+        "device: keep the dataset on the training device; auto: if it fits (same batches)",
         choices=("auto", "workers", "device"),
         free=True,
     )
     num_workers: int = setting(-1, "loader processes per rank; -1: automatic", low=-1, free=True)
-    num_threads: int = setting(0, "CPU threads (changes rounding); 0: all cores", low=0, free=True)
-    model: str = setting("resnet18", "of torchvision, or resnet20, resnet9; endings _cifar, _gn")
+    num_threads: int = setting(0, "CPU threads (changes rounding); 0: automatic", low=0, free=True)
+    model: str = setting("resnet18", "torchvision's, resnet20 or resnet9; suffixes: _cifar, _gn")
     weights: str = setting("", "pretrained: torchvision's name (DEFAULT), or a file; adds --freeze")
-    sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: over each rank's own")
+    sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: per rank")
     dtype: str = setting(
         "float32",
-        "of the model (changes numerics); tf32: float32 with TF32 products on CUDA",
+        "of the model (changes numerics); tf32: float32 with TF32 matrix products on CUDA",
         choices=("float32", "tf32", "float64"),
     )
     compile: str = setting(
@@ -76,37 +76,37 @@ class Config:
         256, "samples per step, over all ranks (or --per-process-batch-size)", low=1
     )
     optimizer: str = setting(
-        "sgd", "adam and adamw need lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
+        "sgd", "adam, adamw: set lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
     )
     lr: float = setting(0.1, "peak learning rate", low=0)
-    momentum: float = setting(0.9, "of SGD", low=0)
-    weight_decay: float = setting(5e-4, "of all trained parameters", low=0)
+    momentum: float = setting(0.9, "momentum of SGD", low=0)
+    weight_decay: float = setting(5e-4, "weight decay of all trainable parameters", low=0)
     warmup_epochs: float = setting(1.0, "epochs of linear warmup", low=0)
     lr_schedule: str = setting(
         "cosine",
         "after the warmup; step divides lr by 10 after 1/3 and 2/3 of the epochs",
         choices=("cosine", "linear", "step", "constant"),
     )
-    clip_norm: float = setting(0.0, "largest L2 norm of the gradients; 0: no clipping", low=0)
+    clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping", low=0)
     output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
-    seed: int = setting(0, "of the weights, the order of the samples, the augmentation", low=0)
+    seed: int = setting(0, "seed of weights, sample order and augmentation", low=0)
     device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
-    timeout: float = setting(300.0, "seconds that a collective may wait", low=1, free=True)
+    timeout: float = setting(300.0, "seconds before a waiting collective fails", low=1, free=True)
     resume: str = setting(
         "auto",
         "always: fail if there is no checkpoint; never: move old files to output_dir/previous-N",
         choices=("auto", "always", "never"),
         free=True,
     )
-    allow_config_change: bool = setting(False, "resume with other settings (numerics)", free=True)
-    save_steps: int = setting(0, "save every so many steps, too; 0: do not", low=0, free=True)
-    save_minutes: float = setting(10.0, "save every so many minutes, too; 0: no", low=0, free=True)
-    save_sharded: bool = setting(False, "each rank writes its own part", free=True)
-    keep_last: int = setting(2, "epoch checkpoints to keep", low=1, free=True)
+    allow_config_change: bool = setting(False, "resume with changed settings", free=True)
+    save_steps: int = setting(0, "also save every N steps; 0: never", low=0, free=True)
+    save_minutes: float = setting(10.0, "also save every N minutes; 0: never", low=0, free=True)
+    save_sharded: bool = setting(False, "each rank saves its own part of the tensors", free=True)
+    keep_last: int = setting(2, "number of epoch checkpoints to keep", low=1, free=True)
     check_replicas_every: int = setting(
-        0, "steps between checks that ranks agree; 0: at each save; -1: never", low=-1, free=True
+        0, "steps between comparisons of ranks; 0: only at saves; -1: never", low=-1, free=True
     )
-    audit: bool = setting(False, "report which samples each epoch has trained", free=True)
+    audit: bool = setting(False, "report which samples each epoch trained on", free=True)
 
     @property
     def peak_lr(self):
@@ -119,7 +119,7 @@ class Config:
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def resolved(self):
-        """This config with all open values filled in. ConfigError where values contradict."""
+        """This config with all open values filled in. Raises ConfigError if values contradict."""
         auto = "synthetic" if find_spec("utils.array_data") else "fake"
         if (Path(self.data_dir) / "cifar-10-batches-py").is_dir():
             auto = "cifar10"
@@ -143,7 +143,7 @@ class Config:
 
 @report_errors
 def load_config(kind=Config, argv=None):
-    """Defaults, then --config FILE, then flags -> an instance of `kind`, checked and resolved."""
+    """A checked and resolved `kind`, from its defaults, then --config FILE, then the flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("config", "dataset", "weights", "per_process_batch_size"):
         early.add_argument(_flag(name))
@@ -207,27 +207,27 @@ def _closest(name, names):
 
 
 def _read_yaml(path):
-    """A YAML mapping -> {key: (text, "file:line")}."""
+    """Read a YAML mapping. Returns {key: (text, "file:line")}."""
     try:
         node = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"cannot read --config {path} as YAML: {text}") from None
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path} must hold a mapping, lines of 'key: value'")
+        raise ConfigError(f"{path} must contain a mapping, lines of 'key: value'")
     texts = {}
     for key, value in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
         if key.value in texts or not isinstance(value, yaml.ScalarNode):
-            raise ConfigError(f"{where}: {key.value} takes one value, once")
+            raise ConfigError(f"{where}: {key.value} must have one value and appear once")
         texts[key.value] = value.value, where
     return texts
 
 
 def _cast(f, text, where):
-    """The text of one value -> the type of field `f`, checked.
+    """Convert the text of one value to the type of field `f`, and check it.
 
-    From the text, because PyYAML reads `1e-3` as a string and a bare `no` as False.
+    This reads the text because PyYAML reads `1e-3` as a string and a bare `no` as False.
     """
     low, choices = f.metadata["low"], f.metadata["choices"]
     words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -239,10 +239,10 @@ def _cast(f, text, where):
             raise ValueError
     except (KeyError, ValueError):
         kind = {bool: "true or false", int: "a whole number", float: "a number"}[f.type]
-        raise ConfigError(f"{where}: {f.name} takes {kind}, not {text!r}") from None
+        raise ConfigError(f"{where}: {f.name} must be {kind}, not {text!r}") from None
     if choices and value not in choices:
         raise ConfigError(
-            f"{where}: {f.name} is one of {', '.join(choices)}, not {value!r}"
+            f"{where}: {f.name} must be one of {', '.join(choices)}, not {value!r}"
             f"{_closest(value, choices)}"
         )
     if low is not None and value < low:

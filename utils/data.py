@@ -1,8 +1,8 @@
 """Datasets by name, and loaders for any map-style Dataset of (image, label).
 
-What a rank trains depends on (seed, epoch, sample index) alone, not on the number of ranks or
+What a rank trains on depends only on (seed, epoch, sample index), not on the number of ranks or
 workers: the sampler decides the order, and random transforms are seeded for each sample. A loader
-is part of the checkpoint: a resumed run continues with the very next global batch.
+is part of the checkpoint: a resumed run continues with the next global batch.
 
 A dataset is faster if it also has `get_batch(indices, epoch)`: int64 (n,) -> uint8 images
 (n, 3, height, width) and int64 labels (n,), augmented as a function of (seed, epoch, index). uint8
@@ -25,7 +25,7 @@ from utils.errors import UserError, option
 
 
 def build_datasets(cfg):
-    """The training set, the validation set, and the names of the classes, as in the config."""
+    """The training set, the validation set and the class names, as the config selects them."""
     inputs = {}  # what pretrained weights expect of the images
     if cfg.weights:
         with option("--weights"):
@@ -52,7 +52,7 @@ def _fake(cfg):
 
 
 def describe_data(train_set, val_set, classes):
-    """What a checkpoint stores of the data: how images are prepared, and enough to compare them."""
+    """What a checkpoint stores about the data: preprocessing, and enough to notice other data."""
     facts = {"classes": list(classes)}
     for name, dataset in (("train", train_set), ("val", val_set)):
         labels = getattr(dataset, "labels", getattr(dataset, "targets", ()))
@@ -64,13 +64,14 @@ def describe_data(train_set, val_set, classes):
 def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
     """A Loader for any map-style dataset of (image, label).
 
-    batch_size: this rank's; train: drop the samples that do not fill a global batch, and seed
-    dropout for each step. Raises UserError where the global batch cannot be shared or filled.
+    batch_size: this rank's share of the global batch. train: drop the samples that do not fill a
+    global batch, and seed dropout for each step.
+    Raises UserError if the global batch cannot be divided evenly or filled.
     """
     ranks, batch = get_world_size(), cfg.global_batch_size
     if batch != batch_size * ranks:
         raise UserError(
-            f"global_batch_size {batch} cannot be shared by {ranks} processes: "
+            f"global_batch_size {batch} cannot be divided evenly among {ranks} processes: "
             f"pass --global-batch-size {-(-batch // ranks) * ranks}"
         )
     if train and len(dataset) < batch:
@@ -139,7 +140,7 @@ class Loader:
 
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
-        if images.dtype == torch.uint8:  # in two roundings: a GPU would multiply and add in one
+        if images.dtype == torch.uint8:  # two roundings: a GPU could fuse them
             nhwc = images.permute(0, 2, 3, 1)
             width, channels = nhwc.shape[2:]
             scale, shift = (t.expand(width, channels).flatten() for t in (self.scale, self.shift))
@@ -153,19 +154,19 @@ class Loader:
         return {"step": self.step, "global_batch": self.batch_size * get_world_size()}
 
     def load_state_dict(self, state):
-        """Continue with the next global batch, on any number of ranks. UserError where the rest of
-        the epoch cannot be split into batches of the size it began with."""
+        """Continue with the next global batch, on any number of ranks. Raises UserError if the
+        global batch size has changed within the epoch."""
         batch = self.batch_size * get_world_size()
         if state["step"] and state["global_batch"] != batch:
             raise UserError(
                 f"the run stopped within an epoch, after {state['step']} global batches of "
-                f"{state['global_batch']}: finish the epoch with this batch size, not {batch}"
+                f"{state['global_batch']}: finish that epoch with the same batch size, not {batch}"
             )
         self.start = state["step"]
 
 
 def _resident(dataset, device, cfg):
-    """The dataset as an ArrayDataset on the device, or None where workers shall read it."""
+    """The dataset as an ArrayDataset on the device, or None if workers are to read it."""
     if cfg.loader == "workers" or (cfg.loader == "auto" and not find_spec("utils.resident")):
         return None
     with option("--loader device"):
@@ -174,10 +175,10 @@ def _resident(dataset, device, cfg):
 
 
 def seed_step(seed, epoch, step):
-    """For random numbers in the model (dropout): different on each rank and in each step, and the
-    same in a run that resumes within an epoch."""
+    """Seed the random numbers in the model (dropout): different on each rank and in each step, but
+    the same in a run that resumes within an epoch."""
     seed = hash((seed, epoch, step, get_rank()))  # of integers: the same in every process
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for CUDA: 50 times slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed checks for CUDA: 50 times slower
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
@@ -209,7 +210,7 @@ class _Batches:
             if hasattr(self.dataset, "get_batch"):
                 return *self.dataset.get_batch(indices, epoch), indices
             return *self._collate(indices, epoch), indices
-        except UserError as error:  # raised in a worker, it would carry the worker's traceback
+        except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
 
     def _collate(self, indices, epoch):
@@ -228,5 +229,5 @@ class _Batches:
 
 
 def _init_worker(_):
-    """Ctrl-C reaches every process of the terminal, but only the rank shall answer it."""
+    """Ctrl-C reaches every process of the terminal, but only the rank should handle it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The process group, and what only one process does. Needs torch and errors.py.
+"""The process group, and helpers for work that only one process does. Needs torch and errors.py.
 
 Every helper also works without a process group, as if the world had one rank.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from utils import errors
 from utils.errors import PeerError, UserError
 
-_control_group = None  # gloo with a long timeout: for downloads and saves, which outlast a step
+_control_group = None  # gloo with a long timeout, for downloads and saves, which outlast a step
 
 
 def get_rank():
@@ -44,14 +44,14 @@ def is_main_process():
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    """`tensor`, reduced in place over all ranks, and returned."""
+    """Reduce `tensor` in place over all ranks, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, op)
     return tensor
 
 
 def all_gather_object(value):
-    """The `value` (small, picklable) of every rank, as a list in the order of the ranks."""
+    """Return the `value` (small, picklable) of every rank, as a list in the order of the ranks."""
     values = [value] * get_world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value, group=_control_group)
@@ -59,7 +59,10 @@ def all_gather_object(value):
 
 
 def get_device(device="auto"):
-    """The torch.device of a script that runs as one process: auto, cpu, cuda, cuda:1, ..."""
+    """Return the torch.device of a script that runs as one process.
+
+    device: auto, cpu, cuda, cuda:1, ...
+    """
     return _use_device(device, local_rank=0, local_world_size=1)
 
 
@@ -73,20 +76,20 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
     timeout: seconds that a collective waits for the other ranks.
     devices: torch.devices of this process, if it uses several (utils/model_parallel.py).
-    Raises UserError where the environment is incomplete or contradicts itself.
+    Raises UserError if the environment is incomplete or inconsistent.
     """
     global _control_group
     timeout = timedelta(seconds=timeout)
     rank, local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
-        die_with_parent()  # or the ranks of a killed torchrun would train on as orphans
+        die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
     shared = "cuda:" in device and local_world_size > 1
     devices = devices or [_use_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     except dist.DistError as error:
-        raise UserError(f"cannot reach the other ranks at MASTER_ADDR: {error}") from None
+        raise UserError(f"cannot reach the other ranks (check MASTER_ADDR): {error}") from None
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
         # connects to the addresses of the dead ones (pytorch/pytorch#135712).
@@ -109,7 +112,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
 
 
 def _read_environment():
-    """-> rank, local rank, world size, local world size, each checked."""
+    """Return the rank, local rank, world size and local world size, checked."""
     launch = f"torchrun --standalone --nproc_per_node=N {script_name()}"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not os.environ.get(name)]
@@ -131,7 +134,7 @@ def _read_environment():
 
 
 def _use_device(name, local_rank, local_world_size):
-    """The torch.device that `name` means for this process, made the current one."""
+    """Return the torch.device that `name` means for this process, as the current device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = None
@@ -150,12 +153,12 @@ def _use_device(name, local_rank, local_world_size):
         )
     if device.index is None:
         device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)  # or every rank would also allocate memory on GPU 0
+    torch.cuda.set_device(device)  # otherwise, every rank would also use memory of GPU 0
     return device
 
 
 def available_cores():
-    """The cores that this process may use: its affinity, limited by a cgroup's CPU quota."""
+    """The number of cores that this process may use, by its affinity and its cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -170,8 +173,8 @@ def cores_per_rank():
 
 @contextmanager
 def fail_together():
-    """If the body raises on one rank, every rank raises at its end: that rank its own error, the
-    others PeerError. Without it, the others would wait in their next collective for the timeout.
+    """If the body raises on one rank, raise on all: that rank raises its own error, the others
+    PeerError. Without it, the others would wait in their next collective until it times out.
     """
     error = None
     try:
@@ -189,8 +192,8 @@ def fail_together():
 def main_process_first():
     """Run the body on the first process of every node, then on the node's other processes.
 
-    For what one process per node should do and the others should find done: a download, a cache.
-    If it raises there, the others raise PeerError and never run it.
+    For work that one process per node does and the others reuse, such as a download or a cache. If
+    the body raises on the first process, the others raise PeerError and never run it.
     """
     if get_local_rank() == 0:
         with fail_together():

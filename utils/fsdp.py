@@ -1,4 +1,4 @@
-"""What fully_shard() needs to know, from the config."""
+"""The settings of train_fsdp.py, and the arguments of fully_shard()."""
 
 import atexit
 import os
@@ -22,14 +22,14 @@ class FsdpConfig(Config):
 
     fsdp_dtype: str = setting(
         "none",
-        "bfloat16: gather parameters and compute in it (changes numerics); gradients are summed "
+        "bfloat16: for gathered parameters and computation (changes numerics); gradients summed "
         "in float32",
         choices=("none", "bfloat16"),
     )
     fsdp_offload: bool = setting(False, "keep the shards in the CPU's memory", free=True)
 
     def resolved(self):
-        """This config with all open values filled in. ConfigError where values contradict."""
+        """This config with all open values filled in. Raises ConfigError if values contradict."""
         on_cuda = self.device != "cpu" and torch.cuda.is_available()
         if self.fsdp_offload and self.clip_norm and on_cuda:
             raise ConfigError(
@@ -40,14 +40,14 @@ class FsdpConfig(Config):
 
 
 def check_same_weights(model):
-    """Raise UserError, on all ranks, where their weights differ before they are sharded."""
+    """Raise UserError, on all ranks, if their weights differ before they are sharded."""
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):
-        raise UserError("the ranks drew different weights: call seed_everything(cfg.seed) on all")
+        raise UserError("the ranks have different weights: call seed_everything(cfg.seed) on all")
 
 
 def blocks_of(module):
-    """The composite members of a model's Sequentials, such as a ResNet's blocks: a list."""
+    """List the children of Sequentials that have children of their own, as a ResNet's blocks do."""
     blocks = []
     for child in module.children():
         composite = isinstance(module, torch.nn.Sequential) and any(child.children())
@@ -95,7 +95,7 @@ def _skip_teardown():
     fully_shard() over gloo leaves threads that destroy_process_group() does not join (torch 2.15):
     about one exit in a hundred then aborts in C++'s teardown (pytorch/pytorch#190489).
     """
-    if dist.is_initialized():  # not destroyed: the script has failed, with an exit code of its own
+    if dist.is_initialized():  # not destroyed: the script has failed, with its own exit code
         return
     atexit.unregister(_skip_teardown)
     atexit._run_exitfuncs()  # all others

@@ -16,8 +16,8 @@ from utils.errors import UserError
 class Meter:
     """Running sums of loss and correct predictions, kept on the device.
 
-    There is no .item() in a step, which would make the CPU wait for the GPU; one reduction per
-    epoch. A checkpoint within an epoch holds the sums so far, so that the epoch is counted whole.
+    There is no .item() in a step, because it would make the CPU wait for the GPU, and only one
+    reduction per epoch. A checkpoint within an epoch holds the sums so far.
     """
 
     def __init__(self, device):
@@ -41,7 +41,7 @@ class Meter:
         self.samples += len(labels)
 
     def compute(self):
-        """Mean loss, accuracy, samples and seconds, over all ranks; then the sums restart at 0.
+        """Mean loss, accuracy, samples and seconds, over all ranks; resets the sums to 0.
 
         The sums are reduced, not the ranks' means, which would overweight the samples of a rank
         that has fewer of them.
@@ -60,7 +60,7 @@ class Meter:
     def state_dict(self):
         """The sums of every rank; all ranks call it together.
 
-        Raises UserError, on all of them, where the loss is not finite.
+        Raises UserError, on all ranks, if the loss is not finite.
         """
         seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
@@ -86,9 +86,9 @@ def _refuse_nan(loss):
 def evaluate(model, loader, meter):
     """Loss and accuracy over the samples of `loader.dataset`, each counted exactly once.
 
-    DistributedSampler repeats samples until every rank has the same number. The repeats are
-    computed, because a forward pass may communicate and so must run on all ranks, but they are not
-    counted: rank r holds the samples r, r + world size, ..., and its repeats come last.
+    DistributedSampler repeats samples until every rank has the same number. The repeated
+    samples are computed, because a forward pass may communicate and so must run on all ranks, but
+    not counted: rank r holds the samples r, r + world size, ..., and its repeated ones come last.
     Raises RuntimeError if the number of samples counted is not the dataset's.
     """
     model.eval()
@@ -127,7 +127,7 @@ class MetricLogger:
         """Log the results of Meter.compute() for an epoch. Returns True on the main process, which
         alone saves, if the validation accuracy is the best so far.
 
-        Raises UserError, on all ranks, where the loss is not finite.
+        Raises UserError, on all ranks, if the loss is not finite.
         """
         _refuse_nan(train["loss"])
         row = {"epoch": epoch, "world_size": get_world_size(), "lr": lr}
@@ -147,7 +147,7 @@ class MetricLogger:
 
 
 def read_metrics(path):
-    """The rows of a metrics.jsonl, up to the first line that a crash has cut short."""
+    """The rows of a metrics.jsonl, up to the first line that a crash has truncated."""
     rows = []
     for line in Path(path).read_text().splitlines():
         try:

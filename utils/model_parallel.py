@@ -1,4 +1,4 @@
-"""Several devices for one process, and which layers of a model go to which of them."""
+"""Several devices per process, and the assignment of a model's layers to them."""
 
 import itertools
 import os
@@ -18,21 +18,21 @@ class StagesConfig(Config):
 
     devices: str = setting(
         "auto",
-        "of the stages, such as cuda:0,cuda:1 or cpu,cpu; cuda,cuda: the next two of this node for "
-        "each process; auto: an equal share of the visible GPUs, or cpu,cpu",
+        "devices of the stages, such as cuda:0,cuda:1 or cpu,cpu; cuda,cuda: two different GPUs "
+        "for each process; auto: an equal share of the visible GPUs, or cpu,cpu",
         free=True,
     )
     split: str = setting("", "layers per stage, such as 6,4; empty: balanced", free=True)
     micro_batches: int = setting(
-        1, "parts in which a process computes its batch (changes numerics with BatchNorm)", low=1
+        1, "micro-batches per step of a process (changes numerics with BatchNorm)", low=1
     )
 
 
 def get_devices(names="auto"):
-    """The torch.devices of this process, first stage first.
+    """The torch.devices of this process, in the order of the stages.
 
     names: such as "cuda:0,cuda:1" or "cpu,cpu", the same for all processes of the node; or
-    "cuda,cuda": the process with local rank r owns the GPUs 2r and 2r + 1. auto: an equal share of
+    "cuda,cuda": the process with local rank r owns GPUs 2r and 2r + 1. auto: an equal share of
     the visible GPUs, or cpu,cpu. Raises UserError for names that are not devices of this node.
     """
     numbers = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -62,11 +62,11 @@ def get_devices(names="auto"):
 
 
 class MicroBatches(torch.nn.Module):
-    """Computes a model's batch in at most `count` parts, of equal size except for the last.
+    """Runs a model on a batch in at most `count` micro-batches, of equal size except for the last.
 
     Stages on several GPUs then work at the same time: the CPU does not wait for a GPU, so the first
-    stage starts on a part while the next still computes the one before. On CPUs, the parts run one
-    after another. (https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html)
+    stage starts on a micro-batch while the next stage still computes the previous one. On CPUs, the
+    micro-batches run one after another. (https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html)
     """
 
     def __init__(self, model, count):
@@ -81,8 +81,8 @@ class MicroBatches(torch.nn.Module):
 def layers_of(model):
     """The layers of a ResNet, ViT or Sequential that run one after another: a list of modules.
 
-    Its blocks, and what comes before and after them. Together they hold all parameters except for
-    a ViT's class token and position embedding. UserError for other models.
+    These are its blocks, and what comes before and after them. Together they hold all parameters
+    except for a ViT's class token and position embedding. Raises UserError for other models.
     """
     if isinstance(model, torch.nn.Sequential):
         return list(model)
@@ -102,11 +102,11 @@ def assign_layers(model, devices, split=""):
     """The model's layers, in order, each with its device: a list of (module, torch.device).
 
     Each device gets a stage of consecutive layers. split: layers per stage, such as "6,4"; empty:
-    so that the largest stage has as few parameters as possible. Raises UserError where the layers
+    so that the largest stage has as few parameters as possible. Raises UserError if the layers
     cannot be split that way.
     """
     if model._compiled_call_impl is not None:
-        raise UserError("the stages of a model are not compiled: pass --compile none")
+        raise UserError("a compiled model cannot be split into stages: pass --compile none")
     layers, count = layers_of(model), len(devices)
     if split:
         sizes = [int(size) if size.strip().isdecimal() else 0 for size in split.split(",")]
@@ -124,7 +124,7 @@ def assign_layers(model, devices, split=""):
 
 
 def _balance(weights, count):
-    """The sizes of `count` runs of `weights` whose heaviest run is as light as possible."""
+    """The sizes of `count` consecutive groups of `weights` whose largest sum is the smallest."""
 
     @cache
     def best(first, runs):

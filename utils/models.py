@@ -10,10 +10,10 @@ SMALL = ("resnet20", "resnet9")  # not torchvision's: utils/small_models.py
 
 
 def build_model(cfg, num_classes):
-    """The model that the config names, with weights from the global seed or from cfg.weights.
+    """The model that the config names, with random weights (from the global seed) or cfg.weights.
 
     Takes images (n, 3, image_size, image_size) of cfg.torch_dtype, returns (n, num_classes).
-    Raises UserError for an unknown name, or weights that do not fit.
+    Raises UserError for an unknown name, or for weights that do not fit.
     """
     if cfg.model in SMALL or cfg.model.endswith(("_cifar", "_gn")):
         with option(f"--model {cfg.model}"):
@@ -48,9 +48,9 @@ def _torchvision(name, num_classes, cfg):
 
 
 def convert_sync_batchnorm(model, device):
-    """`model` with every BatchNorm synchronized over the ranks; parameters and names stay.
+    """`model` with every BatchNorm synchronized over the ranks; parameters keep their names.
 
-    On CUDA, torch.nn.SyncBatchNorm; elsewhere our own, because that one refuses CPU tensors.
+    On CUDA, uses torch.nn.SyncBatchNorm, which does not accept CPU tensors; elsewhere, our own.
     """
     if device.type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)

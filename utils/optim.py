@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate of every step, from the config. Needs only torch."""
+"""The optimizer and the learning rate schedule, from the config. Needs only torch."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 def build_optimizer(model, cfg):
     """SGD, Adam or AdamW over the model's trainable parameters.
 
-    Fused: one kernel updates all of them, on CUDA and on the CPU; FSDP's sharded parameters have no
-    such kernel (torch 2.15).
+    It is fused: one kernel updates all of them, on CUDA and on the CPU. There is no such kernel for
+    FSDP's sharded parameters (torch 2.15).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
@@ -23,7 +23,7 @@ def build_optimizer(model, cfg):
     optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, nesterov=nesterov, **options)
     if cfg.momentum:
         # Fused SGD creates these in its first step and, if a GradScaler skips that step, leaves
-        # them uninitialized (torch 2.15): the next step would add arbitrary memory.
+        # them uninitialized (torch 2.15): the next step would read arbitrary memory.
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -32,7 +32,7 @@ def build_optimizer(model, cfg):
 def build_scheduler(optimizer, cfg, steps_per_epoch):
     """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
 
-    A function of the step alone, so that a resumed run only needs to know its step.
+    The learning rate depends only on the step, which is all that a resumed run needs to know.
     """
     total = cfg.epochs * steps_per_epoch
     warmup = round(cfg.warmup_epochs * steps_per_epoch)

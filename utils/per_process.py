@@ -1,4 +1,4 @@
-"""--per-process-batch-size: the tutorials' convention, where updates depend on the processes."""
+"""--per-process-batch-size: the tutorials' convention, where updates depend on the world size."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ class Settings:
     """What --per-process-batch-size adds to the Config."""
 
     per_process_batch_size: int = setting(
-        0, "samples per optimizer step and process; global_batch_size follows from it", low=1
+        0, "samples per optimizer step and process; determines global_batch_size", low=1
     )
     lr_scaling: str = setting(
         "linear",
@@ -30,7 +30,7 @@ class Settings:
         return super(Settings, replace(self, global_batch_size=batch)).resolved()
 
     def fixed_on_resume(self):
-        """As Config's, without what follows from the number of processes."""
+        """As Config's, without what depends on the number of processes."""
         fixed = super().fixed_on_resume()
         del fixed["global_batch_size"]
         return fixed

@@ -24,7 +24,7 @@ def check_replicas(model, optimizer, between_steps=False):
     if not named:  # one process, or nothing but shards
         return
     names, sums = zip(*named, strict=True)
-    ranks = all_gather_object(torch.stack(sums).tolist())  # the only time that the device waits
+    ranks = all_gather_object(torch.stack(sums).tolist())  # the only device synchronization
     different = [i for i, values in enumerate(zip(*ranks, strict=True)) if len(set(values)) > 1]
     if different:
         values = [sums[different[0]] for sums in ranks]

@@ -13,7 +13,7 @@ def make_resident(dataset, device, cfg):
     """The dataset as an ArrayDataset on `device`, or None if workers are to read it.
 
     loader=device: always. loader=auto: if the images take at most a quarter of the free memory and,
-    where they come from files, can be cached. All ranks call it together, and decide the same.
+    if they come from files, can be cached. All ranks call it together, and reach the same decision.
     A dataset other than an ArrayDataset needs as_array(), which returns one, or None if its
     augmentation needs the original images. Raises UserError for loader=device without it.
     """
@@ -32,7 +32,7 @@ def make_resident(dataset, device, cfg):
 def _as_array(dataset, device):
     if not isinstance(dataset, ArrayDataset):
         return dataset.as_array() if hasattr(dataset, "as_array") else None
-    resized = dataset.nhwc.shape[1] != dataset.size  # a GPU would round differently
+    resized = dataset.nhwc.shape[1] != dataset.size  # a GPU rounds differently
     return None if resized and device.type == "cuda" else dataset
 
 
@@ -49,7 +49,7 @@ def _fits(dataset, device):
 
 
 def _free_memory(device):
-    """Bytes that this process may expect to get."""
+    """The number of bytes that this process may expect to get."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     pages = os.sysconf("SC_PHYS_PAGES")  # all of them: free pages do not include cached files

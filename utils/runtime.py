@@ -15,10 +15,10 @@ SECONDS_BETWEEN_LINES = 15
 
 
 def configure_torch(cfg):
-    """Set the number of CPU threads and the precision of float32 products for this process.
+    """Set the number of CPU threads and the precision of float32 matrix products.
 
-    The threads follow the cores that the job may use, never the load, so that the same command
-    gives the same bits. UserError where several processes run a script made for one.
+    The number of threads depends on the cores that the job may use, never on the load, so that the
+    same command gives the same bits. Raises UserError if several processes run a script for one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and get_world_size() == 1:
         raise UserError(
@@ -27,20 +27,20 @@ def configure_torch(cfg):
         )
     # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
     torch.set_num_threads(cfg.num_threads or max(1, cores_per_rank() - max(0, cfg.num_workers)))
-    # Of PyTorch's two interfaces the older: torch.export fails where only the newer one is used.
+    # The older of PyTorch's two interfaces: torch.export fails if only the newer one is used.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.dtype == "tf32"
 
 
 def seed_everything(seed):
-    """The same weights on every rank. (FSDP would not broadcast rank 0's, as DDP does.)"""
+    """Seed the generators, for the same weights on every rank. (FSDP does not broadcast them.)"""
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def progress(loader):
-    """The batches of `loader`; the main process shows how far the epoch is.
+    """The batches of `loader`; the main process shows the progress of the epoch.
 
-    With tqdm's bar on a terminal (if tqdm is installed), else with a line now and then.
+    On a terminal, this is a tqdm bar (if tqdm is installed), otherwise a line now and then.
     """
     if not is_main_process():
         return iter(loader)
@@ -65,7 +65,7 @@ def log_summary(cfg, state, start_epoch):
     """Print what the run is about to do, on the main process."""
     model, loader = state["model"], state["loader"]
     if isinstance(model, torch.nn.DataParallel) and cfg.compile != "none":
-        raise UserError("DataParallel's replicas would run GPU 0's code: pass --compile none")
+        raise UserError("DataParallel cannot run a compiled model: pass --compile none")
     if not is_main_process():
         return
     steps, batch, ranks = len(loader), cfg.global_batch_size, get_world_size()

@@ -1,13 +1,13 @@
-"""The order of the samples in a script that runs as one process. Needs only torch."""
+"""The order of the samples in scripts that run as one process. Needs only torch."""
 
 import torch
 from torch.utils.data import Sampler
 
 
 class EpochSampler(Sampler):
-    """A RandomSampler whose order depends on (seed, epoch) alone.
+    """A RandomSampler whose order depends only on (seed, epoch).
 
-    The same permutation as DistributedSampler's, so that one process and many train on the same
+    It has the permutation of DistributedSampler, so that one process and many train on the same
     global batches (https://docs.pytorch.org/docs/stable/data.html).
     """
 

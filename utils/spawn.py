@@ -21,7 +21,7 @@ class SpawnConfig(Config):
 
 
 def host_store():
-    """The store through which the ranks find each other, on a free port. Keep it while they run."""
+    """Create the store through which the ranks find each other, on a free port. Keep it alive."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -39,9 +39,9 @@ def set_environment(local_rank, world_size, port):
 
 
 def wait_for_ranks(ranks, patience=5.0):
-    """Wait until all ranks have ended; the first that fails, or Ctrl-C, ends all of them.
+    """Wait until all ranks have exited. The first failure, or Ctrl-C, terminates all of them.
 
-    ranks: what mp.spawn(..., join=False) returned. patience: seconds that Ctrl-C leaves them.
+    ranks: what mp.spawn(..., join=False) returned. patience: seconds to wait for them after Ctrl-C.
     Exits with code 1 if a rank has failed, with 2 if its configuration was wrong, and with 130
     after Ctrl-C.
     """

@@ -2,9 +2,10 @@
 
     python -m tools.bench --config configs/bench.yaml
 
-Each row is a script run as a user runs it, in processes of its own. The rows take turns, and so do
-the runs that measure their limits; the table shows medians. The first epoch of a run is a warm-up
-and not counted; start-up is timed separately. On a CPU, the processes of a row share the cores.
+Each row is a script run as a user runs it, in its own processes. The runs of all rows, and those
+that measure their limits, are interleaved; the table shows medians. The first epoch of a run is a
+warm-up and not counted; start-up is timed separately. On a CPU, the processes of a
+row share the cores.
 
     --quick              five small rows, under two minutes on two cores
     --compare FILE       ratios to an earlier bench.json, with intervals
@@ -28,7 +29,7 @@ from utils.config import Config, load_config
 
 
 def measure(runner, rows, repeats):
-    """Measure rows and their limits in turns.
+    """Measure rows and their limits, interleaved.
 
     Returns {"rows": {name: samples}, "limits": {key: samples}, "absent": {name: reason},
     "failed": names of the rows that failed}.
@@ -69,10 +70,10 @@ def parse_arguments():
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", default="configs/bench.yaml", help="of the scripts")
-    parser.add_argument("--processes", help="such as 1,2,4; default: by the GPUs or the cores")
+    parser.add_argument("--config", default="configs/bench.yaml", help="config file of the scripts")
+    parser.add_argument("--processes", help="such as 1,2,4 (default: depends on the GPUs or cores)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (default: 3)")
-    parser.add_argument("--steps", type=int, default=12, help="per epoch of synthetic images")
+    parser.add_argument("--steps", type=int, default=12, help="steps per epoch of synthetic images")
     parser.add_argument("--quick", action="store_true", help="fewer, smaller rows, once each")
     parser.add_argument("--only", metavar="TEXT", help="only rows whose name contains TEXT")
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[])

@@ -1,10 +1,10 @@
-"""Measure what a checkpoint costs: seconds to save, to load, and that training waits.
+"""Measure what a checkpoint costs: seconds to save, to load, and for which training waits.
 
     python -m tools.bench.checkpoint
 
 One process trains on random images, `--steps` steps at a time; after the second step it saves a
-checkpoint, asynchronously as the scripts do, or waiting for the file, in turns. The cost of a save
-is how much longer these steps take than as many median ones.
+checkpoint, alternately asynchronously, as the scripts do, and waiting for the file. The cost of a
+save is how much longer these steps take than the same number of median steps.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main():
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", default="resnet18,resnet50")
     parser.add_argument(
-        "--steps", type=int, default=12, help="more than twice as many as saving lasts"
+        "--steps", type=int, default=12, help="more than twice as many as run during a save"
     )
     parser.add_argument("--repeats", type=int, default=5, help="epochs of each (default: 5)")
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[])
@@ -102,7 +102,7 @@ def main():
         rows.append([name, f"{numbers['bytes'] / 1e6:.0f}", *seconds])
         print("  ".join(rows[-1]), flush=True)
     text = f"{', '.join(result['gpus']) or result['cpu']}, torch {result['torch']}, medians of "
-    text += f"{args.repeats} epochs in turns.\n\n{markdown_table(HEAD, rows)}\n"
+    text += f"{args.repeats} interleaved epochs.\n\n{markdown_table(HEAD, rows)}\n"
     write_table(result, text, folder, "checkpoint")
 
 

@@ -1,8 +1,8 @@
-"""Measure what would limit a script on this machine if nothing else did.
+"""Measure what would limit the speed of a script on this machine if nothing else did.
 
     python -m tools.bench.limits OUT plain|autocast FLAGS ...
 
-With the scripts' own loader, model, optimizer and process group: the seconds of a step that only
+This uses the scripts' own loader, model, optimizer and process group. It times a step that only
 computes (a random batch that stays on the device, no communication), only reads data, or only
 all-reduces the gradients. Each rank writes OUT/limits-N.json.
 """

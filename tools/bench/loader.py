@@ -6,7 +6,7 @@ JPEG files, decode + RandomResizedCrop(224) + flip, on one core and with one wor
 against ImageFolder, Pillow and the v1 transforms, whose workers also normalize. Ours is timed up to
 the uint8 batch, which is what is copied to a GPU ("to uint8"), and up to normalized floats on the
 CPU. Then 32x32 images in memory, pad + crop + flip + normalization on one core, against the
-tutorial's pipeline. All take turns; medians of --repeats.
+tutorial's pipeline. All runs are interleaved; medians of --repeats.
 
     --data-dir DIR   a folder with train/<class>/ and val/<class>/; default: synthetic photographs
 """
@@ -63,7 +63,7 @@ def ours(flags, workers, *, normalized):
 
 
 def reference(flags, workers):
-    """The same by torchvision's ImageFolder, or from memory for other datasets."""
+    """The same with torchvision's ImageFolder, or from memory for other datasets."""
     cfg = load_config(Config, flags)
     if cfg.dataset == "imagefolder":
         pipeline = [
@@ -92,7 +92,10 @@ def images_per_second(loader, images):
 
 
 def compare(our_loader, reference_loader, repeats):
-    """Time both in turns. Each: (loader, images per epoch). Returns {name: images/s per epoch}."""
+    """Time both, interleaved. Each is (loader, images per epoch).
+
+    Returns {name: images/s of each epoch}.
+    """
     pair = {"ours": our_loader, "reference": reference_loader}
     jobs = {name: partial(images_per_second, *loader) for name, loader in pair.items()}
     take_turns(jobs, 1)  # starts workers, fills caches
@@ -134,7 +137,7 @@ def main():
             result["rows"][f"{name}, {workers} workers"] = list(speeds.values())
             print("  ".join(rows[-1]), flush=True)
             del loaders  # and their workers
-    text = f"{result['cpu']}, torch {result['torch']}, medians of {args.repeats} epochs in turns."
+    text = f"{result['cpu']}, torch {result['torch']}, {args.repeats} interleaved epochs, medians."
     write_table(result, f"{text}\n\n{markdown_table(head, rows)}\n", args.output, "loader")
 
 

@@ -2,9 +2,9 @@
 
     python -m tools.bench.peer OUT NAME WORKERS PRECISION FLAGS ...
 
-Same images, model, optimizer and global batch; each peer as its own documentation describes it. One
-epoch is a warm-up; OUT/peer-RANK.json has the images/s and the training accuracy of the second.
-tools.bench.peers runs all of them in turns.
+Images, model, optimizer and global batch are the same; each peer is written as its documentation
+describes. One epoch is a warm-up; OUT/peer-RANK.json holds the time, the samples and the training
+accuracy of the second. tools.bench.peers runs all of them.
 
     bare        a loop of ten lines around this project's loader and model: what our loop costs
     tutorial    the tutorial's pipeline and loop: one PIL image at a time, plain PyTorch
@@ -14,7 +14,7 @@ tools.bench.peers runs all of them in turns.
 
 The last three read images as the tutorial does, since none has a pipeline of its own.
 
-WORKERS: of the DataLoader; with a trailing ! they are restarted in each epoch, as in the tutorial.
+WORKERS: of the DataLoader; with a trailing !, they are restarted in each epoch, as in the tutorial.
 PRECISION: float32 or bfloat16 (autocast). FLAGS: settings of the scripts.
 """
 
@@ -120,7 +120,7 @@ def tutorial(cfg, num_classes, device, loader, precision, clock):
     """Plain PyTorch."""
     model = torchvision_model(cfg, num_classes).to(device)
     if WORLD_SIZE > 1:
-        if device.type == "cuda":  # PyTorch's refuses CPU tensors
+        if device.type == "cuda":  # PyTorch's does not accept CPU tensors
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = DistributedDataParallel(model)
     return _train(model, sgd(model, cfg), loader, device, precision, clock)

@@ -2,10 +2,10 @@
 
     python -m tools.bench.peers
 
-Every row runs in processes of its own, and all rows take turns, `--repeats` times; same images,
-model, optimizer and global batch; the second epoch of each run is timed. An epoch has `--steps`
-steps; where the workers are restarted in each epoch, it has the length of CIFAR-10's, because a
-short epoch would count their start many times over. A ratio compares with the fastest peer on the
+Every row runs in its own processes, `--repeats` times, interleaved with the others, with the same
+images, model, optimizer and global batch; the second epoch of each run is timed. An epoch has
+`--steps` steps; if the workers are restarted in each epoch, it is as long as an epoch of CIFAR-10,
+because in a short epoch their start would dominate. A ratio compares with the fastest peer on the
 same number of processes, for each precision. On the CPU, the peers keep BatchNorm statistics per
 rank, because PyTorch's SyncBatchNorm needs a GPU; so do the rows "BatchNorm per rank".
 """
@@ -105,8 +105,9 @@ def sample(runner, contestant):
 def ratio(result, facts):
     """The cell of the last column.
 
-    For one of the scripts: its speed relative to the fastest peer on as many processes, at the
-    same precision and at float32. For the bare loop: the script's speed relative to it.
+    For one of the scripts: its speed relative to the fastest peer on the same number of
+    processes, at the same precision and at float32. For the bare loop: the script's speed relative
+    to it.
     """
 
     def fastest(kind, precision):
@@ -149,10 +150,10 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m tools.bench.peers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", default="configs/bench.yaml", help="of the scripts")
-    parser.add_argument("--processes", help="such as 1,2,4; default: by the GPUs or the cores")
-    parser.add_argument("--workers", help="of the peers; default: 0 and one per core")
+    parser.add_argument("--processes", help="such as 1,2,4 (default: depends on the GPUs or cores)")
+    parser.add_argument("--workers", help="workers of the peers (default: 0, and one per core)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (default: 3)")
-    parser.add_argument("--steps", type=int, default=12, help="per epoch of synthetic images")
+    parser.add_argument("--steps", type=int, default=12, help="steps per epoch of synthetic images")
     parser.add_argument(
         "--only", metavar="TEXT", action="append", help="only rows whose name contains TEXT"
     )
@@ -181,7 +182,7 @@ def main():
     where = ", ".join(result["gpus"]) or f"{cores} cores of {result['cpu']}"
     runs = run_counts(c["samples"] for c in result["contestants"].values())
     text = f"{result['config']['model']}, {where}, torch {result['torch']}, {runs} runs of each "
-    text += "row in turns, medians (smallest to largest).\n\n"
+    text += "row, interleaved; medians (smallest to largest).\n\n"
     text += markdown_table(HEAD, table_rows(result)) + "\n"
     write_table(result, text, args.output, "peers")
     if errors:

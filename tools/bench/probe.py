@@ -6,7 +6,7 @@ The marks are set in what every script calls: progress(), backward() and optimiz
 they are events on the device's own clock, so that nothing waits for them. OUT/rank-N.json has, for
 each epoch, one list of seconds per step: [waiting for data, forward with the loss, backward with
 its communication, optimizer with clipping, the rest]. Between epochs, the run waits until its
-checkpoint is on the disk: the epochs are short, and tools.bench.checkpoint measures what writing
+checkpoint is on the disk, because the epochs are short; tools.bench.checkpoint measures what a save
 costs.
 """
 

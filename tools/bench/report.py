@@ -87,7 +87,7 @@ def table_rows(result):
 
 
 def notes(result):
-    """What a reader of the table has to know."""
+    """What a reader of the table needs to know."""
     name, samples = next(iter(result["rows"].items()))
     steps, repeats = samples[0]["updates"], run_counts(result["rows"].values())
     first = medians(samples, "start_up")[0]
@@ -99,11 +99,11 @@ def notes(result):
         f"{result['config']['model']}, {result['config']['image_size']}x"
         f"{result['config']['image_size']}, {where}; Python {result['python']}, torch "
         f"{result['torch']}, commit {result['commit']}; `python -m tools.bench "
-        f"{result['command']}`. Medians of {repeats} runs that took turns (smallest to largest); "
+        f"{result['command']}`. Medians of {repeats} interleaved runs (smallest to largest); "
         f"an epoch of {steps} steps after a warm-up epoch; the time for {EPOCH:,} images is "
         f"calculated. Rows with another global batch make a different number of updates per "
-        f"epoch, so their efficiency is not comparable. Limits are measured in turns with the "
-        f'rows: computation alone, reading alone, all-reduce alone; "of limit" refers to the '
+        f"epoch, so their efficiency is not comparable. Limits are measured interleaved with "
+        f'the rows: computation alone, reading alone, all-reduce alone; "of limit" refers to the '
         f"smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
     )
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the loop that takes turns, and a run of a script to measure."""
+"""What the benchmarks share: the loop that interleaves runs, and a run of a script to measure."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py")  # started without
 
 
 def take_turns(jobs, repeats, describe=None):
-    """Run every job once, then every job again, `repeats` times in all.
+    """Run all jobs in turn, `repeats` times.
 
     jobs: {name: function without arguments}. describe: sample -> text, to print progress with.
     Returns {name: samples} and {name: error}. A job that raises RuntimeError or AssertionError is
