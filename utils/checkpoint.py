@@ -161,9 +161,7 @@ class Checkpointer:
     def _refuse_differences(self):
         for rank, theirs in enumerate(all_gather_object(self.facts)):
             if difference := _differences(theirs, self.facts):
-                raise UserError(
-                    f"rank {rank} has {difference}: all ranks need the same settings and data"
-                )
+                raise UserError(f"rank {rank} has {difference}: the ranks must agree on that")
 
     def _fill(self, path, checkpoint):
         changed = _differences(self.facts, checkpoint["config"] | checkpoint.get("data", {}))
