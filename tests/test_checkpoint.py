@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -31,9 +30,9 @@ from utils.checkpoint import (
 )
 from utils.config import Config
 from utils.errors import PeerError, UserError
-from utils.metrics import Meter
 from utils.model_parallel import MicroBatches
 from utils.models import build_model
+from utils.optim import Schedule
 from utils.replicas import check_replicas
 
 
@@ -58,7 +57,8 @@ def make_state(width=3, seed=0, lr=0.1):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler = Schedule(optimizer, lambda step: 1 / (1 + step))
+    scheduler.steps_per_epoch = 10
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.randn(4, 2)).sum()).backward()
     scaler.step(optimizer)
@@ -443,19 +443,45 @@ def test_resume_always_and_never(tmp_path):
         checkpointer(tmp_path, state, resume="always").load()
     save(tmp_path, state)
     assert checkpointer(tmp_path, state, resume="always").load() == 1
-    for number in (1, 2):
-        assert checkpointer(tmp_path, state, resume="never").load() == 0
-        save(tmp_path, state)
-        assert (tmp_path / f"previous-{number}" / "last.pt").exists()
+    assert checkpointer(tmp_path, state, resume="never").load() == 0
+    (aside,) = tmp_path.glob("previous-*")
+    assert (aside / "last.pt").exists() and not (tmp_path / "last.pt").exists()
 
 
-def test_removed_old_run_leaves_no_name_twice(tmp_path):
-    for number in (1, 2, 3):
-        save(tmp_path, make_state())
-        checkpointer(tmp_path, resume="never").load()
-        if number == 2:
-            shutil.rmtree(tmp_path / "previous-1")
-    assert sorted(path.name for path in tmp_path.glob("previous-*")) == ["previous-2", "previous-3"]
+def test_restart_by_torchrun_resumes_even_a_run_that_started_over(tmp_path, monkeypatch):
+    """--resume never under --max-restarts: a restart is part of the same job."""
+    state = make_state()
+    checkpointer(tmp_path, state, resume="never").load()
+    save(tmp_path, state)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert checkpointer(tmp_path, state, resume="never").load() == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert checkpointer(tmp_path, state, resume="never").load() == 0
+
+
+def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
+    """As with --output-dir . --resume never in someone's project."""
+    theirs = ("thesis.tex", "draft.tmp", "weights.pt", "epochs.txt", ".git/HEAD")
+    (tmp_path / ".git").mkdir()
+    for name in theirs:
+        (tmp_path / name).write_text("theirs")
+    save(tmp_path, make_state(), is_best=True)
+    ours = {path.name for path in tmp_path.glob("*.pt")} - {"weights.pt"}
+    (tmp_path / "epoch-0002.pt.tmp").write_text("of a killed run")
+    checkpointer(tmp_path, resume="never").load()
+    assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
+    assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
+    assert not list(tmp_path.glob("*.pt.tmp"))
+
+
+def test_best_is_read_if_no_other_can_be(tmp_path):
+    """With --keep-last 1, last.pt and the newest epoch are the same file."""
+    state = make_state()
+    save(tmp_path, state, 1, is_best=True, keep_last=1)
+    save(tmp_path, state, 2, keep_last=1)
+    (tmp_path / "last.pt").write_bytes(b"damaged")
+    (tmp_path / "epoch-0002.pt").write_bytes(b"damaged")
+    assert checkpointer(tmp_path, state).load() == 1
 
 
 def test_other_settings_are_named(tmp_path):
@@ -620,16 +646,22 @@ def test_missing_module_for_comparing_ranks_is_named(tmp_path, monkeypatch):
     checkpointer(tmp_path, compare_ranks=True).save(1)  # one rank: nothing to compare
 
 
-def test_loss_that_is_not_finite_is_never_saved(tmp_path):
+@pytest.mark.parametrize("place", ["weight", "buffer", "momentum"])
+def test_values_that_are_not_finite_are_never_saved(place, tmp_path):
     def body(rank):
-        state = make_state() | {"meter": Meter(torch.device("cpu"))}
-        loss = torch.tensor(float("nan") if rank else 1.0)
-        state["meter"].update(loss, torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+        state = make_state()
+        model = state["model"]
+        tensor = {
+            "weight": model[0].weight.data,
+            "buffer": model[1].running_var,
+            "momentum": state["optimizer"].state[model[0].weight]["momentum_buffer"],
+        }[place]
+        tensor.view(-1)[-1] = float("inf" if place == "weight" else "nan")
         return outcome(lambda: save(tmp_path, state))
 
-    for kind, text in run_ranks(body, 2):
-        assert kind is UserError and "the training loss is nan" in text
-    assert not (tmp_path / "last.pt").exists()
+    kinds = [kind for kind, _ in run_ranks(body, 2)]
+    assert kinds == [UserError, PeerError]  # rank 0 holds the copies
+    assert not list(tmp_path.glob("*.pt"))
 
 
 def test_saves_when_steps_are_over_but_not_at_the_end_of_an_epoch(tmp_path, monkeypatch):
@@ -649,7 +681,6 @@ def test_saves_when_minutes_are_over_on_rank_0s_clock(tmp_path, monkeypatch):
     minutes = itertools.count(0, 4)
 
     def body(rank):
-        monkeypatch.setattr(utils.checkpoint, "STEPS_BETWEEN_CLOCKS", 2)
         state, saved = make_state(), []
         state["loader"].length = 13
         # Each reading of rank 0's clock is 4 minutes later; rank 1's clock stands still.
@@ -669,8 +700,30 @@ def test_saves_when_minutes_are_over_on_rank_0s_clock(tmp_path, monkeypatch):
         writer.wait()
         return saved
 
-    assert run_ranks(body, 2) == [[4, 8, 12]] * 2
+    assert run_ranks(body, 2) == [[2, 4, 6, 8, 10, 12]] * 2
     assert read_checkpoint(tmp_path / "last.pt")["loader"] == {"step": 12}
+
+
+def test_ranks_wait_for_the_clock_every_few_seconds_alone(tmp_path, monkeypatch):
+    """A step takes 0.1 s: 50 of them are 5 s."""
+    now, looks = [0.0], []
+    monkeypatch.setattr(utils.checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        utils.checkpoint, "all_gather_object", lambda value: looks.append(now[0]) or [value]
+    )
+    state = make_state()
+    state["loader"].length = 10**6
+    writer = checkpointer(tmp_path, state, save_minutes=9.0)
+    monkeypatch.setattr(writer, "save", lambda *args, **options: saved.append(now[0]))
+    saved = []
+    for step in range(1, 5000):
+        now[0], state["loader"].step = step / 10, step % 7  # epochs of 7 steps
+        writer.step()
+    assert 500 / 5 <= len(looks) <= 500 / 5 + 20 and saved == []
+    now[0] = 541.0
+    for _ in range(60):
+        writer.step()
+    assert saved == [541.0]
 
 
 def test_ddp_sums_gradients_in_the_same_order_at_every_step(tmp_path):

@@ -297,15 +297,20 @@ def test_resized_crop_uses_the_original_image(tmp_path):
 
 def test_preprocessing_follows_the_weights(tmp_path):
     cfg, inputs = config(folder(tmp_path)), {"mean": [0.5] * 3, "std": [0.1] * 3}
-    train, val, _ = image_folder.build(cfg, inputs | {"image_size": 16, "resize": 20})
+
+    def build(expected):
+        vars(cfg)["weights_inputs"] = expected  # a property of the Settings of --weights
+        return image_folder.build(cfg)
+
+    train, val, _ = build(inputs | {"image_size": 16, "resize": 20})
     expected = inputs | {"image_size": 16, "resize": 20, "interpolation": "bilinear"}
     assert train.preprocessing == val.preprocessing == expected
     assert (val.mean, val.std, val.size, val.resize) == ([0.5] * 3, [0.1] * 3, 16, 20)
     # Weights for another size do not determine how much of the image is cropped.
     inputs |= {"image_size": 224, "resize": 232, "interpolation": "bicubic"}
     expected |= {"resize": 16, "interpolation": "bicubic"}
-    assert image_folder.build(cfg, inputs)[0].preprocessing == expected
-    neutral = image_folder.build(cfg, {})[0].preprocessing
+    assert build(inputs)[0].preprocessing == expected
+    neutral = build({})[0].preprocessing
     assert neutral["mean"] == [0.485, 0.456, 0.406] and neutral["std"] == [0.229, 0.224, 0.225]
     assert (train.augment, val.augment, train.seed) == ("crop_flip", "none", 0)
 
@@ -457,7 +462,7 @@ def test_class_added_to_a_resumed_run_is_trained_with(tmp_path):
         photo(tmp_path / "cat" / f"{i}.jpg")
         photo(tmp_path / "dog" / f"{i}.jpg")
     cfg = split_config(tmp_path)
-    saved = image_folder.build(cfg, {})[1].split
+    saved = image_folder.build(cfg)[1].split
     photo(tmp_path / "owl" / "0.jpg")
     train, val = split_images(find_images(tmp_path, "all"), cfg, saved)
     assert train.classes == val.classes and train.labels.count(2) == 1 and 2 not in val.labels

@@ -46,6 +46,33 @@ def test_learning_rate_is_a_function_of_the_step():
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [pytest.approx(0.5)]
 
 
+def test_schedule_resumes_at_the_same_place_with_other_steps_and_another_peak():
+    """As a run does that had 4 steps per epoch and now has 2, or 8."""
+
+    def make(lr, steps_per_epoch):
+        cfg = Config(epochs=4, lr=lr)
+        optimizer = build_optimizer(torch.nn.Linear(1, 1), cfg)
+        return build_scheduler(optimizer, cfg, steps_per_epoch)
+
+    saved = make(1.0, 4)
+    for _ in range(8):  # two epochs
+        saved.optimizer.step()
+        saved.step()
+    for lr, steps_per_epoch in ((1.0, 4), (0.5, 4), (1.0, 2), (0.25, 8), (0.0, 4)):
+        straight, resumed = make(lr, steps_per_epoch), make(lr, steps_per_epoch)
+        for _ in range(2 * steps_per_epoch):
+            straight.optimizer.step()
+            straight.step()
+        resumed.load_state_dict(saved.state_dict())
+        for _ in range(2 * steps_per_epoch):
+            now, expected = (s.optimizer.param_groups[0]["lr"] for s in (resumed, straight))
+            assert now == expected and (lr == 0) == (now == 0)
+            for scheduler in (straight, resumed):
+                scheduler.optimizer.step()
+                scheduler.step()
+            assert resumed.get_last_lr() == straight.get_last_lr()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "nesterov"),
     [

@@ -139,8 +139,8 @@ def test_other_data_are_refused(finished):
 
         real = array_data.build
 
-        def build(cfg, inputs):
-            train_set, val_set, classes = real(cfg, inputs)
+        def build(cfg):
+            train_set, val_set, classes = real(cfg)
             train_set.labels[0] += 1
             return train_set, val_set, [*classes[:-1], "other"]
 
@@ -181,6 +181,17 @@ def test_changed_settings_take_effect_when_allowed(script, nproc, changed, tmp_p
     for name in ("lr", "momentum", "weight_decay"):
         if name in changed:
             assert group[name] == changed[name]
+
+
+def test_schedule_continues_when_the_number_of_steps_per_epoch_changes(tmp_path):
+    """--per-process-batch-size on one process, then on two: half as many steps per epoch."""
+    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "lr_scaling": "none", "epochs": 4}
+    flags |= {"per_process_batch_size": 6, "lr_schedule": "linear", "warmup_epochs": 0}
+    fork_script("train_ddp.py", 1, killed_at(2, 1), **flags)
+    run = fork_script("train_ddp.py", 2, **flags)
+    assert run.code == 0, run.stderr
+    peak = run.rows[0]["lr"] / 0.75
+    assert [row["lr"] / peak for row in run.rows] == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 
 @pytest.mark.parametrize(("script", "nproc"), [("train_1gpu.py", None), ("train_fsdp.py", 2)])

@@ -60,7 +60,7 @@ def predict(model, facts, paths, device, batch_size=64, top_k=5, workers=0):
     loader = DataLoader(Images(paths, facts), batch_size, num_workers=workers, collate_fn=list)
     dtype = next(model.parameters()).dtype
     mean, std = (torch.tensor(facts[n], dtype=dtype).view(1, 3, 1, 1) for n in ("mean", "std"))
-    for batch in _progress(loader):
+    for batch in loader:
         images = [image for _, image in batch if not isinstance(image, BadImageError)]
         rows = iter(())
         if images:
@@ -74,14 +74,6 @@ def predict(model, facts, paths, device, batch_size=64, top_k=5, workers=0):
                 values, indices = next(rows)
                 names = [facts["classes"][i] for i in indices]
                 yield path, list(zip(names, values, strict=True))
-
-
-def _progress(loader):
-    try:
-        from tqdm import tqdm  # optional: requirements-extras.txt
-    except ImportError:
-        return loader
-    return tqdm(loader, desc="predict", leave=False, disable=not sys.stderr.isatty())
 
 
 class Table:

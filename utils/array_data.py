@@ -15,14 +15,11 @@ CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
 NEUTRAL = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
 
 
-def build(cfg, inputs):
-    """The training set, the validation set, and the names of the classes.
-
-    inputs: "mean" and "std" of the pixels, if pretrained weights require them.
-    """
+def build(cfg):
+    """The training set, the validation set, and the names of the classes."""
     if cfg.augment == "resized_crop":
         raise UserError(f"augment=resized_crop is for dataset=imagefolder, not {cfg.dataset}")
-    return _cifar10(cfg, inputs) if cfg.dataset == "cifar10" else _synthetic(cfg, inputs)
+    return _cifar10(cfg) if cfg.dataset == "cifar10" else _synthetic(cfg)
 
 
 class ArrayDataset(Dataset):
@@ -63,7 +60,7 @@ class ArrayDataset(Dataset):
         return moved
 
 
-def _cifar10(cfg, inputs):
+def _cifar10(cfg):
     try:
         train, val = (
             torchvision.datasets.CIFAR10(cfg.data_dir, split, download=get_local_rank() == 0)
@@ -76,10 +73,10 @@ def _cifar10(cfg, inputs):
             f"--data-dir, or --dataset synthetic"
         ) from None
     arrays = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), s.targets) for s in (train, val)]
-    return *_augmented(arrays, cfg, CIFAR10 | inputs), train.classes
+    return *_augmented(arrays, cfg, CIFAR10), train.classes
 
 
-def _synthetic(cfg, inputs):
+def _synthetic(cfg):
     """Ten classes: a coarse pattern, shifted, under one of ten other patterns and noise.
 
     The shifts defeat a linear model; a small ResNet learns them in a few epochs. It uses
@@ -99,10 +96,11 @@ def _synthetic(cfg, inputs):
             mixed = 3 * patterns[0, label] + 2 * patterns[1, other]
             image.copy_((mixed.roll(shift, (1, 2)) + 3 * image) // 8)
         arrays.append((images, labels))
-    return *_augmented(arrays, cfg, NEUTRAL | inputs), [f"pattern {i}" for i in range(classes)]
+    return *_augmented(arrays, cfg, NEUTRAL), [f"pattern {i}" for i in range(classes)]
 
 
 def _augmented(arrays, cfg, inputs):
+    inputs = inputs | getattr(cfg, "weights_inputs", {})
     fixed = inputs["mean"], inputs["std"], cfg.image_size
     augments = cfg.augment, "none"
     return [

@@ -28,7 +28,9 @@ from utils.distributed import all_gather_object, fail_together, get_world_size, 
 from utils.errors import UserError, option
 
 FORMAT = 2
-STEPS_BETWEEN_CLOCKS = 16  # steps between reads of rank 0's clock, which the ranks wait for
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
+SECONDS_BETWEEN_CLOCKS = 5  # between reads of rank 0's clock, for which the ranks wait
+WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-*")
 _locks = {}  # {folder: file}, held while this process lives
 
 
@@ -54,6 +56,7 @@ class Checkpointer:
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.epoch, self.saved_at = 0, time.monotonic()
+        self.steps, self.next_clock = 0, 1  # since then
         self.writer, self.pending = ThreadPoolExecutor(1), None
 
     def load(self):
@@ -66,7 +69,7 @@ class Checkpointer:
         with fail_together():
             if is_main_process():
                 _claim(self.folder)
-                if self.cfg.resume == "never":
+                if self.cfg.resume == "never" and os.environ.get(RESTARTS, "0") == "0":
                     _set_aside(self.folder)
                 newest = _newest_good(self.folder)
         path = all_gather_object(newest and newest[0])[0]
@@ -92,9 +95,12 @@ class Checkpointer:
         if every > 0 and step % every == 0:
             self._compare_replicas(between_steps=True)
         due = cfg.save_steps and step % cfg.save_steps == 0
-        if cfg.save_minutes and step % STEPS_BETWEEN_CLOCKS == 0:
-            minutes = (time.monotonic() - self.saved_at) / 60
-            due |= all_gather_object(minutes)[0] >= cfg.save_minutes  # rank 0's clock
+        self.steps += 1
+        if cfg.save_minutes and self.steps == self.next_clock:
+            seconds = time.monotonic() - self.saved_at
+            steps = 1 + int(self.steps * SECONDS_BETWEEN_CLOCKS / (1 + seconds))
+            is_late, steps = all_gather_object((seconds >= 60 * cfg.save_minutes, steps))[0]
+            due, self.next_clock = due or is_late, self.steps + steps
         if due:
             self.save(self.epoch, between_steps=True)
 
@@ -107,11 +113,14 @@ class Checkpointer:
         self._compare_replicas(between_steps)
         self.wait()
         self.epoch, self.saved_at = epoch, time.monotonic()
+        self.steps, self.next_clock = 0, 1
         checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
         checkpoint["config"] = vars(self.cfg)
         sharded = self.cfg.save_sharded
         options = dsd.StateDictOptions(full_state_dict=not sharded, cpu_offload=not sharded)
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
+        with fail_together():  # ranks other than 0 have empty dicts, unless sharded
+            _refuse_non_finite(model, optimizer.get("state", {}))
         checkpoint |= {"model": model, "optimizer": optimizer}
         for name, value in self.others.items():
             checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
@@ -180,9 +189,7 @@ class Checkpointer:
             optimizer["state"] = {}  # of another kind of optimizer
         groups = optimizer["param_groups"], checkpoint["optimizer"]["param_groups"]
         for group, saved in zip(*groups, strict=True):
-            group["lr"] = saved["lr"]
-            if peak := saved.get("initial_lr"):  # from the scheduler; the config's may have changed
-                group["lr"] *= group.get("initial_lr", peak) / peak
+            group["lr"] = saved["lr"]  # some schedulers compute the next value from it
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
         options = dsd.StateDictOptions()
         if "parts" not in checkpoint:
@@ -201,11 +208,20 @@ class Checkpointer:
             for key, value in values.items():  # in the parameter's memory format, as a fused step
                 if getattr(value, "shape", None) == parameter.shape:  # expects
                     values[key] = torch.empty_like(parameter).copy_(value)
-        checkpoint.get("scheduler", {}).pop("base_lrs", None)  # from the current config
         for name, value in self.others.items():
             if name in checkpoint and hasattr(value, "load_state_dict"):
                 value.load_state_dict(checkpoint[name])
         self.epoch = checkpoint["epoch"]
+
+
+def _refuse_non_finite(model, states):
+    for value in (*model.values(), *(v for state in states.values() for v in state.values())):
+        value = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
+        if not value.isfinite().all():
+            raise UserError(
+                "the weights or the optimizer's state are no longer finite: try a smaller --lr, or "
+                "--clip-norm 1; the checkpoint before is still there"
+            )
 
 
 def settle_ddp_buckets(model):
@@ -273,7 +289,7 @@ def _by_epoch(folder):
 
 def _newest_good(folder):
     """(path, checkpoint), or None where there is no file at all."""
-    existing = [*folder.glob("last.pt"), *_by_epoch(folder)[::-1]]
+    existing = [*folder.glob("last.pt"), *_by_epoch(folder)[::-1], *folder.glob("best.pt")]
     for path in existing:
         try:
             return path, read_checkpoint(path, join_parts=False)
@@ -306,7 +322,7 @@ def _claim(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
         fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for leftover in folder.glob("*.tmp"):  # of a run that was killed
+        for leftover in folder.glob("*.pt.tmp"):  # of a run that was killed
             leftover.unlink()
     except BlockingIOError:
         raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
@@ -315,11 +331,9 @@ def _claim(folder):
 
 
 def _set_aside(folder):
-    keep = (".lock", "previous-")
-    old = [path for path in folder.iterdir() if not path.name.startswith(keep)]
+    old = [path for pattern in WRITTEN for path in folder.glob(pattern)]
     if old:
-        numbers = [int(path.name.split("-")[1]) for path in folder.glob("previous-*")]
-        aside = folder / f"previous-{max(numbers, default=0) + 1}"
+        aside = folder / time.strftime("previous-%Y%m%d-%H%M%S")
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)
@@ -327,7 +341,7 @@ def _set_aside(folder):
 
 def _link(name, path):
     """Make `name` a second name of the file `path`, atomically; a copy if links do not work."""
-    temporary = name.with_suffix(".tmp")
+    temporary = name.with_name(f"{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(path, temporary)

@@ -25,7 +25,7 @@ class ConfigError(UserError):
     exit_code = 2
 
 
-def setting(default, help, choices=None, low=None, free=False):
+def setting(default, help, choices=None, low=0, free=False):
     """A Config field. low: its smallest allowed value. free: it may change when a run is resumed,
     because it does not affect the weights that the run reaches."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
@@ -42,9 +42,7 @@ class Config:
     )
     data_dir: str = setting("data", "where the images are, or are downloaded to", free=True)
     synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
-    image_size: int = setting(
-        0, "pixels per side of the input; 0: as --weights expect, or 32", low=0
-    )
+    image_size: int = setting(0, "pixels per side of the input; 0: as --weights expect, or 32")
     augment: str = setting(
         "crop_flip",
         "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for dataset=imagefolder)",
@@ -57,7 +55,7 @@ class Config:
         free=True,
     )
     num_workers: int = setting(-1, "loader processes per rank; -1: automatic", low=-1, free=True)
-    num_threads: int = setting(0, "CPU threads (changes rounding); 0: automatic", low=0, free=True)
+    num_threads: int = setting(0, "CPU threads (changes rounding); 0: automatic", free=True)
     model: str = setting("resnet18", "torchvision's, resnet20 or resnet9; suffixes: _cifar, _gn")
     weights: str = setting("", "pretrained: torchvision's name (DEFAULT), or a file; adds --freeze")
     sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: per rank")
@@ -78,29 +76,29 @@ class Config:
     optimizer: str = setting(
         "sgd", "adam, adamw: set lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
     )
-    lr: float = setting(0.1, "peak learning rate", low=0)
-    momentum: float = setting(0.9, "momentum of SGD", low=0)
-    weight_decay: float = setting(5e-4, "weight decay of all trainable parameters", low=0)
-    warmup_epochs: float = setting(1.0, "epochs of linear warmup", low=0)
+    lr: float = setting(0.1, "peak learning rate")
+    momentum: float = setting(0.9, "momentum of SGD")
+    weight_decay: float = setting(5e-4, "weight decay of all trainable parameters")
+    warmup_epochs: float = setting(1.0, "epochs of linear warmup")
     lr_schedule: str = setting(
         "cosine",
         "after the warmup; step divides lr by 10 after 1/3 and 2/3 of the epochs",
         choices=("cosine", "linear", "step", "constant"),
     )
-    clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping", low=0)
+    clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping")
     output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
-    seed: int = setting(0, "seed of weights, sample order and augmentation", low=0)
+    seed: int = setting(0, "seed of weights, sample order and augmentation")
     device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
     timeout: float = setting(300.0, "seconds before a waiting collective fails", low=1, free=True)
     resume: str = setting(
         "auto",
-        "always: fail if there is no checkpoint; never: move old files to output_dir/previous-N",
+        "always: fail if there is no checkpoint; never: move old files to output_dir/previous-TIME",
         choices=("auto", "always", "never"),
         free=True,
     )
     allow_config_change: bool = setting(False, "resume with changed settings", free=True)
-    save_steps: int = setting(0, "also save every N steps; 0: never", low=0, free=True)
-    save_minutes: float = setting(10.0, "also save every N minutes; 0: never", low=0, free=True)
+    save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
+    save_minutes: float = setting(10.0, "also save every N minutes; 0: never", free=True)
     save_sharded: bool = setting(False, "each rank saves its own part of the tensors", free=True)
     keep_last: int = setting(2, "number of epoch checkpoints to keep", low=1, free=True)
     check_replicas_every: int = setting(
@@ -123,8 +121,6 @@ class Config:
         auto = "synthetic" if find_spec("utils.array_data") else "fake"
         if (Path(self.data_dir) / "cifar-10-batches-py").is_dir():
             auto = "cifar10"
-        if 0 < self.image_size < 8:
-            raise ConfigError(f"image_size must be 0 or at least 8, not {self.image_size}")
         return replace(
             self,
             dataset=auto if self.dataset == "auto" else self.dataset,
@@ -241,10 +237,7 @@ def _cast(f, text, where):
         kind = {bool: "true or false", int: "a whole number", float: "a number"}[f.type]
         raise ConfigError(f"{where}: {f.name} must be {kind}, not {text!r}") from None
     if choices and value not in choices:
-        raise ConfigError(
-            f"{where}: {f.name} must be one of {', '.join(choices)}, not {value!r}"
-            f"{_closest(value, choices)}"
-        )
-    if low is not None and value < low:
-        raise ConfigError(f"{where}: {f.name} must be at least {low}, not {value}")
+        raise ConfigError(f"{where}: {f.name} must be one of {', '.join(choices)}, not {value!r}")
+    if f.type is not str and not low <= value < 2**32:
+        raise ConfigError(f"{where}: {f.name} must be at least {low} and below 2**32, not {value}")
     return value

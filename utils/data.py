@@ -26,11 +26,6 @@ from utils.errors import UserError, option
 
 def build_datasets(cfg):
     """The training set, the validation set and the class names, as the config selects them."""
-    inputs = {}  # what pretrained weights expect of the images
-    if cfg.weights:
-        with option("--weights"):
-            from utils.weights import find_weights
-        inputs = find_weights(cfg.model, cfg.weights).inputs
     if cfg.dataset == "fake":
         return _fake(cfg)
     with option(f"--dataset {cfg.dataset} (--dataset fake needs no file)"):
@@ -39,7 +34,7 @@ def build_datasets(cfg):
         else:
             from utils.array_data import build
     with main_process_first():  # one download per node
-        return build(cfg, inputs)
+        return build(cfg)
 
 
 def _fake(cfg):

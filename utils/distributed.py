@@ -31,22 +31,22 @@ def get_world_size():
 
 def get_local_rank():
     """This process's number on its node: LOCAL_RANK, set by torchrun."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if dist.is_initialized() else 0
+    return int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
 
 
 def get_local_world_size():
     """The number of processes on this node: LOCAL_WORLD_SIZE, set by torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if dist.is_initialized() else 1
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_initialized() else 1
 
 
 def is_main_process():
     return get_rank() == 0
 
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
+def all_reduce(tensor):
     """Reduce `tensor` in place over all ranks, and return it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor)
     return tensor
 
 
@@ -113,24 +113,17 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
 
 def _read_environment():
     """Return the rank, local rank, world size and local world size, checked."""
-    launch = f"torchrun --standalone --nproc_per_node=N {script_name()}"
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
-        raise UserError(f"not set: {', '.join(missing)}. Start one process per device:  {launch}")
-    numbers = {name: os.environ[name] for name in names if name != "MASTER_ADDR"}
-    numbers["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise UserError(f"{name}={text!r} is not a whole number: start with  {launch}")
-    rank, local_rank, world_size = (int(numbers[name]) for name in names[:3])
-    local_world_size = max(int(numbers["LOCAL_WORLD_SIZE"]), local_rank + 1)
-    if rank >= world_size or local_rank > rank or local_world_size > world_size:
-        raise UserError(
-            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}: LOCAL_RANK <= RANK < "
-            f"WORLD_SIZE must hold; start with  {launch}"
-        )
-    return rank, local_rank, world_size, local_world_size
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
+    texts = [os.environ.get(name, "") for name in names]
+    with suppress(ValueError):  # not a number
+        rank, local_rank, world_size, local_world_size, _ = map(int, texts[:5])
+        if 0 <= local_rank <= rank < world_size >= local_world_size > local_rank and texts[5]:
+            return rank, local_rank, world_size, local_world_size
+    raise UserError(
+        f"the environment does not describe this process's place among the others: "
+        f"{', '.join(map('='.join, zip(names, texts, strict=True)))}. Start one process per "
+        f"device:  torchrun --standalone --nproc_per_node=N {script_name()}"
+    )
 
 
 def _use_device(name, local_rank, local_world_size):

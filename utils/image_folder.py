@@ -53,7 +53,7 @@ class Settings:
     """What dataset=imagefolder adds to the Config."""
 
     val_fraction: float = setting(
-        0.0, "fraction of each class to validate with if there is no val folder", low=0
+        0.0, "fraction of each class to validate with if there is no val folder"
     )
     on_bad_sample: str = setting(
         "error",
@@ -110,11 +110,10 @@ class Files(NamedTuple):
         return ", ".join(str(self.folder / name) for name in names)
 
 
-def build(cfg, inputs):
+def build(cfg):
     """The training set, the validation set and the names of their classes.
 
-    cfg: a Config with this module's Settings. inputs: what pretrained weights expect, any of
-    "image_size", "resize", "interpolation", "mean" and "std".
+    cfg: a Config with this module's Settings; with --weights, images are prepared as those expect.
     Call it in main_process_first(): with on_bad_sample=skip, one process per node reads all files.
     Raises UserError if a split or a class has no images, or if the splits' classes differ.
     """
@@ -135,6 +134,7 @@ def build(cfg, inputs):
     train, val = splits
     # The standard test crop is the middle of an image that is 256 / 224 times as large.
     resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
+    inputs = getattr(cfg, "weights_inputs", {})
     if inputs.get("image_size") == cfg.image_size:
         resize = inputs.get("resize", resize)
     preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -58,13 +59,9 @@ class Meter:
         }
 
     def state_dict(self):
-        """The sums of every rank; all ranks call it together.
-
-        Raises UserError, on all ranks, if the loss is not finite.
-        """
+        """The sums of every rank; all ranks call it together."""
         seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
-        _refuse_nan(sum(loss for loss, *_ in ranks))
         return {"ranks": ranks}
 
     def load_state_dict(self, state):
@@ -75,11 +72,6 @@ class Meter:
         elif rank == 0:
             loss, correct, samples, seconds = zip(*ranks, strict=True)
             self._set(sum(loss), sum(correct), sum(samples), max(seconds))
-
-
-def _refuse_nan(loss):
-    if not math.isfinite(loss):
-        raise UserError(f"the training loss is {loss}: try a smaller --lr, or --clip-norm 1")
 
 
 @torch.no_grad()
@@ -114,36 +106,46 @@ class MetricLogger:
 
     def __init__(self, output_dir, start_epoch=0):
         self.path = Path(output_dir) / "metrics.jsonl"
-        self.best = -1.0
-        if get_rank() == 0:
-            rows = read_metrics(self.path) if self.path.exists() else []
-            rows = [row for row in rows if row["epoch"] < start_epoch]
-            self.best = max((row["val_accuracy"] for row in rows), default=-1.0)
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(temporary, self.path)
+        rows = read_metrics(self.path) if self.path.exists() else []
+        self.rows = [row for row in rows if row["epoch"] < start_epoch]
+        self._write()
 
     def log(self, epoch, train, val, lr):
-        """Log the results of Meter.compute() for an epoch. Returns True on the main process, which
-        alone saves, if the validation accuracy is the best so far.
+        """Log the results of Meter.compute() for an epoch. Returns whether the validation accuracy
+        is the best so far (on the main process, which alone saves and knows).
 
-        Raises UserError, on all ranks, if the loss is not finite.
+        Raises UserError, on all ranks, if a loss is not finite, and on rank 0 if the file cannot be
+        written.
         """
-        _refuse_nan(train["loss"])
+        if not math.isfinite(train["loss"] + val["loss"]):
+            raise UserError(
+                f"the training loss is {train['loss']}, the validation loss {val['loss']}: try a "
+                f"smaller --lr, or --clip-norm 1"
+            )
         row = {"epoch": epoch, "world_size": get_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
+        best = max((row["val_accuracy"] for row in self.rows), default=-1.0)
+        self.rows.append(row)
+        self._write()
         if get_rank() == 0:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(
-                f"epoch {epoch}: train loss {train['loss']:.4f} accuracy {train['accuracy']:.2%}, "
-                f"val loss {val['loss']:.4f} accuracy {val['accuracy']:.2%}, "
-                f"{train['samples'] / train['seconds']:.0f} images/s",
-                flush=True,
-            )
-        is_best, self.best = val["accuracy"] > self.best, max(self.best, val["accuracy"])
-        return is_best
+            with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
+                print(
+                    f"epoch {epoch}: train loss {train['loss']:.4f} accuracy "
+                    f"{train['accuracy']:.2%}, val loss {val['loss']:.4f} accuracy "
+                    f"{val['accuracy']:.2%}, {train['samples'] / train['seconds']:.0f} images/s",
+                    flush=True,
+                )
+        return val["accuracy"] > best
+
+    def _write(self):
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            if get_rank() == 0:
+                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+                os.replace(temporary, self.path)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
 
 
 def read_metrics(path):

@@ -19,7 +19,7 @@ def build_optimizer(model, cfg):
         return torch.optim.Adam(parameters, **options)
     if cfg.optimizer == "adamw":
         return torch.optim.AdamW(parameters, **options)
-    nesterov = cfg.optimizer == "sgd_nesterov"
+    nesterov = cfg.optimizer == "sgd_nesterov" and cfg.momentum > 0
     optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, nesterov=nesterov, **options)
     if cfg.momentum:
         # Fused SGD creates these in its first step and, if a GradScaler skips that step, leaves
@@ -32,7 +32,8 @@ def build_optimizer(model, cfg):
 def build_scheduler(optimizer, cfg, steps_per_epoch):
     """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
 
-    The learning rate depends only on the step, which is all that a resumed run needs to know.
+    The learning rate depends only on the step. A run that resumes with another peak, or with
+    another number of steps per epoch, continues at the same place of its new schedule.
     """
     total = cfg.epochs * steps_per_epoch
     warmup = round(cfg.warmup_epochs * steps_per_epoch)
@@ -47,4 +48,18 @@ def build_scheduler(optimizer, cfg, steps_per_epoch):
             return 0.1 ** (3 * step // total)
         return 1 - done if cfg.lr_schedule == "linear" else 1.0
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = Schedule(optimizer, factor)
+    scheduler.steps_per_epoch = steps_per_epoch
+    return scheduler
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """See build_scheduler()."""
+
+    def load_state_dict(self, state):
+        """Continue at the same place, in epochs, of this schedule."""
+        step = state["last_epoch"] * self.steps_per_epoch // state["steps_per_epoch"]
+        ours = {"base_lrs": self.base_lrs, "steps_per_epoch": self.steps_per_epoch}
+        super().load_state_dict(state | ours | {"last_epoch": step})
+        for group, peak in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = peak * self.lr_lambdas[0](step)

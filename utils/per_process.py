@@ -37,4 +37,4 @@ class Settings:
 
 
 def _world_size():
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or "1")

@@ -4,7 +4,6 @@ import os
 import random
 import sys
 import time
-from importlib.util import find_spec
 
 import torch
 
@@ -20,7 +19,7 @@ def configure_torch(cfg):
     The number of threads depends on the cores that the job may use, never on the load, so that the
     same command gives the same bits. Raises UserError if several processes run a script for one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and get_world_size() == 1:
+    if (os.environ.get("WORLD_SIZE") or "1") != "1" and get_world_size() == 1:
         raise UserError(
             f"{script_name()} runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
             f"start it with  python {script_name()}, or start train_ddp.py with torchrun"
@@ -38,26 +37,14 @@ def seed_everything(seed):
 
 
 def progress(loader):
-    """The batches of `loader`; the main process shows the progress of the epoch.
-
-    On a terminal, this is a tqdm bar (if tqdm is installed), otherwise a line now and then.
-    """
-    if not is_main_process():
-        return iter(loader)
-    name = f"epoch {loader.epoch}"
-    if sys.stderr.isatty() and find_spec("tqdm"):  # optional: requirements-extras.txt
-        from tqdm import tqdm
-
-        return iter(tqdm(loader, desc=name, leave=False, unit="batch", initial=loader.start))
-    return _lines(loader, name)
-
-
-def _lines(loader, name):
+    """The batches of `loader`. The main process shows the step: on a terminal in one line that it
+    overwrites every second, otherwise as a line now and then."""
+    pause, end = (1, "\r") if os.isatty(2) else (SECONDS_BETWEEN_LINES, "\n")
     printed = time.monotonic()
     for step, batch in enumerate(loader, loader.start):
-        if time.monotonic() - printed > SECONDS_BETWEEN_LINES:
+        if is_main_process() and time.monotonic() - printed > pause:
             printed = time.monotonic()
-            print(f"{name}: step {step} of {len(loader)}", file=sys.stderr)
+            print(f"epoch {loader.epoch}: step {step} of {len(loader)}", end=end, file=sys.stderr)
         yield batch
 
 

@@ -15,9 +15,7 @@ from utils.config import Config, setting
 class SpawnConfig(Config):
     """Config of train_ddp_spawn.py."""
 
-    spawn_processes: int = setting(
-        0, "processes to start; 0: one per visible GPU", low=0, free=True
-    )
+    spawn_processes: int = setting(0, "processes to start; 0: one per visible GPU", free=True)
 
 
 def host_store():

@@ -30,10 +30,15 @@ class Settings:
         choices=("none", "backbone"),
     )
 
+    @property
+    def weights_inputs(self):
+        """What the weights expect of their images; see Weights."""
+        return find_weights(self.model, self.weights).inputs
+
     def resolved(self):
         """The config with the image size that the weights expect, unless it is set."""
         try:
-            inputs = find_weights(self.model, self.weights).inputs
+            inputs = self.weights_inputs
         except UserError as error:
             raise ConfigError(str(error)) from None
         sized = replace(self, image_size=self.image_size or inputs.get("image_size", 0))

@@ -103,8 +103,8 @@ BUGS = [
     Bug(
         "every-epoch-is-the-best",
         "utils/metrics.py",
-        'is_best, self.best = val["accuracy"] > self.best, max(self.best, val["accuracy"])',
-        'is_best = val["accuracy"] > self.best',
+        'best = max((row["val_accuracy"] for row in self.rows), default=-1.0)',
+        "best = -1.0",
         "ddp x2",
         (Problem.BEST, ""),
         "The best accuracy so far is never updated, so that every epoch counts as the best.",
