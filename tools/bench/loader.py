@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from tools.bench.peer import PillowImages
-from tools.bench.report import interval, markdown_table, write_table
+from tools.bench.report import interval, markdown_table, spread, write_table
 from tools.bench.runner import machine, take_turns
 from utils.config import Config, load_config
 from utils.data import build_datasets, build_loader
@@ -132,8 +132,7 @@ def main():
             speeds = compare(*loaders, args.repeats)
             ratio = interval(speeds["reference"], speeds["ours"])
             medians = [f"{statistics.median(s):,.0f}" for s in speeds.values()]
-            ratio = "{:.2f} ({:.2f} to {:.2f})".format(*ratio)
-            rows.append([name, str(max(1, workers)), *medians, ratio])
+            rows.append([name, str(max(1, workers)), *medians, spread(*ratio, ".2f")])
             result["rows"][f"{name}, {workers} workers"] = list(speeds.values())
             print("  ".join(rows[-1]), flush=True)
             del loaders  # and their workers

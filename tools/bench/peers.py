@@ -5,9 +5,11 @@
 Every row runs in its own processes, `--repeats` times, interleaved with the others, with the same
 images, model, optimizer and global batch; the second epoch of each run is timed. An epoch has
 `--steps` steps; if the workers are restarted in each epoch, it is as long as an epoch of CIFAR-10,
-because in a short epoch their start would dominate. A ratio compares with the fastest peer on the
-same number of processes, for each precision. On the CPU, the peers keep BatchNorm statistics per
-rank, because PyTorch's SyncBatchNorm needs a GPU; so do the rows "BatchNorm per rank".
+because in a short epoch their start would dominate. Every peer runs with several numbers of
+workers; those with which it is clearly slower than with its best are run once and not reported. A
+ratio compares with the fastest peer on the same number of processes, for each precision. On the
+CPU, the peers keep BatchNorm statistics per rank, because PyTorch's SyncBatchNorm needs a GPU; so
+do the rows "BatchNorm per rank".
 """
 
 import argparse
@@ -18,7 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from tools.bench.peer import PEERS
-from tools.bench.report import EPOCH, interval, markdown_table, medians, run_counts, write_table
+from tools.bench.report import (
+    EPOCH,
+    interval,
+    markdown_table,
+    medians,
+    run_counts,
+    spread,
+    write_table,
+)
 from tools.bench.rows import Row
 from tools.bench.runner import Runner, machine, process_counts, setting, take_turns
 from tools.runs import flag_list
@@ -75,16 +85,28 @@ def contestants(counts, workers):
         peers = [name for name in PEERS if name != "bare"]
         rows.append(Contestant(f"tutorial as published x{n}", n, "float32", "10!", "tutorial"))
         rows += [
-            Contestant(f"{name} x{n}", n, "float32", str(count), name)
+            Contestant(f"{name} x{n}", n, precision, str(count), name)
             for name in peers
-            for count in (workers if n == 1 else workers[:1])  # the processes need the cores
-        ]
-        rows += [
-            Contestant(f"{name} x{n}", n, "bfloat16", str(workers[0]), name)
-            for name in peers
-            if name != "tutorial"
+            for precision in ("float32", "bfloat16")
+            for count in workers
         ]
     return rows
+
+
+def with_best_workers(rows, samples):
+    """The rows without the peers whose first run was slower than 0.9 times the same peer's fastest.
+
+    A peer is one row for each number of workers; only its fastest ones are worth more runs.
+    """
+
+    def speed(row):
+        return samples[row.key][0]["images_per_second"] if samples[row.key] else 0.0
+
+    best = {}
+    for row in rows:
+        group = row.name, row.precision
+        best[group] = max(best.get(group, 0.0), speed(row))
+    return [row for row in rows if speed(row) >= 0.9 * best[row.name, row.precision]]
 
 
 def sample(runner, contestant):
@@ -121,7 +143,7 @@ def ratio(result, facts):
 
     def text(before, after, label):
         speeds = ([sample["images_per_second"] for sample in rows] for rows in (before, after))
-        return "{:.2f} ({:.2f} to {:.2f}) {}".format(*interval(*speeds), label)
+        return f"{spread(*interval(*speeds), '.2f')} {label}"
 
     if facts["kind"] == "bare":
         ours = fastest("ours", facts["precision"])
@@ -141,7 +163,7 @@ def table_rows(result):
             facts["precision"],
             facts["workers"].replace("!", ", restarted each epoch"),
             f"{EPOCH / middle:.1f}",
-            f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
+            spread(middle, low, high, ",.0f"),
             ratio(result, facts),
         ]
 
@@ -151,7 +173,9 @@ def main():
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", default="configs/bench.yaml", help="of the scripts")
     parser.add_argument("--processes", help="such as 1,2,4 (default: depends on the GPUs or cores)")
-    parser.add_argument("--workers", help="workers of the peers (default: 0, and one per core)")
+    parser.add_argument(
+        "--workers", help="workers of the peers (default: 0, 1, half the cores, all cores)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (default: 3)")
     parser.add_argument("--steps", type=int, default=12, help="steps per epoch of synthetic images")
     parser.add_argument(
@@ -161,7 +185,9 @@ def main():
     parser.add_argument("--output", default="runs/bench-peers", help="folder of the reports")
     args = parser.parse_args()
     cores, counts = available_cores(), process_counts(args.processes)
-    workers = [int(n) for n in args.workers.split(",")] if args.workers else [0, cores]
+    workers = sorted({0, 1, cores // 2, cores})
+    if args.workers:
+        workers = [int(n) for n in args.workers.split(",")]
     flags = {"config": args.config} | dict(map(setting, args.set))
     rows = contestants(counts, workers)
     if args.only:
@@ -171,18 +197,22 @@ def main():
         runner = Runner(flags, folder, args.steps)
         jobs = {contestant.key: partial(sample, runner, contestant) for contestant in rows}
         samples, errors = take_turns(
-            jobs, args.repeats, lambda s: f"{s['images_per_second']:.0f} images/s"
+            jobs,
+            args.repeats,
+            describe=lambda sample: f"{sample['images_per_second']:.0f} images/s",
+            select=lambda samples: [row.key for row in with_best_workers(rows, samples)],
         )
     result["contestants"] = {
-        c.key: c.facts() | {"samples": samples[c.key]} for c in rows if samples[c.key]
+        c.key: c.facts() | {"samples": samples[c.key]}
+        for c in with_best_workers(rows, samples)
+        if samples[c.key]
     }
     result["failed"] = errors
     if not result["contestants"]:
         sys.exit(f"error: nothing was measured: {errors}")
     where = ", ".join(result["gpus"]) or f"{cores} cores of {result['cpu']}"
     runs = run_counts(c["samples"] for c in result["contestants"].values())
-    text = f"{result['config']['model']}, {where}, torch {result['torch']}, {runs} runs of each "
-    text += "row, interleaved; medians (smallest to largest).\n\n"
+    text = f"{result['config']['model']}, {where}, torch {result['torch']}. {runs}.\n\n"
     text += markdown_table(HEAD, table_rows(result)) + "\n"
     write_table(result, text, args.output, "peers")
     if errors:

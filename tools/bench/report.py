@@ -22,9 +22,18 @@ def medians(samples, name):
     return statistics.median(values), values[0], values[-1]
 
 
+def spread(middle, low, high, form):
+    """A median and its range, as text; of a single run the value alone."""
+    text = format(middle, form)
+    return text if low == high else f"{text} ({low:{form}} to {high:{form}})"
+
+
 def run_counts(rows):
-    """The numbers of samples of the rows, as text: an interrupted bench has more of some rows."""
-    return " or ".join(map(str, sorted({len(samples) for samples in rows})))
+    """How often the rows were run, as text: an interrupted bench has more runs of some rows."""
+    counts = sorted({len(samples) for samples in rows})
+    if counts == [1]:
+        return "One run of each row"
+    return f"Medians of {' or '.join(map(str, counts))} interleaved runs (smallest to largest)"
 
 
 def limits_of(result, key):
@@ -75,13 +84,13 @@ def table_rows(result):
             name,
             str(first["global_batch_size"]),
             f"{EPOCH / middle:.1f}",
-            f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
+            spread(middle, low, high, ",.0f"),
             f"{middle / alone[0]:.2f}" if alone else "",
             efficiency,
             f"{medians(samples, 'accuracy')[0]:.1%}",
             f"{medians(samples, 'memory')[0] / 2**30:.2f} GiB",
             *(f"{part / sum(parts):.1%}" for part in parts[:4]),
-            f"{share:.0%}" if key else "",
+            f"{share:.0%}{' (the limit was slower)' if share > 1 else ''}" if key else "",
             bottleneck(parts, limits, share) if key else "",
         ]
 
@@ -99,12 +108,11 @@ def notes(result):
         f"{result['config']['model']}, {result['config']['image_size']}x"
         f"{result['config']['image_size']}, {where}; Python {result['python']}, torch "
         f"{result['torch']}, commit {result['commit']}; `python -m tools.bench "
-        f"{result['command']}`. Medians of {repeats} interleaved runs (smallest to largest); "
-        f"an epoch of {steps} steps after a warm-up epoch; the time for {EPOCH:,} images is "
-        f"calculated. Rows with another global batch make a different number of updates per "
-        f"epoch, so their efficiency is not comparable. Limits are measured interleaved with "
-        f'the rows: computation alone, reading alone, all-reduce alone; "of limit" refers to the '
-        f"smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
+        f"{result['command']}`. {repeats}; an epoch of {steps} steps after a warm-up epoch; the "
+        f"time for {EPOCH:,} images is calculated. Rows with another global batch make a different "
+        f"number of updates per epoch, so their efficiency is not comparable. Limits are measured "
+        f"interleaved with the rows: computation alone, reading alone, all-reduce alone; the share "
+        f"is of the smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
     )
 
 
@@ -173,10 +181,12 @@ def write_reports(result, folder):
         shown = f'<img alt="speed and parts of a step" src="data:image/png;base64,{data}">'
     cells = [[html.escape(cell) for cell in row] for row in [HEAD, *table_rows(result)]]
     lines = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>\n" for row in cells)
+    title = "Speed of the scripts"
     style = "td{border-bottom:1px solid #ccc;padding:.2em .6em}body{font-family:sans-serif}"
+    style += "img{max-width:100%}"
     (folder / "bench.html").write_text(
-        f"<!doctype html><meta charset=utf-8><title>bench</title><style>{style}</style>"
-        f"<p>{html.escape(notes(result))}</p><table>{lines}</table>{shown}\n"
+        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{style}</style>"
+        f"<h1>{title}</h1><p>{html.escape(notes(result))}</p><table>{lines}</table>{shown}\n"
     )
     print(f"\nwrote {folder}/bench.json, bench.md, bench.html", flush=True)
 
@@ -212,5 +222,5 @@ def compared(before, after):
                 for values in (before["rows"][name], samples)
             ]
             middle, low, high = interval(*both)
-            lines.append(f"  {name}: {middle:.2f} ({low:.2f} to {high:.2f})")
+            lines.append(f"  {name}: {spread(middle, low, high, '.2f')}")
     return "\n".join(lines)

@@ -21,17 +21,21 @@ TIME_LIMIT = 1800  # seconds that a run may take
 ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py")  # started without torchrun
 
 
-def take_turns(jobs, repeats, describe=None):
+def take_turns(jobs, repeats, describe=None, select=None):
     """Run all jobs in turn, `repeats` times.
 
     jobs: {name: function without arguments}. describe: sample -> text, to print progress with.
+    select: the samples of the first turn -> the names of the jobs that are worth repeating.
     Returns {name: samples} and {name: error}. A job that raises RuntimeError or AssertionError is
     not repeated; Ctrl-C ends the loop, and the samples so far are returned.
     """
     samples, errors = {name: [] for name in jobs}, {}
     start, count, done = time.monotonic(), len(jobs) * repeats, 0
     try:
-        for _ in range(repeats):
+        for turn in range(repeats):
+            if select and turn == 1:
+                jobs = {name: jobs[name] for name in select(samples)}
+                count = done + len(jobs) * (repeats - 1)
             for name, job in jobs.items():
                 done += 1
                 if name in errors:
