@@ -100,6 +100,33 @@ def test_existing_files_are_kept(tmp_path, monkeypatch):
     assert mine.read_text() == (ROOT / "utils" / "models.py").read_text()
 
 
+def test_module_that_the_copy_would_hide_is_named(tmp_path, monkeypatch):
+    (tmp_path / "utils.py").write_text("mine")
+    with pytest.raises(SystemExit, match=r"the folder utils would hide .*utils\.py"):
+        run_copy(monkeypatch, "train_ddp.py", tmp_path, "--force")
+    assert os.listdir(tmp_path) == ["utils.py"]
+
+
+def test_script_may_be_a_path_and_the_destination_must_be_a_folder(tmp_path, monkeypatch):
+    run_copy(monkeypatch, "./train_ddp.py", tmp_path / "new")
+    assert (tmp_path / "new" / "train_ddp.py").exists()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit, match=r"cannot copy to .*file: "):
+        run_copy(monkeypatch, "train_ddp.py", tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--dataset=imagefolder", "--weights=DEFAULT", "--per-process-batch-size=8"]
+)
+def test_settings_of_a_file_that_was_not_copied_name_it(flag, tmp_path, monkeypatch):
+    run_copy(monkeypatch, "train_1gpu.py", tmp_path)
+    run = subprocess.run(
+        [sys.executable, "train_1gpu.py", flag], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
+    assert "which is missing: copy that file, too" in run.stderr
+
+
 def test_unknown_option_lists_the_options(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run_copy(monkeypatch, "train_ddp.py", tmp_path, "--with", "telepathy")

@@ -51,7 +51,8 @@ def report(script, files, left_out):
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.copy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("script", choices=[rung.script for rung in LADDER])
+    names = [rung.script for rung in LADDER]
+    parser.add_argument("script", type=lambda path: Path(path).name, choices=names)
     parser.add_argument("destination", type=Path, help="a folder; it is created if necessary")
     parser.add_argument(
         "--with",
@@ -69,11 +70,19 @@ def main():
     if unknown:
         parser.error(f"unknown option {', '.join(unknown)}: choose from {', '.join(known)}")
     files = files_to_copy(script, [known[name] for name in args.options])
+    if (args.destination / "utils.py").exists():
+        sys.exit(
+            f"error: the folder utils would hide {args.destination}/utils.py: rename that file, or "
+            f"copy to another folder"
+        )
     existing = [name for f in files if (args.destination / (name := f.relative_to(ROOT))).exists()]
     if existing and not args.force:
         names = ", ".join(map(str, existing))
         sys.exit(f"error: {args.destination} already has {names}: pass --force to overwrite them")
-    copy(files, args.destination)
+    try:
+        copy(files, args.destination)
+    except OSError as error:
+        sys.exit(f"error: cannot copy to {args.destination}: {error.strerror}")
     print(report(script, files, [o for o in known.values() if o.path not in files]))
 
 

@@ -8,6 +8,7 @@ with exit code 2 and one line that names the file, the key and the closest known
 import argparse
 import difflib
 import math
+import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -161,16 +162,16 @@ def _with_options(kind, texts):
     options = []
     if texts.get("dataset") == "imagefolder":
         with option("--dataset imagefolder"):
-            from utils import image_folder
-        options.append(image_folder.Settings)
+            from utils.image_folder import Settings
+        options.append(Settings)
     if texts.get("weights"):
         with option("--weights"):
-            from utils import weights
-        options.append(weights.Settings)
+            from utils.weights import Settings
+        options.append(Settings)
     if texts.get("per_process_batch_size", "0") != "0":
         with option("--per-process-batch-size"):
-            from utils import per_process
-        options.append(per_process.Settings)
+            from utils.per_process import Settings
+        options.append(Settings)
     return dataclass(frozen=True)(type("Config", (*options, kind), {})) if options else kind
 
 
@@ -216,7 +217,7 @@ def _read_yaml(path):
         where = f"{path}:{key.start_mark.line + 1}"
         if key.value in texts or not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{where}: {key.value} must have one value and appear once")
-        texts[key.value] = value.value, where
+        texts[key.value] = "" if value.tag.endswith("null") else value.value, where
     return texts
 
 
@@ -230,7 +231,7 @@ def _cast(f, text, where):
     try:
         if f.type is bool:
             return text if isinstance(text, bool) else words[text.lower()]
-        value = f.type(text)
+        value = f.type(os.path.expanduser(text))
         if f.type is float and not math.isfinite(value):
             raise ValueError
     except (KeyError, ValueError):
