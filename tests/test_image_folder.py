@@ -5,6 +5,7 @@ import pickle
 import random
 import zlib
 from dataclasses import fields
+from pathlib import Path
 
 import numpy
 import pytest
@@ -135,6 +136,34 @@ def test_file_names_in_any_script_and_dangling_links(tmp_path, capsys):
         train[len(train) - 1]
     assert len(build_datasets(config(tmp_path, "--on-bad-sample=skip"))[0]) == 4
     assert "skipping 2 of 11 files" in capsys.readouterr().out
+
+
+def test_links_that_would_count_images_twice_are_refused(tmp_path):
+    folder(tmp_path)
+    cat = next((tmp_path / "train").iterdir())
+    (cat / "again").symlink_to(cat)
+    with pytest.raises(UserError, match=r"again is the same folder as .*would count twice"):
+        find_images(tmp_path, "train")
+    (cat / "again").unlink()
+    moved = tmp_path / "elsewhere"
+    cat.rename(moved)
+    cat.symlink_to(moved)  # a link alone is fine
+    assert find_images(tmp_path, "train").paths
+
+
+def test_file_that_may_not_be_read_is_not_a_broken_one(tmp_path, monkeypatch):
+    """It would otherwise stay on the list of bad files when the permissions are corrected."""
+    folder(tmp_path)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        with pytest.raises(UserError, match=r"cannot read .*: Permission denied"):
+            build_datasets(config(tmp_path, "--on-bad-sample=skip"))
+    train, _, _ = build_datasets(config(tmp_path, "--on-bad-sample=skip"))
+    assert len(train) == len(build_datasets(config(tmp_path))[0])
 
 
 # Decoding
@@ -389,7 +418,7 @@ def test_cache_folder_can_be_moved_and_must_be_writable(tmp_path):
     assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 1
     assert not (tmp_path / "images" / ".cache").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="pass --cache-dir, or --loader workers"):
+    with pytest.raises(UserError, match="pass --cache-dir with a writable folder"):
         bad_files(["/etc/hostname"], tmp_path / "file" / "cache")
 
 

@@ -172,6 +172,13 @@ def test_full_disk_ends_all_ranks_and_keeps_the_checkpoint_before(tmp_path, monk
         assert isinstance(error, UserError)
         assert "No space left" in str(error) and "checkpoint before it is still" in str(error)
     assert read(tmp_path / "last.pt")["epoch"] == 3
+    assert len(list(tmp_path.glob("*.parts"))) == 1  # nothing is left to keep the disk full
+
+
+def test_parts_of_a_killed_run_make_room_for_the_next_save(tmp_path):
+    (tmp_path / "epoch-0002-cut.parts").mkdir()
+    save(tmp_path, make(seed=0))
+    assert "epoch-0002-cut.parts" not in os.listdir(tmp_path)
 
 
 def no_space(_):

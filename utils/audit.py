@@ -7,6 +7,7 @@ for training ("samples"), were not ("dropped") and were used more than once ("re
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -82,7 +83,8 @@ def report(seen, loader):
         text = f"trained on {len(seen)} of {dataset_size} samples exactly once and dropped "
         text += f"{len(dropped)}{': ' if len(dropped) else ''}{_some(dropped)}"
     if is_main_process():
-        print(f"audit: epoch {epoch} {text}", flush=True)
+        with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
+            print(f"audit: epoch {epoch} {text}", flush=True)
 
 
 def _write_row(path, row):

@@ -274,6 +274,13 @@ def find_images(data_dir, split):
         allow_empty=True,
     )
     paths, labels = [path for path, _ in samples], [label for _, label in samples]
+    names = {}
+    for name in sorted({os.path.dirname(path) for path in paths}):
+        if (other := names.setdefault(os.path.realpath(name), name)) != name:
+            raise UserError(
+                f"{name} is the same folder as {other}, whose images would count twice: remove the "
+                f"symbolic link"
+            )
     files = Files(folder, classes, paths, labels)
     if empty := files.empty_classes():
         raise UserError(f"no images in {empty} (expected files {', '.join(EXTENSIONS)})")
@@ -369,6 +376,8 @@ def decode(path):
         return _decode_with_torchvision(data) if decode_image else _decode_with_pillow(data)
     except MemoryError:
         raise
+    except PermissionError as error:  # the file may be fine
+        raise UserError(f"cannot read {readable(path)}: {error.strerror}") from None
     except Exception as error:  # Pillow's parsers raise all kinds of exceptions for broken files
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):
@@ -486,11 +495,14 @@ def _write(path, data):
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
         raise UserError(
-            f"cannot write {path}: {error.strerror}; pass --cache-dir, or --loader workers"
+            f"cannot write {path}: {error.strerror}; pass --cache-dir with a writable folder"
         ) from None

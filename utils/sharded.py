@@ -12,9 +12,9 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from utils import distributed
 from utils.distributed import all_gather_object, fail_together, get_rank, is_main_process
 from utils.errors import UserError
 
@@ -25,6 +25,9 @@ def save_sharded(checkpoint, folder):
     Returns the checkpoint without them, and with "parts": {"folder", "files": {name: checksum}}.
     All ranks call it together. Raises UserError, on all ranks, if a part cannot be written.
     """
+    with fail_together():
+        if is_main_process():
+            remove_unused_parts(folder)  # of a run that was killed while saving
     # Always a new folder: if overwriting older parts were interrupted, the result would be a mix.
     name = f"epoch-{checkpoint['epoch']:04d}-{uuid.uuid4().hex[:8]}.parts"
     name = all_gather_object(name)[0]
@@ -113,8 +116,10 @@ def _save_parts(folder, tensors):
     """
     try:
         with _expected_warnings():
-            dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+            group = distributed._control_group  # a step's timeout may be too short for the disk
+            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as error:
+        shutil.rmtree(folder, ignore_errors=True)  # or a full disk would stay full
         reasons = {str(reason) for reason, _ in error.failures.values()}
         raise UserError(
             f"cannot save {folder}: {'; '.join(reasons)}; the checkpoint before it is still there"
