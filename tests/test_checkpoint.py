@@ -108,7 +108,7 @@ def test_saved_state_is_loaded(tmp_path):
     plain = torch.load(tmp_path / "last.pt", weights_only=True)
     assert list(plain["model"]) == list(state["model"].state_dict())
     assert set(plain["optimizer"]["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert (plain["epoch"], plain["world_size"], plain["format"]) == (3, 1, 2)
+    assert (plain["epoch"], plain["format"]) == (3, 2)
     assert plain["data"] == {"classes": ["a", "b"]}
     assert plain["config"] == vars(Config(output_dir=str(tmp_path), lr=0.25))
 
@@ -166,7 +166,7 @@ def test_wrappers_leave_no_trace(tmp_path):
 
     assert run_ranks(body, 2) == [1, 1]
     saved = read_checkpoint(tmp_path / "last.pt")
-    assert list(saved["model"]) == list(model.state_dict()) and saved["world_size"] == 2
+    assert list(saved["model"]) == list(model.state_dict())
 
 
 def test_momentum_keeps_the_parameters_memory_format(tmp_path):
@@ -724,6 +724,21 @@ def test_ranks_wait_for_the_clock_every_few_seconds_alone(tmp_path, monkeypatch)
     for _ in range(60):
         writer.step()
     assert saved == [541.0]
+
+
+def test_settling_buckets_leaves_forward_and_hooks_of_the_model_alone(tmp_path):
+    def body(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+        calls, method = [], model.forward
+        model.forward = lambda images: method(images) + 100  # a patch of the instance
+        model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape))
+        wrapped = DistributedDataParallel(model)
+        settle_ddp_buckets(wrapped)
+        assert calls == [] and wrapped.module is model
+        return wrapped(torch.ones(3, 2)).min().item() > 90, len(calls)
+
+    assert run_ranks(body, 2) == [(True, 1)] * 2
 
 
 def test_ddp_sums_gradients_in_the_same_order_at_every_step(tmp_path):

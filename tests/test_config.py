@@ -170,6 +170,15 @@ def test_help_explains_every_setting(capfd):
             assert len(field.metadata["help"]) > 5 and not field.metadata["help"].endswith(".")
 
 
+def test_null_is_empty_and_a_tilde_is_the_home_folder(yaml_file, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
+    cfg = load_config(argv=[yaml_file("output_dir: null\ndata_dir: ~/images\nweights:")])
+    assert (cfg.output_dir, cfg.data_dir) == ("runs/train_ddp", "/home/me/images")
+    assert load_config(argv=["--output-dir=~/run"]).output_dir == "/home/me/run"
+    assert_refused([yaml_file("epochs: ~")], ["epochs must be a whole number, not ''"], capfd)
+
+
 @pytest.mark.parametrize(("flag", "option"), OPTIONS)
 def test_option_settings_exist_only_where_the_option_is_selected(flag, option, yaml_file, capfd):
     name, _, value = flag.removeprefix("--").partition("=")

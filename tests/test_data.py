@@ -377,6 +377,8 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused(monkeypatch):
     dataset, sampler = Pixels(), range(COUNT)
     with pytest.raises(UserError, match="40 training samples do not fill one global batch of 64"):
         build_loader(dataset, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
+    with pytest.raises(UserError, match="0 validation samples"):
+        build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
     assert len(build_loader(dataset, sampler, 64, CPU, cfg)) == 1
     monkeypatch.setattr(utils.data, "get_world_size", lambda: 3)
@@ -408,6 +410,40 @@ def test_datasets_are_chosen_by_name():
         build_datasets(config("--dataset=imagefolder", "--data-dir=/nowhere"))
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.randint(99, (7,)),  # words
+        torch.randint(99, (7,), dtype=torch.int32),
+        torch.ones(7, dtype=torch.bool),
+        torch.randint(256, (7,), dtype=torch.uint8),
+        torch.randint(256, (5, 7), dtype=torch.uint8),
+    ],
+    ids=lambda t: f"{t.dtype} {t.dim()}-D",
+)
+def test_samples_that_are_no_images_stay_as_they_are(sample):
+    images, _ = next(iter(make_loader([(sample, 1)] * COUNT)))
+    assert images.dtype == sample.dtype and images[0].equal(sample)
+
+
+@pytest.mark.parametrize(
+    "label", [1, True, numpy.int32(1), numpy.uint8(1), torch.tensor(1, dtype=torch.int32)], ids=repr
+)
+def test_integer_labels_become_int64_and_others_stay(label):
+    image = torch.zeros(3)
+    _, labels = next(iter(make_loader([(image, label)] * COUNT)))
+    assert labels.dtype == torch.int64 and set(labels.tolist()) == {1}
+    _, labels = next(iter(make_loader([(image, 0.5)] * COUNT)))
+    assert labels.is_floating_point()
+
+
+@pytest.mark.parametrize("sample", [{"image": 1}, (1, 2, 3), torch.zeros(3, 4, 4)], ids=repr)
+def test_sample_that_is_no_pair_fails_where_it_is_read(sample):
+    with pytest.raises(ValueError, match="values to unpack") as caught:
+        next(iter(make_loader([sample] * COUNT)))
+    assert "image, label = self.dataset[index]" in str(caught.traceback[-1].statement)
+
+
 def test_description_of_the_data_tells_datasets_apart():
     class Labelled(Pixels):
         def __init__(self, labels, **attributes):
@@ -429,6 +465,9 @@ def test_description_of_the_data_tells_datasets_apart():
     with_targets.targets = [2, 1]
     assert describe_data(with_targets, val, [])["train_labels"] == swapped["train_labels"]
     assert describe_data(DATASETS["feature vectors"], val, [])["train_samples"] == COUNT
+    names = [describe_data(Labelled(list(n)), val, [])["train_labels"] for n in ("ab", "ba")]
+    assert names[0] != names[1]
+    describe_data(Labelled(None), val, [])  # an attribute of that name with another meaning
 
 
 # Workers

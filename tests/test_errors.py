@@ -238,7 +238,7 @@ def test_user_error_of_all_ranks_ends_torchruns_report_once(tmp_path):
     text = "7 training samples do not fill one global batch of 12: pass a smaller"
     assert "Root Cause" in run.stderr and run.stderr.count(text) == 1
     rank = run.stderr.split("error (rank ")[1][0]
-    line = f"traceback : error (rank {rank}): {text} --global-batch-size"
+    line = f"traceback : error (rank {rank}): {text} --global-batch-size, or add samples"
     assert_report_ends_with(run, line)
 
 

@@ -299,7 +299,8 @@ def test_no_thread_of_a_process_group_is_left_to_abort_the_exit(script, tmp_path
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(COUNT_THREADS.format(log=str(tmp_path / "log")))
     environment = {"PYTHONPATH": str(hooks), "MASTER_PORT": str(free_port())}
-    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    environment |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     flags = {"output_dir": tmp_path / "run", "epochs": 1, "synthetic_samples": 12}
     run = run_script(script, environment=environment, **flags)
     assert (run.code, run.stderr) == (0, "")

@@ -145,7 +145,6 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch):
         ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 CUDA devices, but 0 are visible"),
         ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
         ("train_mp.py", None, {"compile": "default"}, "pass --compile none"),
-        ("train_dp.py", None, {"compile": "default"}, "pass --compile none"),
     ],
     ids=str,
 )

@@ -183,10 +183,3 @@ def test_summary_tells_what_the_run_will_do(capfd, monkeypatch):
     monkeypatch.setattr(runtime, "is_main_process", lambda: False)
     log_summary(cfg, {"model": model, "loader": loader}, 3)
     assert capfd.readouterr().out == ""
-
-
-def test_data_parallel_cannot_be_compiled():
-    state = {"model": torch.nn.DataParallel(torch.nn.Linear(2, 3)), "loader": Loader("abc")}
-    with pytest.raises(UserError, match="pass --compile none"):
-        log_summary(load_config(argv=["--compile=default"]), state, 0)
-    log_summary(load_config(argv=[]), state, 0)

@@ -2,7 +2,7 @@
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
 weights_only=True: "model" (plain names, full tensors), "optimizer" (by parameter name), whatever
-else `state` holds, and "config", "epoch" (epochs done), "world_size", "format".
+else `state` holds, and "config", "epoch" (epochs done), "format".
 
 output_dir/epoch-0007.pt   after 7 epochs; the newest cfg.keep_last of them are kept
 output_dir/last.pt         the newest checkpoint, possibly from within an epoch
@@ -58,6 +58,10 @@ class Checkpointer:
         self.epoch, self.saved_at = 0, time.monotonic()
         self.steps, self.next_clock = 0, 1  # since then
         self.writer, self.pending = ThreadPoolExecutor(1), None
+        if cfg.save_sharded:
+            with option("--save-sharded"):
+                from utils.sharded import save_sharded
+            self.save_sharded = save_sharded
 
     def load(self):
         """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
@@ -84,6 +88,7 @@ class Checkpointer:
                 (self.folder / "config.yaml").write_text(self.cfg.dump())
         if isinstance(model := self.state["model"], torch.nn.parallel.DistributedDataParallel):
             settle_ddp_buckets(model)
+        self._compare_replicas()
         return self.epoch
 
     def step(self):
@@ -114,20 +119,17 @@ class Checkpointer:
         self.wait()
         self.epoch, self.saved_at = epoch, time.monotonic()
         self.steps, self.next_clock = 0, 1
-        checkpoint = {"format": FORMAT, "epoch": epoch, "world_size": get_world_size()}
-        checkpoint["config"] = vars(self.cfg)
-        sharded = self.cfg.save_sharded
-        options = dsd.StateDictOptions(full_state_dict=not sharded, cpu_offload=not sharded)
+        checkpoint = {"format": FORMAT, "epoch": epoch, "config": vars(self.cfg)}
+        whole = not self.cfg.save_sharded
+        options = dsd.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
         with fail_together():  # ranks other than 0 have empty dicts, unless sharded
             _refuse_non_finite(model, optimizer.get("state", {}))
         checkpoint |= {"model": model, "optimizer": optimizer}
         for name, value in self.others.items():
             checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
-        if sharded:
-            with option("--save-sharded"):
-                from utils.sharded import save_sharded
-            checkpoint = save_sharded(checkpoint, self.folder)
+        if not whole:
+            checkpoint = self.save_sharded(checkpoint, self.folder)
         if is_main_process():
             name = "last.pt" if between_steps else f"epoch-{epoch:04d}.pt"
             links = [] if between_steps else ["last.pt", "best.pt"][: 1 + is_best]
@@ -161,7 +163,7 @@ class Checkpointer:
                 raise
             raise UserError(f"cannot save {path}: {reason.strerror}") from None
 
-    def _compare_replicas(self, between_steps):
+    def _compare_replicas(self, between_steps=False):
         if self.compare_ranks and self.cfg.check_replicas_every >= 0:
             with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
                 from utils.replicas import check_replicas
@@ -218,10 +220,7 @@ def _refuse_non_finite(model, states):
     for value in (*model.values(), *(v for state in states.values() for v in state.values())):
         value = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
         if not value.isfinite().all():
-            raise UserError(
-                "the weights or the optimizer's state are no longer finite: try a smaller --lr, or "
-                "--clip-norm 1; the checkpoint before is still there"
-            )
+            raise UserError("the model is no longer finite: try a smaller --lr, or --clip-norm 1")
 
 
 def settle_ddp_buckets(model):
@@ -233,10 +232,10 @@ def settle_ddp_buckets(model):
     """
     inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     device, dtype = parameters[-1].device, parameters[-1].dtype
-    inner.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
-    with torch.compiler.set_stance("force_eager"):
-        model().backward()
-    del inner.forward  # the method of the class is used again
+    model.module = torch.nn.Sequential(inner)  # its forward, as hooks of `inner` expect an input
+    model.module.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
+    model().backward()
+    model.module = inner
     model.zero_grad(set_to_none=True)
 
 
@@ -284,7 +283,7 @@ def read_checkpoint(path, join_parts=True):
 
 
 def _by_epoch(folder):
-    return sorted(folder.glob("epoch-*.pt"), key=lambda path: int(path.stem.split("-")[1]))
+    return sorted(folder.glob("epoch-[0-9]*.pt"), key=lambda path: int(path.stem.split("-")[1]))
 
 
 def _newest_good(folder):
@@ -320,7 +319,7 @@ def _claim(folder):
     """Create the folder, and lock it against a second run for as long as this process lives."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
         for leftover in folder.glob("*.pt.tmp"):  # of a run that was killed
             leftover.unlink()

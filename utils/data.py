@@ -52,7 +52,7 @@ def describe_data(train_set, val_set, classes):
     for name, dataset in (("train", train_set), ("val", val_set)):
         labels = getattr(dataset, "labels", getattr(dataset, "targets", ()))
         facts[f"{name}_samples"] = len(dataset)
-        facts[f"{name}_labels"] = zlib.crc32(torch.as_tensor(labels).cpu().numpy().tobytes())
+        facts[f"{name}_labels"] = zlib.crc32(numpy.asarray(labels).astype(str).tobytes())
     return facts | getattr(train_set, "preprocessing", {}) | getattr(val_set, "split", {})
 
 
@@ -69,10 +69,10 @@ def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
             f"global_batch_size {batch} cannot be divided evenly among {ranks} processes: "
             f"pass --global-batch-size {-(-batch // ranks) * ranks}"
         )
-    if train and len(dataset) < batch:
+    if len(dataset) < (batch if train else 1):
         raise UserError(
-            f"{len(dataset)} training samples do not fill one global batch of {batch}: pass a "
-            f"smaller --global-batch-size"
+            f"{len(dataset)} {'training' if train else 'validation'} samples do not fill one "
+            f"global batch of {batch}: pass a smaller --global-batch-size, or add samples"
         )
     kind = Loader
     if train and cfg.audit:
@@ -85,20 +85,21 @@ class Loader:
     """Iterates over (images, labels) on the device: float images, channels_last if 4-D.
 
     step: batches yielded in this epoch; start: where the next iteration begins, after a resume;
-    indices: the samples of the last batch, int64 (n,).
+    epoch: of the current iteration; indices: the samples of the last batch, int64 (n,).
     """
 
     def __init__(self, dataset, sampler, batch_size, device, cfg, train):
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.step = self.start = 0
-        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)
-        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)
+        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype).view(-1, 1, 1)
+        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype).view(-1, 1, 1)
         self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
         resident = _resident(dataset, device, cfg)
         self.name = "device" if resident else "workers"
-        workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
-        workers = cfg.num_workers if cfg.num_workers >= 0 else workers
+        workers = cfg.num_workers
+        if workers < 0:
+            workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
         workers = 0 if resident else workers
         self.reader = DataLoader(
             _Batches(resident or dataset, cfg.seed),
@@ -116,12 +117,9 @@ class Loader:
         samples, batch = len(self.sampler), self.batch_size
         return samples // batch if self.train else -(-samples // batch)
 
-    @property
-    def epoch(self):
-        return getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-
     def __iter__(self):
         self.step, self.start = self.start, 0
+        self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
         self.reader.sampler.start = self.step
         for batch in self.reader:
             if isinstance(batch, UserError):
@@ -130,19 +128,19 @@ class Loader:
             if self.train:
                 seed_step(self.seed, self.epoch, self.step)
             self.step += 1
+            if not labels.is_floating_point():
+                labels = labels.long()
             yield self._normalize(images), labels.to(self.device, non_blocking=True)
         self.step = 0
 
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
-        if images.dtype == torch.uint8:  # two roundings: a GPU could fuse them
-            nhwc = images.permute(0, 2, 3, 1)
-            width, channels = nhwc.shape[2:]
-            scale, shift = (t.expand(width, channels).flatten() for t in (self.scale, self.shift))
-            rows = nhwc.flatten(2).to(self.dtype).mul_(scale).add_(shift)  # faster than by pixel
-            return rows.view(nhwc.shape).permute(0, 3, 1, 2)
-        layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
-        return images.to(self.dtype, memory_format=layout)
+        if images.dtype == torch.uint8 and images.dim() == 4:
+            images = images.to(self.dtype).mul_(self.scale).add_(self.shift)
+        if images.is_floating_point():  # others, such as the indices of words, stay as they are
+            layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
+            images = images.to(self.dtype, memory_format=layout)
+        return images
 
     def state_dict(self):
         """How far the epoch is, in global batches; all ranks call it together."""
@@ -216,7 +214,8 @@ class _Batches:
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             numpy.random.seed(seed % 2**32)
-            samples.append(self.dataset[index])
+            image, label = self.dataset[index]  # fails here if a sample is anything else
+            samples.append((image, label))
         torch.set_rng_state(state[0])
         random.setstate(state[1])
         numpy.random.set_state(state[2])

@@ -69,7 +69,7 @@ def get_device(device="auto"):
 def init_distributed(device="auto", timeout=300.0, devices=None):
     """Join the process group that torchrun's environment describes; return this rank's device.
 
-    Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     (https://docs.pytorch.org/docs/stable/elastic/run.html). The backend follows the device: NCCL
     for CUDA, gloo for the CPU and for ranks that share the one GPU that `device` names.
 

@@ -36,9 +36,8 @@ class Meter:
 
     def update(self, loss, outputs, labels):
         """loss: mean over this batch; outputs: (n, classes); labels: int64 (n,)."""
-        with torch.no_grad():
-            correct = (outputs.argmax(1) == labels).sum()
-            self.sums += torch.stack([loss.double() * len(labels), correct.double()])
+        correct = (outputs.argmax(1) == labels).sum()
+        self.sums += torch.stack([loss.detach().double() * len(labels), correct.double()])
         self.samples += len(labels)
 
     def compute(self):

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import all_gather_object, get_world_size
 from utils.errors import UserError
@@ -16,9 +15,9 @@ def check_replicas(model, optimizer, between_steps=False):
     """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
     single bit. All ranks call it together.
 
-    Shards (DTensors) differ by design and are not compared. between_steps: neither are the buffers
-    of an unsynchronized BatchNorm, which differ until DistributedDataParallel broadcasts them at
-    the next forward pass.
+    Shards (DTensors) differ by design and are not compared. between_steps: neither are buffers (the
+    statistics of an unsynchronized BatchNorm), which DistributedDataParallel broadcasts at the next
+    forward pass.
     """
     named = list(_checksums(model, optimizer, between_steps)) if get_world_size() > 1 else []
     if not named:  # one process, or nothing but shards
@@ -65,11 +64,7 @@ def _checksums(model, optimizer, between_steps):
 
 def _tensors(model, optimizer, between_steps):
     yield from model.named_parameters()
-    for path, module in model.named_modules():
-        synchronized = not isinstance(module, _BatchNorm) or "Sync" in type(module).__name__
-        if synchronized or not between_steps:
-            for name, buffer in module.named_buffers(recurse=False):
-                yield f"{path}.{name}", buffer
+    yield from () if between_steps else model.named_buffers()
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

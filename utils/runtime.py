@@ -51,8 +51,6 @@ def progress(loader):
 def log_summary(cfg, state, start_epoch):
     """Print what the run is about to do, on the main process."""
     model, loader = state["model"], state["loader"]
-    if isinstance(model, torch.nn.DataParallel) and cfg.compile != "none":
-        raise UserError("DataParallel cannot run a compiled model: pass --compile none")
     if not is_main_process():
         return
     steps, batch, ranks = len(loader), cfg.global_batch_size, get_world_size()
