@@ -230,12 +230,17 @@ def test_mistakes_are_one_line(clone, results, monkeypatch, capfd, tmp_path):
     best = clone / "runs" / "finetune" / "best.pt"
     photo(tmp_path / "test" / "horse" / "1.jpg")
     (tmp_path / "bad.jpg").write_bytes(b"x")
+    name = read_checkpoint(best)["data"]["classes"][0]
+    (tmp_path / ".other" / "test" / name).mkdir(parents=True)
+    (tmp_path / ".other" / "test" / name / "1.jpg").write_bytes(b"x")
+    bad_folder = [best, "--data-dir", tmp_path / ".other", "--split=test", "--on-bad-sample=skip"]
     for module, arguments, message in (
         (predict, ["/no/best.pt", "x.jpg"], "there is no file /no/best.pt"),
         (predict, [tmp_path / "bad.jpg", "x.jpg"], "bad.jpg cannot be read as a checkpoint"),
         (predict, [best, "x.jpg", "--device=tpu"], "device 'tpu' is not one of"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=test"], "does not know: horse"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=train"], "has no class folders"),
+        (evaluate, bad_folder, "none of the 1 images in"),
         (export, [best, "--format=onnx", "--output=/no/x.onnx"], "there is no folder /no"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -255,6 +260,14 @@ def test_predict_exits_with_1_without_predictions(clone, results, monkeypatch, c
     capfd.readouterr()
     assert run(predict, monkeypatch, best, tmp_path / "empty", "--json") == 1
     assert json.loads(capfd.readouterr().out) == []
+
+
+def test_predictions_end_quietly_when_nobody_reads_them(clone, results):
+    command = [sys.executable, "-m", "tools.predict", "runs/finetune/best.pt", "new.jpg", "--csv"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run(command, cwd=clone, stdout=writer, stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_evaluates_other_datasets_and_a_subset_of_the_classes(monkeypatch, capsys, tmp_path):

@@ -77,6 +77,8 @@ def evaluation_set(trained, data_dir, split, *, skip_bad=False):
         cache = trained.config.get("cache_dir") or Path(data_dir) / ".cache"
         with main_process_first():
             bad = bad_files(files.paths, cache)
+        if len(bad) == len(files.paths):
+            raise UserError(f"none of the {len(bad)} images in {files.folder} can be decoded")
         files = files.select([path not in bad for path in files.paths])
     labels = [classes.index(files.classes[label]) for label in files.labels]
     return folder_set(files.paths, labels, trained.facts)

@@ -153,10 +153,15 @@ def main():
     out = Json() if args.json else Csv(top_k) if args.csv else Table()
     model, bad = trained.model.to(device), 0
     results = predict(model, trained.facts, paths, device, args.batch_size, top_k, workers)
-    for path, result in results:
-        out.write(path, result)
-        bad += isinstance(result, BadImageError)
-    out.close()
+    try:
+        for path, result in results:
+            out.write(path, result)
+            bad += isinstance(result, BadImageError)
+        out.close()
+        sys.stdout.flush()
+    except BrokenPipeError:  # in  ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     if bad or not paths:
         print(f"{bad} of {len(paths)} images cannot be decoded", file=sys.stderr)
     return bad == len(paths)

@@ -29,7 +29,7 @@ from utils.errors import UserError, option
 
 FORMAT = 2
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
-SECONDS_BETWEEN_CLOCKS = 5  # between reads of rank 0's clock, for which the ranks wait
+STEPS_BETWEEN_CLOCKS = 16  # steps between reads of rank 0's clock, which the ranks wait for
 WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-*")
 _locks = {}  # {folder: file}, held while this process lives
 
@@ -56,7 +56,7 @@ class Checkpointer:
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.epoch, self.saved_at = 0, time.monotonic()
-        self.steps, self.next_clock = 0, 1  # since then
+        self.steps = 0  # of this process, in all epochs
         self.writer, self.pending = ThreadPoolExecutor(1), None
         if cfg.save_sharded:
             with option("--save-sharded"):
@@ -101,11 +101,9 @@ class Checkpointer:
             self._compare_replicas(between_steps=True)
         due = cfg.save_steps and step % cfg.save_steps == 0
         self.steps += 1
-        if cfg.save_minutes and self.steps == self.next_clock:
-            seconds = time.monotonic() - self.saved_at
-            steps = 1 + int(self.steps * SECONDS_BETWEEN_CLOCKS / (1 + seconds))
-            is_late, steps = all_gather_object((seconds >= 60 * cfg.save_minutes, steps))[0]
-            due, self.next_clock = due or is_late, self.steps + steps
+        if cfg.save_minutes and self.steps % STEPS_BETWEEN_CLOCKS == 0:
+            minutes = (time.monotonic() - self.saved_at) / 60
+            due |= all_gather_object(minutes)[0] >= cfg.save_minutes  # rank 0's clock
         if due:
             self.save(self.epoch, between_steps=True)
 
@@ -118,7 +116,6 @@ class Checkpointer:
         self._compare_replicas(between_steps)
         self.wait()
         self.epoch, self.saved_at = epoch, time.monotonic()
-        self.steps, self.next_clock = 0, 1
         checkpoint = {"format": FORMAT, "epoch": epoch, "config": vars(self.cfg)}
         whole = not self.cfg.save_sharded
         options = dsd.StateDictOptions(full_state_dict=whole, cpu_offload=whole)

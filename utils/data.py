@@ -92,8 +92,8 @@ class Loader:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.step = self.start = 0
-        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype).view(-1, 1, 1)
-        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype).view(-1, 1, 1)
+        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)
+        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)
         self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
         resident = _resident(dataset, device, cfg)
         self.name = "device" if resident else "workers"
@@ -136,7 +136,10 @@ class Loader:
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
         if images.dtype == torch.uint8 and images.dim() == 4:
-            images = images.to(self.dtype).mul_(self.scale).add_(self.shift)
+            shape = images.shape[3], images.shape[1]  # a row of pixels at a time, which is faster
+            scale, shift = (t.expand(shape).flatten() for t in (self.scale, self.shift))
+            rows = images.permute(0, 2, 3, 1).flatten(2).to(self.dtype).mul_(scale).add_(shift)
+            return rows.unflatten(2, shape).permute(0, 3, 1, 2)
         if images.is_floating_point():  # others, such as the indices of words, stay as they are
             layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
             images = images.to(self.dtype, memory_format=layout)
