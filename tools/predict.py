@@ -150,10 +150,10 @@ def main():
     workers = min(8, available_cores() // 2) if len(paths) > args.batch_size else 0
     configure_torch(replace(trained.cfg, num_threads=0, num_workers=workers))
     top_k = min(args.top_k, len(trained.facts["classes"]))
-    out = Json() if args.json else Csv(top_k) if args.csv else Table()
     model, bad = trained.model.to(device), 0
     results = predict(model, trained.facts, paths, device, args.batch_size, top_k, workers)
     try:
+        out = Json() if args.json else Csv(top_k) if args.csv else Table()
         for path, result in results:
             out.write(path, result)
             bad += isinstance(result, BadImageError)
