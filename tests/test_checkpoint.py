@@ -646,6 +646,15 @@ def test_missing_module_for_comparing_ranks_is_named(tmp_path, monkeypatch):
     checkpointer(tmp_path, compare_ranks=True).save(1)  # one rank: nothing to compare
 
 
+def test_replicas_are_compared_at_the_start(tmp_path):
+    def body(rank):
+        writer = checkpointer(tmp_path, make_state(seed=rank), compare_ranks=True)
+        return outcome(writer.load)
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and "the ranks no longer hold the same model" in text
+
+
 @pytest.mark.parametrize("place", ["weight", "buffer", "momentum"])
 def test_values_that_are_not_finite_are_never_saved(place, tmp_path):
     def body(rank):
