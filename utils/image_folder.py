@@ -13,7 +13,7 @@ import random
 import uuid
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -64,14 +64,18 @@ class Settings:
         "", "for decoded images and lists of bad files; empty: data_dir/.cache", free=True
     )
 
+    @property
+    def cache_folder(self):
+        """Where decoded images and lists of bad files are kept."""
+        return Path(self.cache_dir or Path(self.data_dir) / ".cache")
+
     def resolved(self):
         """The config, checked. Raises ConfigError if values contradict."""
         if self.augment == "resized_crop" and self.loader == "device":
             raise ConfigError("augment=resized_crop crops the original images: use loader=workers")
         if self.val_fraction >= 1:
             raise ConfigError(f"val_fraction={self.val_fraction} leaves nothing to train on")
-        cache = self.cache_dir or str(Path(self.data_dir) / ".cache")
-        return super(Settings, replace(self, cache_dir=cache)).resolved()
+        return super().resolved()
 
 
 class BadImageError(UserError):
@@ -125,7 +129,7 @@ def build(cfg):
                 f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
             )
     if cfg.on_bad_sample == "skip":
-        splits = _without_bad(splits, cfg.cache_dir)
+        splits = _without_bad(splits, cfg.cache_folder)
     chosen = None
     if cfg.val_fraction:
         splits = split_images(splits[0], cfg, _saved_data(cfg))
@@ -139,7 +143,7 @@ def build(cfg):
         resize = inputs.get("resize", resize)
     preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}
     preprocessing |= {"image_size": cfg.image_size, "resize": resize}
-    options = {"preprocessing": preprocessing, "seed": cfg.seed, "cache": Path(cfg.cache_dir)}
+    options = {"preprocessing": preprocessing, "seed": cfg.seed, "cache": cfg.cache_folder}
     train_set = FolderDataset(train.paths, train.labels, augment=cfg.augment, **options)
     val_set = FolderDataset(val.paths, val.labels, split=chosen, **options)
     return train_set, val_set, train.classes
