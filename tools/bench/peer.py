@@ -92,6 +92,8 @@ class Clock:
         self.seconds, self.correct, self.samples = [], 0, 0
 
     def start(self):
+        # torchrun leaves one thread per rank, Accelerate and Lightning all cores to each.
+        torch.set_num_threads(cores_per_rank())
         self.correct, self.samples, self.started = 0, 0, time.perf_counter()
 
     def update(self, outputs, labels):  # every peer counts: all of them report an accuracy
@@ -242,7 +244,6 @@ def main():
             pin_memory=device.type == "cuda",
             drop_last=True,
         )
-    torch.set_num_threads(cores_per_rank())  # torchrun would leave one thread per rank
     clock = Clock()
     accuracy = PEERS[name](cfg, len(classes), device, loader, precision, clock)
     result = {"seconds": clock.seconds[-1], "samples": clock.samples, "accuracy": accuracy}
