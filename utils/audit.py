@@ -6,7 +6,6 @@ for training ("samples"), were not ("dropped") and were used more than once ("re
 """
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from utils.data import Loader
 from utils.distributed import all_gather_object, fail_together, is_main_process
 from utils.errors import UserError
+from utils.metrics import write_rows
 
 
 class AuditedLoader(Loader):
@@ -91,12 +91,10 @@ def _write_row(path, row):
     """Append a row; rows of this epoch or later are from an earlier attempt, and are dropped."""
     try:
         lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["epoch"] < row["epoch"]]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in [*kept, json.dumps(row)]))
-        os.replace(temporary, path)
+        kept = [old for old in map(json.loads, lines) if old["epoch"] < row["epoch"]]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"cannot write {path}: {error}; remove it or free some space") from None
+    write_rows(path, [*kept, row])
 
 
 def _some(indices):

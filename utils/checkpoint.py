@@ -30,7 +30,7 @@ from utils.errors import UserError, option
 FORMAT = 2
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
 STEPS_BETWEEN_CLOCKS = 16  # steps between reads of rank 0's clock, which the ranks wait for
-WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-*")
+WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 _locks = {}  # {folder: file}, held while this process lives
 
 
@@ -46,7 +46,7 @@ class Checkpointer:
 
     state: {name: an object with state_dict() and load_state_dict(), or a plain value}; "model",
     "optimizer" and "loader" must be among them. compare_ranks: raise UserError if ranks differ in
-    their settings or data, and before each save if their replicas of the model differ.
+    their settings or data; and, at the start and before each save, in their replicas of the model.
     """
 
     def __init__(self, cfg, state, compare_ranks=False):

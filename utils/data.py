@@ -1,6 +1,6 @@
 """Datasets by name, and loaders for any map-style Dataset of (image, label).
 
-What a rank trains on depends only on (seed, epoch, sample index), not on the number of ranks or
+What a global batch holds depends only on (seed, epoch, sample index), not on the number of ranks or
 workers: the sampler decides the order, and random transforms are seeded for each sample. A loader
 is part of the checkpoint: a resumed run continues with the next global batch.
 

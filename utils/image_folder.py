@@ -278,9 +278,9 @@ def find_images(data_dir, split):
         allow_empty=True,
     )
     paths, labels = [path for path, _ in samples], [label for _, label in samples]
-    names = {}
+    real = {}
     for name in sorted({os.path.dirname(path) for path in paths}):
-        if (other := names.setdefault(os.path.realpath(name), name)) != name:
+        if (other := real.setdefault(os.path.realpath(name), name)) != name:
             raise UserError(
                 f"{name} is the same folder as {other}, whose images would count twice: remove the "
                 f"symbolic link"

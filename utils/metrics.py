@@ -107,7 +107,7 @@ class MetricLogger:
         self.path = Path(output_dir) / "metrics.jsonl"
         rows = read_metrics(self.path) if self.path.exists() else []
         self.rows = [row for row in rows if row["epoch"] < start_epoch]
-        self._write()
+        write_rows(self.path, self.rows)
 
     def log(self, epoch, train, val, lr):
         """Log the results of Meter.compute() for an epoch. Returns whether the validation accuracy
@@ -126,7 +126,7 @@ class MetricLogger:
             row |= {f"{split}_{name}": value for name, value in result.items()}
         best = max((row["val_accuracy"] for row in self.rows), default=-1.0)
         self.rows.append(row)
-        self._write()
+        write_rows(self.path, self.rows)
         if get_rank() == 0:
             with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
                 print(
@@ -137,14 +137,16 @@ class MetricLogger:
                 )
         return val["accuracy"] > best
 
-    def _write(self):
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            if get_rank() == 0:
-                temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-                os.replace(temporary, self.path)
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}") from None
+
+def write_rows(path, rows):
+    """Replace a .jsonl file as a whole, on the main process. Raises UserError if it fails."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        if get_rank() == 0:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_metrics(path):

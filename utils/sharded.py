@@ -12,6 +12,7 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from utils import distributed
@@ -117,7 +118,8 @@ def _save_parts(folder, tensors):
     try:
         with _expected_warnings():
             group = distributed._control_group  # a step's timeout may be too short for the disk
-            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+            alone = not dist.is_initialized()
+            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=alone)
     except dcp.CheckpointException as error:
         shutil.rmtree(folder, ignore_errors=True)  # or a full disk would stay full
         reasons = {str(reason) for reason, _ in error.failures.values()}

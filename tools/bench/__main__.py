@@ -4,8 +4,8 @@
 
 Each row is a script run as a user runs it, in its own processes. The runs of all rows, and those
 that measure their limits, are interleaved; the table shows medians. The first epoch of a run is a
-warm-up and not counted; start-up is timed separately. On a CPU, the processes of a
-row share the cores.
+warm-up and not counted; start-up is timed separately. On a CPU, the processes of a row share the
+cores.
 
     --quick              five small rows, under two minutes on two cores
     --compare FILE       ratios to an earlier bench.json, with intervals

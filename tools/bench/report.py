@@ -111,8 +111,8 @@ def notes(result):
         f"{result['command']}`. {repeats}; an epoch of {steps} steps after a warm-up epoch; the "
         f"time for {EPOCH:,} images is calculated. Rows with another global batch make a different "
         f"number of updates per epoch, so their efficiency is not comparable. Limits are measured "
-        f"interleaved with the rows: computation alone, reading alone, all-reduce alone; the share "
-        f"is of the smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
+        f'interleaved with the rows: computation, reading or all-reduce alone; "of limit" is of '
+        f"the smallest. Start to the end of the first step: {first:.1f} s ({name}).{shared}"
     )
 
 

@@ -109,7 +109,7 @@ BUGS = [
         (Problem.BEST, ""),
         "The best accuracy so far is never updated, so that every epoch counts as the best.",
         "best.pt is always the last epoch, whose accuracy may be far below the best.",
-        "The best accuracy is updated where it is compared, and restored on resume.",
+        "The best accuracy is computed from the logged epochs, which a resumed run reads.",
     ),
     Bug(
         "seed-per-rank",
