@@ -104,4 +104,4 @@ if __name__ == "__main__":
     world_size = load_config(SpawnConfig).spawn_processes or max(1, torch.cuda.device_count())
     store = host_store()  # on a free port
     ranks = mp.spawn(run_rank, (world_size, store.port), world_size, join=False)
-    wait_for_ranks(ranks)  # Ctrl-C or the first failure ends them all
+    wait_for_ranks(ranks)  # the first failure ends them all; passes signals on

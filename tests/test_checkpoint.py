@@ -11,7 +11,6 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def make_state(width=3, seed=0, lr=0.1):
 
 
 def checkpointer(folder, state=None, compare_ranks=False, **settings):
-    cfg = Config(output_dir=str(folder), **settings)
+    cfg = Config(output_dir=str(folder), **({"save_minutes": 0} | settings))
     return Checkpointer(cfg, state or make_state(), compare_ranks)
 
 
@@ -110,7 +109,7 @@ def test_saved_state_is_loaded(tmp_path):
     assert set(plain["optimizer"]["state"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert (plain["epoch"], plain["format"]) == (3, 2)
     assert plain["data"] == {"classes": ["a", "b"]}
-    assert plain["config"] == vars(Config(output_dir=str(tmp_path), lr=0.25))
+    assert plain["config"] == vars(Config(output_dir=str(tmp_path), save_minutes=0, lr=0.25))
 
     other = make_state(seed=1)
     assert not same_model(other, state)
@@ -684,47 +683,6 @@ def test_saves_when_steps_are_over_but_not_at_the_end_of_an_epoch(tmp_path, monk
     state["loader"].length = 4
     writer.step()  # the end of the epoch, where the script saves
     assert saved == [2, 4]
-
-
-def test_saves_when_minutes_are_over_on_rank_0s_clock(tmp_path, monkeypatch):
-    minutes = itertools.count(0, 4)
-
-    def body(rank):
-        monkeypatch.setattr(utils.checkpoint, "STEPS_BETWEEN_CLOCKS", 2)
-        state, saved = make_state(), []
-        state["loader"].length = 13
-        # Each reading of rank 0's clock is 4 minutes later; rank 1's clock stands still.
-        clock = SimpleNamespace(monotonic=lambda: 0 if rank else 60 * next(minutes))
-        monkeypatch.setattr(utils.checkpoint, "time", clock)
-        writer = checkpointer(tmp_path, state, save_minutes=7.0)
-        real = writer.save
-
-        def save(epoch, between_steps):
-            saved.append(state["loader"].step)
-            real(epoch, between_steps=between_steps)
-
-        monkeypatch.setattr(writer, "save", save)
-        for step in range(1, 14):
-            state["loader"].step = step
-            writer.step()
-        writer.wait()
-        return saved
-
-    assert run_ranks(body, 2) == [[4, 8, 12]] * 2
-    assert read_checkpoint(tmp_path / "last.pt")["loader"] == {"step": 12}
-
-
-def test_clock_is_read_in_epochs_of_few_steps_too(tmp_path, monkeypatch):
-    now, saved = [0.0], []
-    monkeypatch.setattr(utils.checkpoint, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    state = make_state()
-    state["loader"].length = 10
-    writer = checkpointer(tmp_path, state, save_minutes=9.0)
-    monkeypatch.setattr(writer, "save", lambda *args, **options: saved.append(now[0]))
-    for step in range(1, 100):
-        now[0], state["loader"].step = step * 60.0, step % 7  # epochs of 7 steps, a minute each
-        writer.step()
-    assert saved and saved[0] <= 60 * (9 + 16)
 
 
 def test_settling_buckets_leaves_forward_and_hooks_of_the_model_alone(tmp_path):

@@ -75,9 +75,9 @@ def test_run_resumes_from_other_saves(killed, tmp_path):
     """From the end of an epoch, without any save within it; and from a save by --save-minutes."""
     if killed == (1, 1):
         assert_resumes(tmp_path, "train_ddp.py", 2, killed, 0, save_steps=0)
-    else:  # at least 16 steps between readings of the clock
-        flags = {"save_steps": 0, "save_minutes": 1e-9, "synthetic_samples": 17 * 12, "epochs": 1}
-        assert_resumes(tmp_path, "train_ddp.py", 2, (0, 16), 16, **flags)
+    else:  # due after the first step, saved after the second
+        flags = {"save_steps": 0, "save_minutes": 1e-9, "epochs": 1}
+        assert_resumes(tmp_path, "train_ddp.py", 2, (0, 3), 2, **flags)
 
 
 def test_run_moves_between_scripts_and_world_sizes(tmp_path):

@@ -1,4 +1,4 @@
-"""Ranks launched from Python: the first failure, or Ctrl-C, ends all of them."""
+"""Ranks launched from Python: the first failure, or a signal, ends all of them."""
 
 import os
 import runpy
@@ -21,7 +21,7 @@ from utils.spawn import SpawnConfig, host_store, set_environment, wait_for_ranks
 class Launcher:
     """A process that launches ranks as train_ddp_spawn.py does, but by fork, which is quicker."""
 
-    def __init__(self, folder, body, world_size=3, patience=5.0):
+    def __init__(self, folder, body, world_size=3, patience=30.0):
         self.folder, self.error = folder, folder / "stderr"
         self.process = FORK.Process(target=self._launch, args=(body, world_size, patience))
         self.process.start()
@@ -133,25 +133,44 @@ def test_killed_launcher_ends_the_ranks(tmp_path):
     assert launcher.end() == (-signal.SIGKILL, "")
 
 
-@pytest.mark.parametrize("obeys", [True, False])
-def test_ctrl_c_ends_all_ranks(obeys, tmp_path):
-    """A rank that does not react is killed when its time is up."""
+def start_and_signal(tmp_path, number, handler, patience=30.0, group=False):
+    """Exit code and stderr of a Launcher whose ranks handle the signal that it receives."""
 
     @report_errors
     def body(rank):
         init_distributed("cpu", timeout=30)
-        signal.signal(signal.SIGINT, signal.default_int_handler if obeys else signal.SIG_IGN)
+        signal.signal(number, handler)
         (tmp_path / f"ready-{rank}").touch()
         time.sleep(60)
 
-    launcher = Launcher(tmp_path, body, patience=5.0 if obeys else 0.2)
+    launcher = Launcher(tmp_path, body, patience=patience)
     launcher.pids()
     while len(list(tmp_path.glob("ready-*"))) < 3:
         time.sleep(0.01)
-    os.killpg(launcher.process.pid, signal.SIGINT)
-    code, text = launcher.end()
+    (os.killpg if group else os.kill)(launcher.process.pid, number)
+    return launcher.end()
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_ctrl_c_ends_all_ranks(obeys, tmp_path):
+    """A rank that does not react is killed when its time is up."""
+    handler, patience = (signal.default_int_handler, 30) if obeys else (signal.SIG_IGN, 0.2)
+    code, text = start_and_signal(tmp_path, signal.SIGINT, handler, patience, group=True)
     assert code == 130 and "Traceback" not in text
     assert text.count("interrupted") <= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_is_passed_on_and_waited_for(number, tmp_path):
+    """The ranks complete what they are writing, and their exit code is the launcher's."""
+
+    def save_and_exit(*_):
+        time.sleep(0.5)
+        (tmp_path / f"saved-{os.environ['RANK']}").touch()
+        sys.exit(75)
+
+    assert start_and_signal(tmp_path, number, save_and_exit) == (75, "")
+    assert len(list(tmp_path.glob("saved-*"))) == 3
 
 
 def test_script_trains_the_same_weights(tmp_path):

@@ -29,7 +29,6 @@ from utils.errors import UserError, option
 
 FORMAT = 2
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
-STEPS_BETWEEN_CLOCKS = 16  # steps between reads of rank 0's clock, which the ranks wait for
 WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 _locks = {}  # {folder: file}, held while this process lives
 
@@ -56,12 +55,15 @@ class Checkpointer:
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.epoch, self.saved_at = 0, time.monotonic()
-        self.steps = 0  # of this process, in all epochs
         self.writer, self.pending = ThreadPoolExecutor(1), None
         if cfg.save_sharded:
             with option("--save-sharded"):
                 from utils.sharded import save_sharded
             self.save_sharded = save_sharded
+        if cfg.save_minutes:
+            with option("--save-minutes"):
+                from utils.preemption import Interrupts
+            self.interrupts = Interrupts(self)
 
     def load(self):
         """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
@@ -95,16 +97,12 @@ class Checkpointer:
         """Call after each optimizer step: saves within the epoch when a save is due."""
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
+        due = cfg.save_minutes and self.interrupts.due()
         if step == len(loader):
             return  # the script saves at the end of the epoch
         if every > 0 and step % every == 0:
             self._compare_replicas(between_steps=True)
-        due = cfg.save_steps and step % cfg.save_steps == 0
-        self.steps += 1
-        if cfg.save_minutes and self.steps % STEPS_BETWEEN_CLOCKS == 0:
-            minutes = (time.monotonic() - self.saved_at) / 60
-            due |= all_gather_object(minutes)[0] >= cfg.save_minutes  # rank 0's clock
-        if due:
+        if due or (cfg.save_steps and step % cfg.save_steps == 0):
             self.save(self.epoch, between_steps=True)
 
     def save(self, epoch, is_best=False, between_steps=False):
@@ -133,6 +131,8 @@ class Checkpointer:
             self.pending = self.writer.submit(self._write, copy.deepcopy(checkpoint), name, links)
         if epoch == self.cfg.epochs:
             self.wait()
+        if self.cfg.save_minutes:
+            self.interrupts.after_save()  # a run that was asked to stop ends here
 
     def wait(self):
         """Wait until the last save is on the disk; raise its error, if any."""

@@ -99,7 +99,12 @@ class Config:
     )
     allow_config_change: bool = setting(False, "resume with changed settings", free=True)
     save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
-    save_minutes: float = setting(10.0, "also save every N minutes; 0: never", free=True)
+    save_minutes: float = setting(
+        -1,
+        "also save every N minutes, and on SIGTERM; 0: neither; -1: automatic",
+        low=-1,
+        free=True,
+    )
     save_sharded: bool = setting(False, "each rank saves its own part of the tensors", free=True)
     keep_last: int = setting(2, "number of epoch checkpoints to keep", low=1, free=True)
     check_replicas_every: int = setting(
@@ -122,10 +127,12 @@ class Config:
         auto = "synthetic" if find_spec("utils.array_data") else "fake"
         if (Path(self.data_dir) / "cifar-10-batches-py").is_dir():
             auto = "cifar10"
+        minutes = 10.0 if find_spec("utils.preemption") else 0.0
         return replace(
             self,
             dataset=auto if self.dataset == "auto" else self.dataset,
             image_size=self.image_size or 32,
+            save_minutes=minutes if self.save_minutes < 0 else self.save_minutes,
             output_dir=self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python")),
         )
 

@@ -92,8 +92,8 @@ class Loader:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.step = self.start = 0
-        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)
-        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)
+        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)[:, None, None]
+        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)[:, None, None]
         self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
         resident = _resident(dataset, device, cfg)
         self.name = "device" if resident else "workers"
@@ -136,10 +136,8 @@ class Loader:
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
         if images.dtype == torch.uint8 and images.dim() == 4:
-            shape = images.shape[3], images.shape[1]  # a row of pixels at a time, which is faster
-            scale, shift = (t.expand(shape).flatten() for t in (self.scale, self.shift))
-            rows = images.permute(0, 2, 3, 1).flatten(2).to(self.dtype).mul_(scale).add_(shift)
-            return rows.unflatten(2, shape).permute(0, 3, 1, 2)
+            images = images.to(self.dtype, memory_format=torch.channels_last)
+            return images.mul_(self.scale).add_(self.shift)
         if images.is_floating_point():  # others, such as the indices of words, stay as they are
             layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
             images = images.to(self.dtype, memory_format=layout)
@@ -226,5 +224,9 @@ class _Batches:
 
 
 def _init_worker(_):
-    """Ctrl-C reaches every process of the terminal, but only the rank should handle it."""
+    """Signals may reach every process of a job, but only the rank should handle them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if find_spec("utils.preemption"):
+        from utils.preemption import shield_worker
+
+        shield_worker()

@@ -1,6 +1,8 @@
 """Launching the ranks of one machine from Python, as torchrun would."""
 
+import math
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -36,27 +38,39 @@ def set_environment(local_rank, world_size, port):
     }
 
 
-def wait_for_ranks(ranks, patience=5.0):
-    """Wait until all ranks have exited. The first failure, or Ctrl-C, terminates all of them.
+def wait_for_ranks(ranks, patience=30.0):
+    """Wait until all ranks have exited. The first failure terminates all of them.
 
-    ranks: what mp.spawn(..., join=False) returned. patience: seconds to wait for them after Ctrl-C.
-    Exits with code 1 if a rank has failed, with 2 if its configuration was wrong, and with 130
-    after Ctrl-C.
+    ranks: what mp.spawn(..., join=False) returned. SIGTERM, SIGUSR1 and Ctrl-C are passed on to the
+    ranks (see preemption.py), which are killed if they have not exited `patience` seconds later.
+    Exits with the rank's code if a configuration was wrong (2) or the run was stopped and saved
+    (75), with 128 plus the signal's number if it was not saved, and with 1 if a rank has failed.
     """
+    received, deadline = 0, math.inf
+
+    def pass_on(number, frame):
+        nonlocal received, deadline
+        received, deadline = number, min(deadline, time.monotonic() + patience)
+        for process in ranks.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, pass_on)
     try:
-        while not ranks.join():  # ends the others when one has failed
-            pass
-    except mp.ProcessRaisedException as error:
-        print(error.msg.strip(), file=sys.stderr, flush=True)  # the rank's traceback
-        sys.exit(1)
-    except mp.ProcessExitedException as error:
-        if error.signal_name:  # otherwise the rank has reported its error
+        while not ranks.join(timeout=1.0):  # ends the others when one has failed
+            if time.monotonic() > deadline:
+                for process in ranks.processes:
+                    process.kill()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        code = getattr(error, "exit_code", 1)
+        if code in (2, 75):
+            sys.exit(code)
+        if received:
+            sys.exit(128 + received)
+        if isinstance(error, mp.ProcessRaisedException):
+            print(error.msg.strip(), file=sys.stderr, flush=True)  # the rank's traceback
+        elif error.signal_name:  # otherwise the rank has reported its error
             text = f"error: rank {error.error_index} was killed by {error.signal_name}"
             print(text, file=sys.stderr, flush=True)
-        sys.exit(error.exit_code if error.exit_code == 2 else 1)
-    except KeyboardInterrupt:
-        end = time.monotonic() + patience
-        for process in ranks.processes:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-        sys.exit(130)
+        sys.exit(1)

@@ -1,0 +1,204 @@
+"""A signal at any moment: all ranks save at the same step, exit with code 75, and can continue."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+import utils.config
+import utils.preemption
+from tests.forked import FIVE_STEPS, FORK, fork_script, same_bits, without_seconds
+from tests.launch import run_ranks, start_script
+from tools.runs import family, finish_run
+from utils import errors
+from utils.checkpoint import Checkpointer, read_checkpoint
+from utils.config import load_config
+from utils.preemption import SECONDS_OF_ONE_REQUEST, Interrupts
+
+FLAGS = FIVE_STEPS | {"save_steps": 0}
+
+
+def signalled(number, epoch, step, rank=0, again=False):
+    """For fork_script(before=...): this rank receives a signal after this step of this epoch."""
+
+    def before():
+        real = Checkpointer.step
+
+        def step_and_signal(checkpoint):
+            here = (checkpoint.epoch, checkpoint.state["loader"].step)
+            if here == (epoch, step) and os.environ.get("RANK", "0") == str(rank):
+                os.kill(os.getpid(), number)
+                wait_until(lambda: checkpoint.interrupts.signal)
+            real(checkpoint)
+
+        Checkpointer.step = step_and_signal
+
+    return before
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return fork_script("train_ddp.py", 2, output_dir=tmp_path_factory.mktemp("run"), **FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "at", "saved"),
+    [
+        (signal.SIGTERM, 0, (1, 2), (1, 3)),
+        (signal.SIGUSR1, 1, (0, 1), (0, 2)),
+        (signal.SIGINT, 1, (0, 4), (1, 0)),  # known in the last step, so saved after the epoch
+        (signal.SIGTERM, 0, (0, 5), (1, 1)),  # known in the next epoch
+    ],
+    ids=str,
+)
+def test_signal_to_one_rank_stops_all_at_one_step(number, rank, at, saved, straight, tmp_path):
+    flags = FLAGS | {"output_dir": tmp_path / "run", "num_workers": 1, "loader": "workers"}
+    run = fork_script("train_ddp.py", 2, signalled(number, *at, rank), **flags)
+    assert run.code == 75
+    assert run.stderr == (
+        f"stopped by {number.name} after epoch {saved[0]}, step {saved[1]}, and saved in "
+        f"{run.output_dir}: the same command continues the run\n"
+    )
+    checkpoint = read_checkpoint(run.output_dir / "last.pt")
+    assert (checkpoint["epoch"], checkpoint["loader"]["step"]) == saved
+    resumed = fork_script("train_ddp.py", 2, **flags)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (resumed, straight))
+    assert same_bits(ours["model"], theirs["model"])
+    assert without_seconds(resumed.rows) == without_seconds(straight.rows)
+
+
+def test_signal_to_all_processes_of_a_job(tmp_path):
+    """As from SLURM: to torchrun, the ranks, and the workers, which torchrun then signals again."""
+    flags = FLAGS | {"output_dir": tmp_path / "run", "num_workers": 1, "loader": "workers"}
+    flags["epochs"] = 10**6
+    process = start_script("train_ddp.py", 2, **flags)
+    wait_until((tmp_path / "run" / "last.pt").exists)
+    for pid in family(process.run_tag):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    run = finish_run(process, flags["output_dir"])
+    assert "stopped by SIGTERM after epoch" in run.stderr
+    assert "DataLoader" not in run.stderr and "killed" not in run.stderr, run.stderr
+    assert run.stderr.count("stopped by") == 1
+    checkpoint = read_checkpoint(tmp_path / "run" / "last.pt")
+    place = f"after epoch {checkpoint['epoch']}, step {checkpoint['loader']['step']}, and saved"
+    assert place in run.stderr
+
+
+@pytest.fixture
+def fake_checkpoint(tmp_path):
+    """What Interrupts needs of a Checkpointer."""
+    loader = SimpleNamespace(step=3)
+    cfg = SimpleNamespace(save_minutes=1000, epochs=2)
+    checkpoint = Namespace()  # a class with weak references
+    checkpoint.__dict__ |= dict(cfg=cfg, state={"loader": loader}, epoch=1, folder=tmp_path)
+    checkpoint.saved_at, checkpoint.pending = 0.0, None
+    return checkpoint
+
+
+def exit_code(body, limit=30):
+    """The exit code of a fork of this process that runs body() and then sleeps."""
+    process = FORK.Process(target=lambda: (body(), time.sleep(60)))
+    process.start()
+    process.join(limit)
+    process.kill()
+    return process.exitcode
+
+
+def test_second_signal_ends_the_process_once_the_file_is_complete(fake_checkpoint, tmp_path):
+    def body():
+        interrupts = Interrupts(fake_checkpoint)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the same request
+        wait_until(lambda: interrupts.signal)
+        interrupts.received -= SECONDS_OF_ONE_REQUEST
+        writer = ThreadPoolExecutor(1)
+        fake_checkpoint.pending = writer.submit(
+            lambda: (time.sleep(0.5), (tmp_path / "complete").touch())
+        )
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert exit_code(body) == 128 + signal.SIGINT
+    assert (tmp_path / "complete").exists()
+
+
+def test_signal_after_a_failure_of_another_rank_ends_the_process(fake_checkpoint, monkeypatch):
+    """Launchers send SIGTERM to the other ranks: these need not save."""
+    monkeypatch.setattr("utils.errors.failure_store", dist.HashStore())
+    errors.failure_store.add("failures", 1)
+
+    def body():
+        Interrupts(fake_checkpoint)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == 128 + signal.SIGTERM
+
+
+def test_signals_act_as_before_once_the_run_is_over(fake_checkpoint):
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        interrupts = Interrupts(fake_checkpoint)
+        fake_checkpoint.epoch = 2
+        interrupts.after_save()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == -signal.SIGTERM
+
+
+def test_signals_act_as_before_in_child_processes(fake_checkpoint):
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        interrupts = Interrupts(fake_checkpoint)
+        running = FORK.Event()
+        child = FORK.Process(target=lambda: (running.set(), time.sleep(60)))
+        child.start()
+        running.wait()
+        child.terminate()
+        child.join()
+        time.sleep(0.1)  # for a byte in the pipe
+        os._exit(child.exitcode == -signal.SIGTERM and interrupts.signal == 0)
+
+    assert exit_code(body) == 1
+
+
+def test_saves_when_minutes_are_over_on_the_clock_of_any_rank(fake_checkpoint, monkeypatch):
+    def body(rank):
+        minutes = itertools.count(0, 4 if rank else 0)  # rank 0's clock stands still
+        clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
+        monkeypatch.setattr(utils.preemption, "time", clock)
+        fake_checkpoint.cfg.save_minutes = 7
+        interrupts, saved = Interrupts(fake_checkpoint), []
+        for step in range(12):
+            if interrupts.due():
+                saved.append(step)
+                fake_checkpoint.saved_at = clock.monotonic()
+        return saved
+
+    # Rank 1 counts 4 minutes per step. It decides after 8 minutes, and saves one step later.
+    assert run_ranks(body, 2) == [[3, 6, 9]] * 2
+
+
+def test_without_the_file_the_clock_is_not_automatic(monkeypatch):
+    monkeypatch.setitem(sys.modules, "utils.preemption", None)
+    real = utils.config.find_spec
+    monkeypatch.setattr(
+        utils.config, "find_spec", lambda name: name != "utils.preemption" and real(name)
+    )
+    assert load_config(argv=[]).save_minutes == 0
+    assert load_config(argv=["--save-minutes=3"]).save_minutes == 3
