@@ -71,7 +71,7 @@ def main():
     # Model
     model = build_model(cfg, num_classes=len(classes))
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model, device)
+        model = convert_sync_batchnorm(model)
     model = MicroBatches(place_stages(model, devices, cfg.split), cfg.micro_batches)
     model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
 

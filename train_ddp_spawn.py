@@ -61,7 +61,7 @@ def main():
     # Model
     model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model, device)
+        model = convert_sync_batchnorm(model)
     model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
 
     # Optimization

@@ -60,7 +60,7 @@ def main():
     # Model
     model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model, device)
+        model = convert_sync_batchnorm(model)
     check_same_weights(model)  # fully_shard keeps each rank's own; DDP would broadcast rank 0's
     model = model.to(memory_format=torch.contiguous_format)  # fully_shard rejects channels_last
     shard_batchnorms(model, cfg)  # separately: they stay in float32

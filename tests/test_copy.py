@@ -68,7 +68,7 @@ def test_missing_option_is_named(tmp_path, monkeypatch):
     run_copy(monkeypatch, "train_ddp.py", tmp_path)
     run = train(tmp_path, "train_ddp.py", model="resnet18")
     assert run.code == 1
-    assert "--sync-bn on a CPU" in run.stderr and "utils/sync_batchnorm.py" in run.stderr
+    assert "--sync-bn (pass --no-sync-bn" in run.stderr and "utils/sync_batchnorm.py" in run.stderr
 
 
 def test_options_bring_their_imports(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,15 @@
-"""SyncBatchNorm on CPU tensors: several ranks compute what one process computes."""
+"""SyncBatchNorm: several ranks compute what one process computes, and no host waits for a GPU."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launch import run_ranks
 from utils.models import convert_sync_batchnorm
-from utils.sync_batchnorm import SyncBatchNorm
+from utils.sync_batchnorm import SyncBatchNorm, _Normalize
 
 
 def norm(kind, **options):
@@ -78,15 +82,88 @@ def test_bfloat16_eval_mode_and_a_single_process():
         return (outputs.float() - expected[3 * rank : 3 * rank + 3]).abs().max().item()
 
     assert max(run_ranks(body, 2)) < 0.1
-    synced = convert_sync_batchnorm(plain, torch.device("cpu"))
+    synced = convert_sync_batchnorm(plain)
     assert list(synced.state_dict()) == names
     torch.testing.assert_close(synced(images), expected)
-    again = convert_sync_batchnorm(plain, torch.device("cpu"))
+    again = convert_sync_batchnorm(plain)
     assert isinstance(again[0], SyncBatchNorm)
     with pytest.raises(ValueError, match="at least 2D input"):
         synced(torch.zeros(3))
 
 
-def test_cuda_gets_pytorchs_own_module():
-    on_cuda = convert_sync_batchnorm(torch.nn.BatchNorm2d(3), torch.device("cuda"))
-    assert isinstance(on_cuda, torch.nn.SyncBatchNorm)
+class Operations(TorchDispatchMode):
+    """Records the names of the operations, and each tensor that is created from Python numbers or
+    copied from one device to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.copies = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names.append(str(function))
+        if "lift_fresh" in str(function) or (
+            "_to_copy" in str(function) and result.device != args[0].device
+        ):
+            self.copies.append(str(function))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_host_never_waits_for_the_gpu(dtype):
+    """The operations on CUDA tensors that exist in name only, on two ranks."""
+
+    def body(rank):
+        library = torch.library.Library("aten", "IMPL", "Meta")  # the kernel has no such version
+
+        def update_stats(images, mean, var, momentum):
+            return images.new_empty(2, images.shape[1], dtype=torch.float32).unbind()
+
+        library.impl("batch_norm_update_stats", update_stats)
+        with FakeTensorMode():
+            module = SyncBatchNorm(5, momentum=None, device="cuda")
+            images = torch.empty(8, 5, 4, 4, device="cuda", dtype=dtype)
+            with Operations() as operations:
+                outputs = module(images)
+            # Without a GPU, autograd cannot call this itself.
+            mean = torch.empty(5, device="cuda")
+            context = SimpleNamespace(
+                saved_tensors=(images, module.weight, mean, mean, mean.sum()),
+                needs_input_grad=(True, True),
+                eps=1e-5,
+            )
+            with operations:
+                gradient, *_ = _Normalize.backward(context, torch.empty_like(outputs))
+        assert outputs.dtype == gradient.dtype == dtype
+        return operations.names, operations.copies
+
+    for names, copies in run_ranks(body, 2):
+        assert copies == []
+        waits = ("_local_scalar_dense", "nonzero", "index", "masked_select", "unique")
+        assert [name for name in names if any(wait in name for wait in waits)] == []
+        collectives = [name.split(".")[1] for name in names if name.startswith("c10d")]
+        assert collectives == ["_allgather_base_", "allreduce_"]
+
+
+def test_compiles_into_one_graph():
+    def body(rank):
+        torch.manual_seed(rank)
+        images, results, graphs = torch.randn(3 + rank, 5, 4, 4), [], []
+
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        for compiled in (False, True):
+            module = SyncBatchNorm.convert_sync_batchnorm(norm(torch.nn.BatchNorm2d).float())
+            if compiled:
+                module.compile(fullgraph=True, backend=count)
+            share = images.clone().requires_grad_()
+            outputs = module(share)
+            outputs.square().sum().backward()
+            results.append([outputs, share.grad, *module.buffers()])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        return len(graphs)
+
+    assert run_ranks(body, 2) == [1, 1]

@@ -2,7 +2,6 @@
 
 import torch
 import torchvision
-from torch import nn
 
 from utils.errors import UserError, option
 
@@ -47,13 +46,8 @@ def _torchvision(name, num_classes, cfg):
     return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
 
 
-def convert_sync_batchnorm(model, device):
-    """`model` with every BatchNorm synchronized over the ranks; parameters keep their names.
-
-    On CUDA, uses torch.nn.SyncBatchNorm, which does not accept CPU tensors; elsewhere, our own.
-    """
-    if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    with option("--sync-bn on a CPU (pass --no-sync-bn to go without)"):
+def convert_sync_batchnorm(model):
+    """`model` with every BatchNorm synchronized over the ranks; parameters keep their names."""
+    with option("--sync-bn (pass --no-sync-bn to go without)"):
         from utils.sync_batchnorm import SyncBatchNorm
     return SyncBatchNorm.convert_sync_batchnorm(model)

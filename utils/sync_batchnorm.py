@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over all ranks, for CPU tensors. Needs only torch."""
+"""BatchNorm with statistics over all ranks. Needs only torch."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +7,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Computes what torch.nn.SyncBatchNorm computes, which does not accept CPU tensors.
+    """Computes what torch.nn.SyncBatchNorm computes: N ranks, each with its share of a batch, get
+    the outputs that one process gets with the whole batch.
+    (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
 
-    N ranks, each with its share of a batch, get the outputs that one process gets with the whole
-    batch. (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html)
+    PyTorch's does not accept CPU tensors. On CUDA, it makes the host wait for the GPU three times
+    per layer, where it leaves out ranks without samples, and torch.compile cannot trace that
+    (pytorch/pytorch#78549). Here, every rank has samples.
     """
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
@@ -26,7 +29,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.num_batches_tracked += 1
                 step = self.momentum
                 if step is None:  # the mean over all batches
-                    step = 1 / self.num_batches_tracked.item()
+                    step = self.num_batches_tracked.to(mean.dtype).reciprocal()
                 self.running_mean.lerp_(mean, step)
                 self.running_var.lerp_(var * (count / (count - 1)), step)  # unbiased
         return outputs
@@ -36,7 +39,7 @@ class SyncBatchNorm(_BatchNorm):
         """`module` with every BatchNorm in it replaced, keeping its parameters and buffers."""
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         for child in module.modules():
-            if isinstance(child, nn.SyncBatchNorm):  # DistributedDataParallel refuses it on a CPU
+            if isinstance(child, nn.SyncBatchNorm):
                 child.__class__ = SyncBatchNorm
         return module
 
@@ -51,15 +54,19 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, images, weight, bias, eps):
-        channels = images.shape[1]
-        exact = torch.promote_types(images.dtype, torch.float32)  # for bfloat16
+        channels, ranks = images.shape[1], dist.get_world_size()
+        exact = images
+        if not images.is_cuda:  # where the kernel itself sums bfloat16 in float32
+            exact = images.to(torch.promote_types(images.dtype, torch.float32))
         # The kernel of BatchNorm itself: var_mean is 20 times slower on channels_last images.
-        local_mean, local_var = torch.batch_norm_update_stats(images.to(exact), None, None, 0.0)
-        local_count = local_mean.new_tensor([images.numel() // channels])
+        local_mean, local_var = torch.batch_norm_update_stats(exact, None, None, 0.0)
+        # new_tensor() would copy the number from the host, which waits for the copy.
+        local_count = local_mean.new_full((1,), images.numel() // channels)
         stats = torch.cat([local_mean, local_var, local_count])
-        gathered = [torch.empty_like(stats) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, stats)
-        means, variances, counts = torch.stack(gathered).split([channels, channels, 1], dim=1)
+        gathered = stats.new_empty(ranks * len(stats))
+        dist.all_gather_into_tensor(gathered, stats)
+        gathered = gathered.view(ranks, -1)
+        means, variances, counts = gathered.split([channels, channels, 1], dim=1)
         count = counts.sum()
         mean = (means * counts).sum(0) / count
         var = ((variances + (means - mean) ** 2) * counts).sum(0) / count
@@ -75,9 +82,10 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, grad, *_):
         images, weight, mean, var, count = ctx.saved_tensors
         invstd = torch.rsqrt(var + ctx.eps)
-        # For fixed statistics, this kernel returns sum(grad * normalized) and sum(grad).
+        # For fixed statistics, this kernel returns sum(grad * normalized) and sum(grad). It takes
+        # them as (mean, var) on the CPU, and as (mean, invstd) on CUDA.
         _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, images, weight, mean, var, None, None, False, ctx.eps, [False, True, True]
+            grad, images, weight, mean, var, mean, invstd, False, ctx.eps, [False, True, True]
         )
         sums = torch.stack([grad_weight, grad_bias])
         dist.all_reduce(sums)

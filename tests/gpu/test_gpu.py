@@ -132,19 +132,25 @@ SYNC_BATCHNORM = """
 import sys, torch
 sys.path.insert(0, {root!r})
 from utils.distributed import get_rank, init_distributed
-from utils.models import convert_sync_batchnorm
+from utils.sync_batchnorm import SyncBatchNorm
 device = init_distributed("cuda:0")
-torch.manual_seed(get_rank())
-images = torch.randn(3 + get_rank(), 4, 5, 5, dtype=torch.float64)
-results = []
-for place in (device, torch.device("cpu")):
-    model = convert_sync_batchnorm(torch.nn.BatchNorm2d(4).double().to(place), place)
-    x = images.to(place).detach().requires_grad_()
-    outputs = model(x)
-    (outputs * torch.arange(5.0, device=place)).square().sum().backward()
-    results.append([outputs, x.grad, model.weight.grad, *model.buffers()])
-for theirs, ours in zip(*results):
-    torch.testing.assert_close(theirs.cpu(), ours)
+for dtype, layout in (
+    (torch.float64, torch.contiguous_format),
+    (torch.float64, torch.channels_last),
+    (torch.bfloat16, torch.channels_last),
+):
+    torch.manual_seed(get_rank())
+    images, results = torch.randn(3 + get_rank(), 4, 5, 5, dtype=dtype), []
+    for kind in (torch.nn.SyncBatchNorm, SyncBatchNorm):
+        model = kind(4, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        x = images.to(device, memory_format=layout).detach().requires_grad_()
+        outputs = model(x)
+        (outputs * torch.arange(5.0, device=device)).square().sum().backward()
+        results.append([outputs, x.grad, model.weight.grad, *model.buffers()])
+    for theirs, ours in zip(*results):
+        exact = dtype == torch.float64
+        tolerance = dict(rtol=1e-9, atol=1e-9) if exact else dict(rtol=0.02, atol=0.02)
+        torch.testing.assert_close(ours, theirs, **tolerance)
 torch.distributed.destroy_process_group()
 """
 

@@ -42,13 +42,13 @@ BUGS = [
     Bug(
         "batchnorm-per-rank",
         "train_ddp.py",
-        "        model = convert_sync_batchnorm(model, device)",
+        "        model = convert_sync_batchnorm(model)",
         "        pass",
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "BatchNorm normalizes with the statistics of one rank's share of the batch.",
         "Results change with the number of GPUs, more so the fewer samples each has.",
-        "`convert_sync_batchnorm(model, device)`, or a norm without batch statistics.",
+        "`convert_sync_batchnorm(model)`, or a norm without batch statistics.",
     ),
     Bug(
         "scaled-gradients-clipped",
