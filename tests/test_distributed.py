@@ -153,7 +153,7 @@ def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):
 def test_device_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert get_device("auto") == get_device() == torch.device("cpu")
-    for name in ("gpu", "meta", "cuda:x"):
+    for name in ("gpu", "meta", "cuda:x", "cuda:999", "cpu0"):
         with pytest.raises(UserError, match=f"'{name}' is not one of auto, cpu, cuda"):
             get_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -167,14 +167,27 @@ def test_device_names(monkeypatch):
     assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
+def test_task_with_one_visible_gpu_takes_it(environment, monkeypatch):
+    """As under srun --gpus-per-task=1. Under torchrun, all processes would share that GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("cuda", "cuda:0"):
+        assert get_device(name, 3, 4) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match="need 2 CUDA devices, but 1 are visible"):
+        get_device("cuda:1", 3, 4)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices, but 1 are visible"):
+        get_device("cuda", 3, 4)
+
+
 def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
     with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices.*pass --device cpu"):
         init_distributed("cuda")
-    assert distributed._use_device("cuda", 1, 2) == torch.device("cuda", 1)
-    assert distributed._use_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it
+    assert get_device("cuda", 1, 2) == torch.device("cuda", 1)
+    assert get_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it
 
 
 def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):

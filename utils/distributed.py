@@ -6,6 +6,7 @@ Every helper also works without a process group, as if the world had one rank.
 import atexit
 import ctypes
 import os
+import re
 import signal
 import sys
 from contextlib import contextmanager, suppress
@@ -58,12 +59,32 @@ def all_gather_object(value):
     return values
 
 
-def get_device(device="auto"):
-    """Return the torch.device of a script that runs as one process.
+def get_device(name="auto", local_rank=0, local_world_size=1):
+    """Return the torch.device that `name` means for this process, as the current device.
 
-    device: auto, cpu, cuda, cuda:1, ...
+    name: auto, cpu, cuda (the GPU with index local_rank; or the only one that a task sees under
+    srun --gpus-per-task=1), cuda:1, ... Raises UserError if there is no such device.
     """
-    return _use_device(device, local_rank=0, local_world_size=1)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch("cpu|cuda(:[1-9]?[0-9])?", name):
+        raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    visible = torch.cuda.device_count()
+    if visible == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        local_rank, local_world_size = 0, 1  # torchrun's processes all see the same GPUs
+    needed = local_world_size if device.index is None else device.index + 1
+    if needed > visible:
+        raise UserError(
+            f"{local_world_size} processes with --device {name} need {needed} CUDA devices, but "
+            f"{visible} are visible: start fewer, set CUDA_VISIBLE_DEVICES, or pass --device cpu"
+        )
+    if device.index is None:
+        device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)  # otherwise, every rank would also use memory of GPU 0
+    return device
 
 
 def init_distributed(device="auto", timeout=300.0, devices=None):
@@ -84,7 +105,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
     shared = "cuda:" in device and local_world_size > 1
-    devices = devices or [_use_device(device, local_rank, local_world_size)]
+    devices = devices or [get_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
     try:
         store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -124,30 +145,6 @@ def _read_environment():
         f"{', '.join(map('='.join, zip(names, texts, strict=True)))}. Start one process per "
         f"device:  torchrun --standalone --nproc_per_node=N {script_name()}"
     )
-
-
-def _use_device(name, local_rank, local_world_size):
-    """Return the torch.device that `name` means for this process, as the current device."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = None
-    with suppress(RuntimeError):
-        device = torch.device(name)
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
-    if device.type == "cpu":
-        return device
-    visible = torch.cuda.device_count()
-    needed = local_world_size if device.index is None else device.index + 1
-    if needed > visible:
-        raise UserError(
-            f"{local_world_size} processes with --device {name} need {needed} CUDA devices, but "
-            f"{visible} are visible: start fewer, set CUDA_VISIBLE_DEVICES, or pass --device cpu"
-        )
-    if device.index is None:
-        device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)  # otherwise, every rank would also use memory of GPU 0
-    return device
 
 
 def available_cores():
