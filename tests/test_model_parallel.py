@@ -1,11 +1,15 @@
 """Stages of a model on several devices, and what train_mp.py and train_ddp_mp.py need for them."""
 
+import os
+
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from tests.forked import fork_script
+from tests.launch import run_ranks
 from train_mp import place_stages
 from utils.errors import UserError
 from utils.model_parallel import (
@@ -17,6 +21,19 @@ from utils.model_parallel import (
 from utils.small_models import ResNet9, ResNet20
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+NCCL2 = "TORCH_DIST_USE_NCCL2"
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """Four visible GPUs, for torchrun's processes. Yields the list of devices made current."""
+    current = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv(NCCL2, "")  # so that it is removed afterwards
+    monkeypatch.delenv(NCCL2)
+    return current
 
 
 def small_vit():
@@ -116,10 +133,7 @@ def test_device_names_without_a_gpu(monkeypatch):
         get_devices("cuda,cuda")
 
 
-def test_each_process_gets_gpus_of_its_own(monkeypatch):
-    current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+def test_each_process_gets_gpus_of_its_own(monkeypatch, four_gpus):
     cuda = [torch.device("cuda", i) for i in range(4)]
     assert get_devices() == cuda
     assert get_devices("cuda,cuda") == get_devices("cuda:0,cuda:1") == cuda[:2]
@@ -132,11 +146,55 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         expected = cuda[2 * local_rank :][:2]
         assert get_devices() == get_devices("cuda,cuda") == expected
-        assert current[-1] == expected[0]
+        assert four_gpus[-1] == expected[0]
     assert get_devices("cpu,cpu") == [CPU, CPU]
     assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
     with pytest.raises(UserError, match="with 2 processes needs 6 CUDA devices, but 4 are visible"):
         get_devices("cuda,cuda,cuda")
+
+
+def test_task_takes_the_gpus_that_it_alone_sees(monkeypatch, four_gpus):
+    """As under srun --gpus-per-task=4."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="with 2 processes needs 8 CUDA devices, but 4 are visible"):
+        get_devices("cuda,cuda,cuda,cuda")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert get_devices("cuda,cuda,cuda,cuda") == [torch.device("cuda", i) for i in range(4)]
+
+
+def test_nccl_is_not_bound_to_one_of_several_gpus(monkeypatch, four_gpus):
+    """DistributedDataParallel would refuse a model that is on other devices, too."""
+
+    def creator():
+        distributed_c10d.Backend._ensure_backend_registered("nccl")
+        return distributed_c10d.Backend._plugins["NCCL"].creator_fn.__name__
+
+    def body(rank, devices):
+        get_devices(devices)
+        return os.environ.get(NCCL2), creator() if newer else None
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # there is no launcher
+    newer = hasattr(distributed_c10d, "_create_nccl2_process_group")
+    names = ("_create_nccl_process_group", "_create_nccl2_process_group") if newer else [None] * 2
+    assert run_ranks(body, 1, "cuda,cuda") == [("0", names[0])]
+    assert run_ranks(body, 1, "cuda") == [(None, names[1])]
+
+
+def test_stages_of_two_kinds_are_refused_under_ddp(tmp_path):
+    def body(rank):
+        return assign_layers(ResNet20(10), [META, CPU])
+
+    assert len(assign_layers(ResNet20(10), [META, CPU])) == 12
+    (error,) = run_ranks(body, 1)
+    assert isinstance(error, UserError) and "stages on GPUs only, or on CPUs only" in str(error)
+
+
+def test_one_process_runs_micro_batches(tmp_path):
+    """Nothing runs the model on a few blank images, which BatchNorm would refuse."""
+    flags = {"micro_batches": 2, "devices": "cpu,cpu", "synthetic_samples": 24, "epochs": 1}
+    run = fork_script("train_ddp_mp.py", 1, output_dir=tmp_path / "run", **flags)
+    assert (run.code, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

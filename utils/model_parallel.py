@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.distributed as dist
 import torchvision
 
 from utils.config import Config, setting
@@ -32,8 +33,9 @@ def get_devices(names="auto"):
     """The torch.devices of this process, in the order of the stages.
 
     names: such as "cuda:0,cuda:1" or "cpu,cpu", the same for all processes of the node; or
-    "cuda,cuda": the process with local rank r owns GPUs 2r and 2r + 1. auto: an equal share of
-    the visible GPUs, or cpu,cpu. Raises UserError for names that are not devices of this node.
+    "cuda,cuda": the process with local rank r owns GPUs 2r and 2r + 1, or the two that a task sees
+    under srun --gpus-per-task=2. auto: an equal share of the visible GPUs, or cpu,cpu. Raises
+    UserError for names that are not devices of this node.
     """
     numbers = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     local_rank, processes = (int(text) if text.isdecimal() else 0 for text in numbers)
@@ -41,6 +43,8 @@ def get_devices(names="auto"):
     if names == "auto":
         names = ",".join(["cuda"] * max(1, visible // processes) if visible else ["cpu", "cpu"])
     each = names.split(",").count("cuda")  # GPUs that belong to one process
+    if visible == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        local_rank, processes = 0, 1  # torchrun's processes all see the same GPUs
     gpus = itertools.count(local_rank * each)
     try:
         devices = [
@@ -58,6 +62,8 @@ def get_devices(names="auto"):
         )
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
+        if len(devices) > 1:  # PyTorch's newer NCCL backend binds a process group to one device
+            os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     return devices
 
 
@@ -103,8 +109,10 @@ def assign_layers(model, devices, split=""):
 
     Each device gets a stage of consecutive layers. split: layers per stage, such as "6,4"; empty:
     so that the largest stage has as few parameters as possible. Raises UserError if the layers
-    cannot be split that way.
+    cannot be split that way, or not for DistributedDataParallel.
     """
+    if dist.is_initialized() and len({device.type for device in devices}) > 1:
+        raise UserError("DistributedDataParallel needs stages on GPUs only, or on CPUs only")
     if model._compiled_call_impl is not None:
         raise UserError("a compiled model cannot be split into stages: pass --compile none")
     layers, count = layers_of(model), len(devices)
