@@ -139,6 +139,31 @@ def test_batchnorms_that_nothing_synchronizes_are_refused():
     assert run_ranks(body, 1) == [None]
 
 
+@pytest.mark.parametrize("name", ["sgd", "sgd_nesterov", "adam", "adamw"])
+def test_shards_are_updated_by_few_kernels_to_the_same_weights(name):
+    cfg = FsdpConfig(optimizer=name, lr=0.01, device="cpu", dtype="float64")
+
+    def train(sharded):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+        model = shard(model, cfg) if sharded else model
+        optimizer = build_optimizer(model, cfg)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4).double()).square().sum().backward()
+            optimizer.step()
+        (group,) = optimizer.param_groups
+        weights = [p.full_tensor() if sharded else p for p in model.parameters()]
+        return group["fused"], group["foreach"], [w.detach().numpy() for w in weights]
+
+    fused, foreach, expected = train(sharded=False)
+    assert (fused, foreach) == (True, None)
+    for fused, foreach, weights in run_ranks(lambda rank: train(sharded=True), 2):
+        assert (fused, foreach) == ((None, True) if "sgd" in name else (True, None))
+        for ours, theirs in zip(weights, expected, strict=True):
+            assert abs(ours - theirs).max() < 1e-12
+
+
 # Runs
 
 
@@ -231,7 +256,8 @@ def test_checkpoint_is_read_with_any_wrapper_on_any_number_of_ranks(writer, shar
         weight = next(value for key, value in weight.items() if key.endswith("0.weight"))
         assert isinstance(weight, DTensor) == (wrap == "fsdp")
         (group,) = state["optimizer"].param_groups
-        assert group["fused"] is (wrap != "fsdp")  # how to compute is not in the file
+        kernels = group["fused"], group["foreach"]  # how to compute is not in the file
+        assert kernels == ((None, True) if wrap == "fsdp" else (True, None))
         for parameter, values in state["optimizer"].state.items():
             assert values["momentum_buffer"].stride() == parameter.stride()
         folder.mkdir(exist_ok=True)

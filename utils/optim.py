@@ -9,12 +9,13 @@ from torch.distributed.tensor import DTensor
 def build_optimizer(model, cfg):
     """SGD, Adam or AdamW over the model's trainable parameters.
 
-    It is fused: one kernel updates all of them, on CUDA and on the CPU. There is no such kernel for
-    FSDP's sharded parameters (torch 2.15).
+    It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
+    parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
-    options["fused"] = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    foreach = isinstance(parameters[0], DTensor) and "sgd" in cfg.optimizer
+    options["foreach" if foreach else "fused"] = True
     if cfg.optimizer == "adam":
         return torch.optim.Adam(parameters, **options)
     if cfg.optimizer == "adamw":
