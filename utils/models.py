@@ -22,10 +22,8 @@ def build_model(cfg, num_classes):
         model = _torchvision(cfg.model, num_classes, cfg)
     if cfg.weights:
         with option("--weights"):
-            from utils.weights import freeze_backbone, load_weights
-        load_weights(model, cfg.model, cfg.weights)
-        if cfg.freeze == "backbone":
-            model = freeze_backbone(model)
+            from utils.weights import load_and_freeze
+        model = load_and_freeze(model, cfg)
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place, so that parameters keep their names
     return model.to(dtype=cfg.torch_dtype, memory_format=torch.channels_last)

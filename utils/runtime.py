@@ -53,15 +53,14 @@ def log_summary(cfg, state, start_epoch):
     model, loader = state["model"], state["loader"]
     if not is_main_process():
         return
-    steps, batch, ranks = len(loader), cfg.global_batch_size, get_world_size()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
         f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.dtype}\n"
         f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
-        f"batch: {batch} = {ranks} processes x {loader.batch_size} on {loader.device.type} "
-        f"({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
-        f"epochs: {cfg.epochs} of {steps} steps, from epoch {start_epoch}, step {loader.start}, in "
-        f"{cfg.output_dir}",
+        f"batch: {cfg.global_batch_size} = {get_world_size()} processes x {loader.batch_size} on "
+        f"{loader.device.type} ({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
+        f"epochs: {cfg.epochs} of {len(loader)} steps, from epoch {start_epoch}, step "
+        f"{loader.start}, in {cfg.output_dir}",
         flush=True,
     )
     if start_epoch >= cfg.epochs:

@@ -84,6 +84,12 @@ def find_weights(model, weights):
     return Weights(None, path, _inputs(enum, base) if enum else {})
 
 
+def load_and_freeze(model, cfg):
+    """The model with cfg.weights in all layers but the last, and what cfg.freeze names frozen."""
+    load_weights(model, cfg.model, cfg.weights)
+    return freeze_backbone(model) if cfg.freeze == "backbone" else model
+
+
 def load_weights(model, name, weights):
     """Fill the model of that name, except for its last layer, from `weights` (see find_weights).
 
