@@ -73,7 +73,7 @@ def main():
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)
     model = MicroBatches(place_stages(model, devices, cfg.split), cfg.micro_batches)
-    model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()

@@ -62,7 +62,7 @@ def main():
     model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)
-    model = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages gradients
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()

@@ -46,6 +46,7 @@ def test_gradients_are_reduced_once_per_step(tmp_path):
             if model.training and args:
                 with open(tmp_path / "synchronized", "a") as file:
                     file.write(str(int(model.require_backward_grad_sync)))
+                assert model.gradient_as_bucket_view  # no copy after the all-reduce
             return real(model, *args)
 
         DistributedDataParallel.forward = forward

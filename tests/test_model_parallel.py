@@ -126,7 +126,7 @@ def test_device_names_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert get_devices() == [CPU, CPU]
     assert get_devices("cpu,cpu,cpu") == [CPU] * 3
-    for wrong in ("cpu,tpu", "meta", "cpu,", ""):
+    for wrong in ("cpu,tpu", "meta", "cpu,", "", "cuda:999", "cuda:-1,cpu"):
         with pytest.raises(UserError, match="is not a list such as cuda:0,cuda:1 or cpu,cpu"):
             get_devices(wrong)
     with pytest.raises(UserError, match=r"cuda,cuda with 1 processes needs 2 .* 0 are visible"):
@@ -178,7 +178,7 @@ def test_nccl_is_not_bound_to_one_of_several_gpus(monkeypatch, four_gpus):
     newer = hasattr(distributed_c10d, "_create_nccl2_process_group")
     names = ("_create_nccl_process_group", "_create_nccl2_process_group") if newer else [None] * 2
     assert run_ranks(body, 1, "cuda,cuda") == [("0", names[0])]
-    assert run_ranks(body, 1, "cuda") == [(None, names[1])]
+    assert run_ranks(body, 1, "cuda") == [("1", names[1])]
 
 
 def test_stages_of_two_kinds_are_refused_under_ddp(tmp_path):

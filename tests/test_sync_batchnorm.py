@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launch import run_ranks
@@ -89,6 +90,21 @@ def test_bfloat16_eval_mode_and_a_single_process():
     assert isinstance(again[0], SyncBatchNorm)
     with pytest.raises(ValueError, match="at least 2D input"):
         synced(torch.zeros(3))
+
+
+def test_ddp_broadcasts_only_buffers_that_may_differ():
+    def body(rank):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), torch.nn.BatchNorm2d(5))
+        found = []
+        for convert in (lambda model: model, convert_sync_batchnorm):
+            model = convert(model)
+            model.register_buffer("other", torch.full((1,), rank))
+            wrapped = DistributedDataParallel(model)
+            wrapped(torch.randn(4, 3, 2, 2))
+            found.append((len(wrapped.modules_buffers), model.other.item()))
+        return found
+
+    assert run_ranks(body, 2) == [[(4, 0), (1, 0)]] * 2
 
 
 class Operations(TorchDispatchMode):

@@ -153,7 +153,6 @@ FULL = "0-100 parameters | 0-100 gradients | 0-100 optimizer-state optimizer sta
 HALF = "{0} parameters parameters: 1/2 | {0} gradients gradients: 1/2 | "
 HALF += "{0} optimizer-state optimizer state: 1/2"
 HALVES = ("0-50", "50-100")  # of the first and the second rank, or stage
-BROADCAST = "0-3.6 send -"  # of rank 0's buffers
 
 
 def _replicas(activations, percent):
@@ -218,7 +217,7 @@ FIGURES["train_dp.py"] = Figure(
 )
 
 _rank = (
-    "4-32 forward | 32-48 backward last layers | 48-64 backward | 64-80 backward first layers | "
+    "0-32 forward | 32-48 backward last layers | 48-64 backward | 64-80 backward first layers | "
     "91-100 optimizer"
 )
 FIGURES["train_ddp.py"] = Figure(
@@ -228,16 +227,15 @@ FIGURES["train_ddp.py"] = Figure(
         "rank 0": _rank,
         "all-reduce": "48-62 send bucket | 64-78 send bucket | 80-91 send bucket",
         "SyncBatchNorm": _ticks(5, 79, 3),
-        "broadcast": BROADCAST,
         "rank 1": _rank,
     },
     "A bucket of gradients is all-reduced as soon as it is complete, while backward() is still "
     "computing those of earlier layers. Then every rank makes the same update. SyncBatchNorm sends "
-    "a few numbers per layer and pass; rank 0 broadcasts its buffers before the forward pass.",
+    "a few numbers per layer and pass.",
 )
 
 _rank = (
-    "4-20 forward | 20-34 backward last layers | 34-48 backward | 48-62 backward first layers | "
+    "0-20 forward | 20-34 backward last layers | 34-48 backward | 48-62 backward first layers | "
     "72-86 other unscale, clip | 86-100 optimizer scaler.step"
 )
 FIGURES["train_ddp_amp.py"] = Figure(
@@ -247,7 +245,6 @@ FIGURES["train_ddp_amp.py"] = Figure(
         "rank 0": _rank,
         "all-reduce": "34-46 send float32 | 48-60 send float32 | 62-72 send float32",
         "SyncBatchNorm": _ticks(5, 61, 2),
-        "broadcast": BROADCAST,
         "rank 1": _rank,
     },
     "Parameters, gradients and optimizer state stay in float32, and so do the gradients that are "
@@ -267,7 +264,6 @@ FIGURES["train_ddp_accum.py"] = Figure(
         "rank 0": _rank,
         "all-reduce": "76-80.5 send - | 81-86 send - | 86.5-92 send -",
         "SyncBatchNorm": _ticks(5, 84, 2),
-        "broadcast": BROADCAST,
         "rank 1": _rank,
     },
     "F and B are forward and backward of a micro-batch. Its activations are freed before the next "
@@ -320,7 +316,7 @@ FIGURES["train_ddp_mp.py"] = Figure(
     },
     "Within a process, activations and their gradients move between the stages, as in train_mp.py. "
     "Between the processes, DistributedDataParallel averages the gradients: cuda:0 with cuda:2, "
-    "cuda:1 with cuda:3. Not shown: SyncBatchNorm and the broadcast of buffers.",
+    "cuda:1 with cuda:3. Not shown: SyncBatchNorm.",
     "18 19 0>1 | 60 61 1>0 | 18 19 3>4 | 60 61 4>3",
 )
 

@@ -2,11 +2,11 @@
 
 import itertools
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.distributed as dist
 import torchvision
 
 from utils.config import Config, setting
@@ -19,8 +19,7 @@ class StagesConfig(Config):
 
     devices: str = setting(
         "auto",
-        "devices of the stages, such as cuda:0,cuda:1 or cpu,cpu; cuda,cuda: two different GPUs "
-        "for each process; auto: an equal share of the visible GPUs, or cpu,cpu",
+        "one per stage; cuda,cuda: two GPUs for each process; auto: share the GPUs, or cpu,cpu",
         free=True,
     )
     split: str = setting("", "layers per stage, such as 6,4; empty: balanced", free=True)
@@ -46,14 +45,9 @@ def get_devices(names="auto"):
     if visible == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         local_rank, processes = 0, 1  # torchrun's processes all see the same GPUs
     gpus = itertools.count(local_rank * each)
-    try:
-        devices = [
-            torch.device(n if n != "cuda" else f"cuda:{next(gpus)}") for n in names.split(",")
-        ]
-    except RuntimeError:
-        devices = []
-    if not devices or any(device.type not in ("cpu", "cuda") for device in devices):
+    if not re.fullmatch("(cpu|cuda(:[1-9]?[0-9])?)(,(cpu|cuda(:[1-9]?[0-9])?))*", names):
         raise UserError(f"--devices {names} is not a list such as cuda:0,cuda:1 or cpu,cpu")
+    devices = [torch.device(n if n != "cuda" else f"cuda:{next(gpus)}") for n in names.split(",")]
     needed = max([processes * each, *(d.index + 1 for d in devices if d.type == "cuda")])
     if needed > visible:
         raise UserError(
@@ -62,8 +56,8 @@ def get_devices(names="auto"):
         )
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-        if len(devices) > 1:  # PyTorch's newer NCCL backend binds a process group to one device
-            os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
+        # PyTorch's newer NCCL backend binds a process group to one device, the older one does not.
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0" if len(devices) > 1 else "1")
     return devices
 
 
@@ -111,7 +105,7 @@ def assign_layers(model, devices, split=""):
     so that the largest stage has as few parameters as possible. Raises UserError if the layers
     cannot be split that way, or not for DistributedDataParallel.
     """
-    if dist.is_initialized() and len({device.type for device in devices}) > 1:
+    if torch.distributed.is_initialized() and len({device.type for device in devices}) > 1:
         raise UserError("DistributedDataParallel needs stages on GPUs only, or on CPUs only")
     if model._compiled_call_impl is not None:
         raise UserError("a compiled model cannot be split into stages: pass --compile none")

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -36,11 +37,17 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def convert_sync_batchnorm(module):
-        """`module` with every BatchNorm in it replaced, keeping its parameters and buffers."""
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        for child in module.modules():
+        """`module` with every BatchNorm in it replaced, keeping its parameters and buffers.
+
+        DistributedDataParallel will not broadcast these buffers before each forward pass: they are
+        the same on all ranks.
+        """
+        module, names = nn.SyncBatchNorm.convert_sync_batchnorm(module), []
+        for prefix, child in module.named_modules():
             if isinstance(child, nn.SyncBatchNorm):
                 child.__class__ = SyncBatchNorm
+                names += [f"{prefix}.{name}".lstrip(".") for name, _ in child.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         return module
 
 

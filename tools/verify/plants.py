@@ -155,8 +155,8 @@ BUGS = [
     Bug(
         "buffers-not-broadcast",
         "train_ddp.py",
-        "DistributedDataParallel(model)",
-        "DistributedDataParallel(model, broadcast_buffers=False)",
+        "gradient_as_bucket_view=True",
+        "gradient_as_bucket_view=True, broadcast_buffers=False",
         "ddp x2, BatchNorm per rank",
         (Problem.FAILED, "no longer hold the same model"),
         "Without SyncBatchNorm, each rank keeps its own running statistics.",
