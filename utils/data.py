@@ -97,10 +97,8 @@ class Loader:
         self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
         resident = _resident(dataset, device, cfg)
         self.name = "device" if resident else "workers"
-        workers = cfg.num_workers
-        if workers < 0:
-            workers = min(8, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
-        workers = 0 if resident else workers
+        workers = min(32, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
+        workers = 0 if resident else workers if cfg.num_workers < 0 else cfg.num_workers
         self.reader = DataLoader(
             _Batches(resident or dataset, cfg.seed),
             batch_size=None,  # the sampler yields whole batches
@@ -179,15 +177,17 @@ def seed_step(seed, epoch, step):
 
 class _BatchSampler:
     """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
-    persistent workers keep the copy of the dataset that they started with."""
+    persistent workers keep the copy of the dataset that they started with. All batches have the
+    same size: in evaluation, the last one repeats samples, which evaluate() does not count."""
 
     def __init__(self, sampler, batch_size, count, device):
         self.sampler, self.batch_size, self.device = sampler, batch_size, device
         self.start, self.count = 0, count
 
     def __iter__(self):
-        epoch = getattr(self.sampler, "epoch", 0)
-        indices = torch.tensor(list(self.sampler)).to(self.device)
+        epoch, indices = getattr(self.sampler, "epoch", 0), list(self.sampler)
+        indices += indices[: -len(indices) % self.batch_size]  # or a short batch would recompile
+        indices = torch.tensor(indices).to(self.device)
         for batch in indices.split(self.batch_size)[self.start : self.count]:
             yield epoch, batch
 
