@@ -22,6 +22,16 @@ def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
         assert caught.value.code == 2 and message in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused(mode, capfd):
+    """The gradients of a micro-batch are in memory that the next one's graph overwrites."""
+    flags = [f"--compile={mode}", "--micro-batches"]
+    assert load_config(AccumulationConfig, [*flags, "1"]).compile == mode
+    with pytest.raises(SystemExit):
+        load_config(AccumulationConfig, [*flags, "2"])
+    assert "pass --compile default, or --micro-batches 1" in capfd.readouterr().err
+
+
 def test_last_part_may_be_shorter(tmp_path):
     """10 samples in parts of 4, 4 and 2: each is weighted by its number of samples."""
     flags = {"model": "resnet20_gn", "lr": 0.05, "dtype": "float64"}

@@ -26,4 +26,9 @@ class AccumulationConfig(Config):
                 f"a process has {samples} samples per step, too few for {cfg.micro_batches} "
                 f"micro-batches: pass a smaller --micro-batches"
             )
+        if cfg.micro_batches > 1 and cfg.compile in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                f"with compile {cfg.compile}, a CUDA graph would overwrite the gradients of the "
+                f"micro-batch before: pass --compile default, or --micro-batches 1"
+            )
         return cfg
