@@ -112,3 +112,20 @@ def test_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
     assert resident._free_memory(torch.device("cuda")) == 5
     assert resident._free_memory(CPU) > 2**20
+
+
+def test_ranks_on_one_device_share_its_memory(monkeypatch):
+    """A GPU is known by its UUID, as each task of SLURM's may see another one as cuda:0."""
+    array, cuda = Offering().as_array(), torch.device("cuda", 0)
+    nbytes = 4 * 3 * 8 * 8
+    monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * 2 * nbytes)
+
+    def body(rank, gpus):
+        properties = SimpleNamespace(uuid=gpus[rank])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return resident._ranks_on(cuda), make_resident(array, CPU, AUTO) is None
+
+    assert run_ranks(body, 3, "aba") == [(2, True), (1, True), (2, True)]
+    assert run_ranks(body, 2, "ab") == [(1, False)] * 2
+    monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * 2 * nbytes - 1)
+    assert run_ranks(body, 2, "ab") == [(1, True)] * 2
