@@ -49,7 +49,7 @@ def test_resnet20_already_has_the_cifar_stem():
     models = []
     for name in ("resnet20", "resnet20_cifar"):
         torch.manual_seed(0)
-        models.append(build(name, 10, build_base=None).state_dict())
+        models.append(build(Config(model=name), 10, build_base=None).state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*(m.values() for m in models), strict=True))
 
 

@@ -17,7 +17,7 @@ def build_model(cfg, num_classes):
     if cfg.model in SMALL or cfg.model.endswith(("_cifar", "_gn")):
         with option(f"--model {cfg.model}"):
             from utils.small_models import build
-        model = build(cfg.model, num_classes, lambda name: _torchvision(name, num_classes, cfg))
+        model = build(cfg, num_classes, _torchvision)
     else:
         model = _torchvision(cfg.model, num_classes, cfg)
     if cfg.weights:

@@ -24,20 +24,20 @@ def split_name(name):
     return base, others | {suffix}
 
 
-def build(name, num_classes, build_base):
-    """The model of that name, with random weights from the global seed.
+def build(cfg, num_classes, build_base):
+    """The model that the config names, with random weights from the global seed.
 
-    build_base: function(name) that builds a model of torchvision's. resnet20 and resnet9 have the
-    stem for small images with or without _cifar. Raises UserError for _cifar on anything but a
-    ResNet.
+    build_base: function(name, num_classes, cfg) that builds a model of torchvision's. resnet20 and
+    resnet9 have the stem for small images with or without _cifar. Raises UserError for _cifar on
+    anything but a ResNet.
     """
-    base, suffixes = split_name(name)
+    base, suffixes = split_name(cfg.model)
     if base == "resnet20":
         model = ResNet20(num_classes)
     elif base == "resnet9":
         model = ResNet9(num_classes)
     else:
-        model = build_base(base)
+        model = build_base(base, num_classes, cfg)
         if "cifar" in suffixes:
             _shrink_stem(model, base)
     return _convert_groupnorm(model) if "gn" in suffixes else model
