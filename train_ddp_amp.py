@@ -93,7 +93,8 @@ def main():
         train = train_one_epoch(
             model, train_loader, criterion, optimizer, scheduler, scaler, meter, checkpoint, cfg
         )
-        val = evaluate(model, val_loader, meter)
+        with torch.autocast(device.type, cfg.autocast_dtype):
+            val = evaluate(model, val_loader, meter)
         is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
         checkpoint.save(epoch + 1, is_best=is_best)
 

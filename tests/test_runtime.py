@@ -10,9 +10,11 @@ import torch
 
 from tests.launch import run_ranks
 from utils import runtime
+from utils.amp import AmpConfig
 from utils.config import Config, load_config
 from utils.data import seed_step
 from utils.errors import UserError
+from utils.fsdp import FsdpConfig
 from utils.runtime import configure_torch, log_summary, progress, seed_everything
 
 
@@ -63,10 +65,28 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch):
 
 
 def test_tf32_is_on_only_where_the_config_says_so():
-    for dtype in ("tf32", "float32", "float64"):
+    """By default, as in PyTorch: in convolutions, not in matrix products."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    default = matmul.allow_tf32, cudnn.allow_tf32
+    for dtype, expected in (("tf32", (True, True)), ("ieee", (False, False)), ("float32", default)):
         configure_torch(Config(dtype=dtype))
-        on = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        assert on == (dtype == "tf32",) * 2
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == expected
+        assert Config(dtype=dtype).torch_dtype == torch.float32
+    assert default == (False, True)
+
+
+def test_cudnn_chooses_by_time_only_on_request():
+    for cfg in (Config(cudnn_benchmark=True), Config()):
+        configure_torch(cfg)
+        assert torch.backends.cudnn.benchmark is cfg.cudnn_benchmark
+
+
+def test_precision_in_words():
+    assert Config().precision == "float32 (on CUDA: TF32 convolutions)"
+    assert Config(dtype="ieee").precision == "ieee"
+    assert AmpConfig(dtype="tf32").precision == "bfloat16 autocast, tf32"
+    assert FsdpConfig(dtype="float64").precision == "float64"
+    assert FsdpConfig(fsdp_dtype="bfloat16").precision == "bfloat16 blocks"
 
 
 def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
@@ -166,7 +186,7 @@ def test_summary_tells_what_the_run_will_do(capfd, monkeypatch):
     log_summary(cfg, {"model": model, "loader": loader}, 1)
     text = capfd.readouterr().out
     for part in (
-        "resnet18, 6 trainable parameters, float32",
+        "resnet18, 6 trainable parameters, float32 (on CUDA: TF32 convolutions)\n",
         "synthetic, 50 training images, loader=workers",
         "8 = 1 processes x 4 on cpu (",
         "peak lr 0.2",

@@ -42,7 +42,7 @@ LADDER = [
     Rung(
         "train_ddp_amp.py",
         "train_ddp.py",
-        20,
+        23,
         "mixed precision: `autocast` and `GradScaler`",
         "utils.amp:AmpConfig",
     ),

@@ -18,6 +18,11 @@ class AmpConfig(Config):
     )
 
     @property
+    def precision(self):
+        """The precision of the computation, for people."""
+        return f"{self.amp_dtype} autocast, {super().precision}"
+
+    @property
     def autocast_dtype(self):
         """The torch.dtype for torch.autocast."""
         return getattr(torch, self.amp_dtype)

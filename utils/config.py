@@ -62,8 +62,12 @@ class Config:
     sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: per rank")
     dtype: str = setting(
         "float32",
-        "of the model (changes numerics); tf32: float32 with TF32 matrix products on CUDA",
-        choices=("float32", "tf32", "float64"),
+        "of the model (changes numerics). On CUDA, float32: convolutions in TF32, as is PyTorch's "
+        "default; tf32: matrix products, too; ieee: neither",
+        choices=("float32", "tf32", "ieee", "float64"),
+    )
+    cudnn_benchmark: bool = setting(
+        False, "cuDNN times its algorithms and takes the fastest: not the same bits in each run"
     )
     compile: str = setting(
         "none",
@@ -116,6 +120,11 @@ class Config:
     def peak_lr(self):
         """The learning rate after the warmup."""
         return self.lr
+
+    @property
+    def precision(self):
+        """The precision of the computation, for people."""
+        return f"{self.dtype}{' (on CUDA: TF32 convolutions)' * (self.dtype == 'float32')}"
 
     @property
     def torch_dtype(self):

@@ -28,6 +28,11 @@ class FsdpConfig(Config):
     )
     fsdp_offload: bool = setting(False, "keep the shards in the CPU's memory", free=True)
 
+    @property
+    def precision(self):
+        """The precision of the computation, for people."""
+        return super().precision if self.fsdp_dtype == "none" else f"{self.fsdp_dtype} blocks"
+
     def resolved(self):
         """This config with all open values filled in. Raises ConfigError if values contradict."""
         on_cuda = self.device != "cpu" and torch.cuda.is_available()

@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 15
 
 
 def configure_torch(cfg):
-    """Set the number of CPU threads and the precision of float32 matrix products.
+    """Set the number of CPU threads, the precision of float32, and how cuDNN picks algorithms.
 
     The number of threads depends on the cores that the job may use, never on the load, so that the
     same command gives the same bits. Raises UserError if several processes run a script for one.
@@ -27,7 +27,9 @@ def configure_torch(cfg):
     # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
     torch.set_num_threads(cfg.num_threads or max(1, cores_per_rank() - max(0, cfg.num_workers)))
     # The older of PyTorch's two interfaces: torch.export fails if only the newer one is used.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.dtype == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = cfg.dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = cfg.dtype != "ieee"
+    torch.backends.cudnn.benchmark = cfg.cudnn_benchmark
 
 
 def seed_everything(seed):
@@ -55,7 +57,7 @@ def log_summary(cfg, state, start_epoch):
         return
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
-        f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.dtype}\n"
+        f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.precision}\n"
         f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
         f"batch: {cfg.global_batch_size} = {get_world_size()} processes x {loader.batch_size} on "
         f"{loader.device.type} ({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"

@@ -223,9 +223,9 @@ def main():
     needs_group = name in ("bare", "tutorial") and WORLD_SIZE > 1  # the others create their own
     device = init_distributed(cfg.device, cfg.timeout) if needs_group else get_device(cfg.device)
     seed_everything(cfg.seed)
-    # The same for all peers; by default, PyTorch allows TF32 in convolutions.
+    # The same for all peers, and as in configure_torch().
     torch.backends.cuda.matmul.allow_tf32 = cfg.dtype == "tf32"
-    torch.backends.cudnn.allow_tf32 = cfg.dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = cfg.dtype != "ieee"
     train_set, _, classes = build_datasets(cfg)
     batch_size = cfg.global_batch_size // WORLD_SIZE
     sampler = DistributedSampler(train_set, drop_last=True) if needs_group else None

@@ -56,7 +56,7 @@ CASES = [
     Case("ddp x2", "train_ddp.py", 2, {"loader": "workers", "num_workers": 1}),
     Case("ddp x3", "train_ddp.py", 3, {}),
     Case("ddp x2, BatchNorm per rank", "train_ddp.py", 2, {"sync_bn": False}, reference=None),
-    Case("ddp x2, float32", "train_ddp.py", 2, {"dtype": "float32"}, FLOAT32, "1gpu, float32"),
+    Case("ddp x2, float32", "train_ddp.py", 2, {"dtype": "ieee"}, FLOAT32, "1gpu, float32"),
     # Autocast leaves float64 unchanged and the scale is a power of two: scaling, unscaling and
     # clipping in the right order change nothing.
     Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
@@ -97,7 +97,7 @@ REFERENCES = [
     Case("1gpu, GroupNorm", "train_1gpu.py", None, GROUP),
     Case("1gpu, pretrained", "train_1gpu.py", None, FINETUNE),
     Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
-    Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "float32"}),
+    Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "ieee"}),
     Case("1gpu, bfloat16", AUTOCAST_COPY, None, {"dtype": "float32"}),
 ]
 KILLED = Case("killed", "train_ddp.py", 2, {"save_steps": 3})  # killed within the first epoch

@@ -187,13 +187,17 @@ class Verifier:
 
 
 def autocast_copy(folder):
-    """train_1gpu.py with its forward pass under autocast, as a reference for train_ddp_amp.py."""
+    """train_1gpu.py under autocast, as a reference for train_ddp_amp.py."""
     text = (ROOT / "train_1gpu.py").read_text()
     forward = "        outputs = model(images)\n        loss = criterion(outputs, labels)\n"
-    assert text.count(forward) == 1
-    autocast = "        with torch.autocast(images.device.type, torch.bfloat16):\n"
+    evaluation = "        val = evaluate(model, val_loader, meter)\n"
+    for lines in (forward, evaluation):
+        assert text.count(lines) == 1
+        autocast = "        with torch.autocast(device.type, torch.bfloat16):\n"
+        autocast = autocast.replace("device", "images.device") if lines == forward else autocast
+        text = text.replace(lines, autocast + lines.replace("        ", " " * 12))
     path = Path(folder) / AUTOCAST_COPY
-    path.write_text(text.replace(forward, autocast + forward.replace("        ", " " * 12)))
+    path.write_text(text)
     return path
 
 
