@@ -16,6 +16,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.sched_setaffinity(0, cores[number * share :][:share] or cores)
 
 
+def pytest_configure(config):
+    """Hide the GPUs from all tests but those of tests/gpu (make test-gpu)."""
+    if not any("tests/gpu" in path for path in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """For `-n auto`: one process per core; most tests wait for processes that they start."""

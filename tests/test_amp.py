@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import utils.metrics
 from tests.forked import assert_resumes, fork_script
 from utils.amp import AmpConfig
 from utils.checkpoint import read_checkpoint
@@ -33,6 +34,23 @@ def losses(tmp_path_factory):
 def test_losses_differ_from_float32_by_rounding(dtype, bits, losses):
     for ours, exact in zip(losses[dtype], losses["float32"], strict=True):
         assert 0 < abs(ours / exact - 1) < 2.0 ** (3 - bits)
+
+
+def test_evaluation_runs_in_the_precision_of_training(tmp_path):
+    def record_dtypes():
+        real = utils.metrics.cross_entropy
+
+        def spy(outputs, labels):
+            with open(tmp_path / "dtypes", "a") as file:
+                print(outputs.dtype, file=file)
+            return real(outputs, labels)
+
+        utils.metrics.cross_entropy = spy
+
+    flags = SETTINGS | {"epochs": 1}
+    run = fork_script("train_ddp_amp.py", 1, record_dtypes, output_dir=tmp_path / "run", **flags)
+    assert (run.code, run.stderr) == (0, "")
+    assert set((tmp_path / "dtypes").read_text().split()) == {"torch.bfloat16"}
 
 
 def test_settings():

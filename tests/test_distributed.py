@@ -167,6 +167,13 @@ def test_device_names(monkeypatch):
     assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
+def test_cpu_run_sees_no_gpu(monkeypatch):
+    """DataParallel would use them, and refuse a model on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    get_device("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_task_with_one_visible_gpu_takes_it(environment, monkeypatch):
     """As under srun --gpus-per-task=1. Under torchrun, all processes would share that GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -22,6 +22,19 @@ FAST_CASES = ("ddp x2", "fsdp x2", "killed, resumed x2")
 FAST_BUGS = ("set_epoch-forgotten", "padding-counted", "seed-per-rank")
 
 
+def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
+    dp, ddp = (next(case for case in CASES if case.name == name) for name in ("dp", "ddp x2"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    name = "CUDA_VISIBLE_DEVICES"
+    assert Verifier(tmp_path)._device(dp) == ("cpu", {name: ""})
+    assert Verifier(tmp_path)._device(ddp) == ("cpu", {name: ""})
+    on_gpu = Verifier(tmp_path, device="cuda:1")
+    assert on_gpu._device(ddp) == ("cuda:1", {})
+    assert on_gpu._device(dp) == ("cuda", {name: "1"})
+    monkeypatch.setenv(name, "4,6")
+    assert on_gpu._device(dp) == ("cuda", {name: "6"})
+
+
 def parametrize(items, fast):
     marks = {True: (), False: pytest.mark.slow}
     return pytest.mark.parametrize(

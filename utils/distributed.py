@@ -71,6 +71,7 @@ def get_device(name="auto", local_rank=0, local_world_size=1):
         raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
     device = torch.device(name)
     if device.type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel would use the GPUs that it sees
         return device
     visible = torch.cuda.device_count()
     if visible == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:

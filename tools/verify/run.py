@@ -157,6 +157,16 @@ class Verifier:
     def _hooks(self, output_dir):
         return self.folder / f"hooks-{output_dir.name}"
 
+    def _device(self, case):
+        """The device of a case, and the environment that hides the GPUs which it must not use."""
+        if self.device == "cpu":
+            return "cpu", {"CUDA_VISIBLE_DEVICES": ""}
+        if case.script != "train_dp.py":
+            return self.device, {}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(64))))
+        index = torch.device(self.device).index or 0  # DataParallel would use all that it sees
+        return "cuda", {"CUDA_VISIBLE_DEVICES": visible.split(",")[index]}
+
     def _launch(self, case, output_dir, root, wait):
         hooks = self._hooks(output_dir)
         hooks.mkdir()
@@ -164,7 +174,8 @@ class Verifier:
         (hooks / "sitecustomize.py").write_text(spy)
         # ROOT is for tools.launch; a copy of the project in `root` precedes it.
         path = os.pathsep.join(map(str, (hooks, root, ROOT)))
-        flags = BASE | case.flags | {"output_dir": output_dir, "device": self.device}
+        device, environment = self._device(case)
+        flags = BASE | case.flags | {"output_dir": output_dir, "device": device}
         if "devices" in flags:
             flags["devices"] = f"{self.device},{self.device}"
         if "weights" in flags:
@@ -176,7 +187,7 @@ class Verifier:
                 self.script or case.script,
                 case.nproc,
                 flags,
-                {"PYTHONPATH": path},
+                {"PYTHONPATH": path} | environment,
                 root,
                 cores,
                 launcher="tools.launch",
