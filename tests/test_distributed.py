@@ -60,6 +60,10 @@ def test_world_has_one_rank_without_a_process_group(environment):
         pass
 
 
+class Outcome(Exception):
+    """What a rank returns if it leaves a broken group behind: skips the barrier of run_ranks()."""
+
+
 # Joining the group
 
 
@@ -102,6 +106,30 @@ def test_unreachable_master_is_reported(environment):
         init_distributed("cpu", timeout=1)
 
 
+def test_unknown_interface_is_reported_with_the_existing_ones(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    (error,) = run_ranks(lambda rank: None, 1)
+    assert isinstance(error, UserError)
+    assert "for: eth99): check MASTER_ADDR=127.0.0.1, and set GLOO_SOCKET_IFNAME" in str(error)
+    assert "one of lo" in str(error) and "\n" not in str(error)
+
+
+def test_group_waits_for_a_missing_rank_no_longer_than_a_step(monkeypatch):
+    """The control group, whose collectives may take hours, is created within the timeout, too."""
+    new_group = dist.new_group
+
+    def without_rank_1(**options):
+        if dist.get_rank() == 0:
+            return new_group(**options)
+        time.sleep(8)  # the store must still accept the other rank's error
+        raise Outcome
+
+    monkeypatch.setattr(dist, "new_group", without_rank_1)
+    error, _ = run_ranks(lambda rank: None, 2, timeout=1, limit=40)
+    assert isinstance(error, UserError)
+    assert "cannot reach the other ranks (wait timeout" in str(error)
+
+
 def test_ranks_know_their_place():
     def body(rank):
         assert errors.failure_store is not None  # so that only the first rank to fail reports
@@ -113,10 +141,6 @@ def test_ranks_know_their_place():
     assert run_ranks(body, 4, local_world_size=2) == [
         ((rank, rank % 2, 4, 2), 6, gathered, rank == 0) for rank in range(4)
     ]
-
-
-class Outcome(Exception):
-    """What a rank returns if it leaves a broken group behind: skips the barrier of run_ranks()."""
 
 
 def test_timeout_ends_a_collective_but_not_a_download():
@@ -144,7 +168,7 @@ def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):
         dist, "PrefixStore", lambda *args: attempts.append(args[0]) or prefix_store(*args)
     )
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    assert run_ranks(lambda rank: "attempt-3" in attempts, 2) == [True, True]
+    assert run_ranks(lambda rank: "3" in attempts, 2) == [True, True]
 
 
 # Devices and cores

@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import sys
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from utils import errors
 from utils.errors import PeerError, UserError
 
-_control_group = None  # gloo with a long timeout, for downloads and saves, which outlast a step
+_control_group = None  # gloo with a long timeout
 
 
 def get_rank():
@@ -108,29 +109,42 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     shared = "cuda:" in device and local_world_size > 1
     devices = devices or [get_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-    except dist.DistError as error:
-        raise UserError(f"cannot reach the other ranks (check MASTER_ADDR): {error}") from None
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
-        # connects to the addresses of the dead ones (pytorch/pytorch#135712).
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt-{attempt}", store)
-    errors.failure_store = store
-    dist.init_process_group(
-        "nccl" if nccl else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=devices[0] if nccl and len(devices) == 1 else None,
-    )
-    _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    with _network_errors():
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        if local_world_size == world_size:
+            # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
+            # connects to the addresses of the dead ones (pytorch/pytorch#135712).
+            store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        errors.failure_store = store
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=devices[0] if nccl and len(devices) == 1 else None,
+        )
+        _control_group = dist.new_group(backend="gloo", timeout=timeout)
+    extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    extend(timedelta(hours=12), _control_group)  # downloads and saves outlast a step
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
     atexit.register(setattr, errors, "failure_store", None)
     return devices[0]
+
+
+@contextmanager
+def _network_errors():
+    """Raise UserError if the ranks cannot connect to each other. gloo listens on the address of the
+    host name, which is often 127.0.1.1, unless GLOO_SOCKET_IFNAME is set."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
+            f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
+            f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
+        ) from None
 
 
 def _read_environment():
@@ -144,7 +158,7 @@ def _read_environment():
     raise UserError(
         f"the environment does not describe this process's place among the others: "
         f"{', '.join(map('='.join, zip(names, texts, strict=True)))}. Start one process per "
-        f"device:  torchrun --standalone --nproc_per_node=N {script_name()}"
+        f"device:  torchrun --standalone --nproc_per_node=N {os.path.basename(sys.argv[0])}"
     )
 
 
@@ -172,10 +186,10 @@ def fail_together():
         yield
     except Exception as caught:
         error = caught
-    failed = all_gather_object(error is not None)
-    if error is not None:
+    failed = all_gather_object(bool(error))
+    if error:
         raise error
-    if any(failed):
+    if True in failed:
         raise PeerError(f"rank {failed.index(True)} failed")
 
 
@@ -199,8 +213,3 @@ def die_with_parent():
     """Ask Linux to kill this process when its parent dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-
-
-def script_name():
-    """The file name of the running script, for messages."""
-    return Path(sys.argv[0]).name

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from utils.distributed import cores_per_rank, get_world_size, is_main_process, script_name
+from utils.distributed import cores_per_rank, get_world_size, is_main_process
 from utils.errors import UserError
 
 SECONDS_BETWEEN_LINES = 15
@@ -21,8 +21,9 @@ def configure_torch(cfg):
     """
     if (os.environ.get("WORLD_SIZE") or "1") != "1" and get_world_size() == 1:
         raise UserError(
-            f"{script_name()} runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: "
-            f"start it with  python {script_name()}, or start train_ddp.py with torchrun"
+            f"{os.path.basename(sys.argv[0])} runs as one process, but WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE']}: start it with  python "
+            f"{os.path.basename(sys.argv[0])}, or start train_ddp.py with torchrun"
         )
     # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
     torch.set_num_threads(cfg.num_threads or max(1, cores_per_rank() - max(0, cfg.num_workers)))
