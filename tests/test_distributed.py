@@ -241,16 +241,17 @@ def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):
 # What only one process does
 
 
-def test_one_process_per_node_goes_first(tmp_path):
+@pytest.mark.parametrize("shared", [False, True])
+def test_rank_0_goes_first_then_one_process_per_node(shared, tmp_path):
     def body(rank):
         with main_process_first():
-            path = tmp_path / str(rank // 2)
+            path = tmp_path / str(0 if shared else rank // 2)
             existed = path.exists()
             time.sleep(0.2)
             path.touch()
         return existed
 
-    assert run_ranks(body, 4, local_world_size=2) == [False, True, False, True]
+    assert run_ranks(body, 4, local_world_size=2) == [False, True, shared, True]
 
 
 def test_other_processes_fail_at_once_when_the_first_one_raises():

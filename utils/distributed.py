@@ -195,18 +195,17 @@ def fail_together():
 
 @contextmanager
 def main_process_first():
-    """Run the body on the first process of every node, then on the node's other processes.
+    """Run the body on rank 0, then on the first process of every other node, then on the rest.
 
-    For work that one process per node does and the others reuse, such as a download or a cache. If
-    the body raises on the first process, the others raise PeerError and never run it.
+    For work that one process does and the others reuse, such as a download or a cache: the nodes
+    may share its folder, or have one each. All return together. If the body raises on a process,
+    the others raise PeerError, and those whose turn has not come never run it.
     """
-    if get_local_rank() == 0:
+    turn = 2 if get_local_rank() else not is_main_process()
+    for now in range(3):
         with fail_together():
-            yield
-    else:
-        with fail_together():
-            pass  # waits for the first processes
-        yield
+            if now == turn:
+                yield
 
 
 def die_with_parent():

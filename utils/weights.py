@@ -93,7 +93,7 @@ def load_and_freeze(model, cfg):
 def load_weights(model, name, weights):
     """Fill the model of that name, except for its last layer, from `weights` (see find_weights).
 
-    Torchvision's weights are downloaded by one process per node into torch.hub's folder.
+    Torchvision's weights are downloaded into torch.hub's folder, once if the nodes share it.
     Raises UserError if they cannot be read, or do not fit in every other layer.
     """
     entry = find_weights(name, weights)
