@@ -3,14 +3,17 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from tools.launch import root_cause
+from tools import launch as launch_module
+from tools.launch import root_cause, watch_rendezvous
 from tools.lessons import ROOT
 
 SCRIPT = """
@@ -60,18 +63,18 @@ def launch(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("mode", "last"),
+    ("mode", "code", "last"),
     [
-        ("user", "error (rank 0): the folder data/ is empty: pass --data-dir"),
-        ("bug", "ValueError: not a number"),
-        ("kill", "error (rank 0): Signal 9 (SIGKILL) received by PID"),
-        ("exit", "error (rank 0): exit code 7; see the output above"),
+        ("user", 1, "error (rank 0): the folder data/ is empty: pass --data-dir"),
+        ("bug", 1, "ValueError: not a number"),
+        ("kill", 1, "error (rank 0): Signal 9 (SIGKILL) received by PID"),
+        ("exit", 7, "error (rank 0): exit code 7; see the output above"),
     ],
 )
-def test_last_line_is_the_error(mode, last, launch):
+def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch):
     process = launch(mode)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == code
     assert error.strip().splitlines()[-1].startswith(last), error
     assert error.count("Traceback") == (mode == "bug")  # the script's own, none of torchrun's
 
@@ -97,4 +100,45 @@ def test_root_cause_is_the_first_failure():
     message = {"message": "error (rank 1): disk full\n", "extraInfo": json.dumps({})}
     failure = SimpleNamespace(message=message, exitcode=1)
     error = SimpleNamespace(get_first_failure=lambda: (1, failure))
-    assert root_cause(error) == "error (rank 1): disk full"
+    assert root_cause(error) == (1, "error (rank 1): disk full")
+
+
+class Exit(Exception):
+    """Stands for the end of the process."""
+
+
+def test_lost_rendezvous_ends_the_process(monkeypatch, capfd):
+    def leave(code):
+        raise Exit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    server = socket.create_server(("127.0.0.1", 0))
+    closing = threading.Timer(0.5, server.close)
+    closing.start()
+    endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(Exit, match="1"):
+        watch_rendezvous(endpoint, patience=0.6)
+    assert time.monotonic() - start > 1  # not while it was reachable
+    assert f"the rendezvous at {endpoint} has been unreachable" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "watched"),
+    [
+        (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=host:1"], True),
+        (["--nnodes=1:4", "--rdzv_backend=c10d", "--rdzv_endpoint=host:1"], True),
+        (["--nnodes=2", "--master_addr=host"], False),
+        (["--standalone"], False),
+    ],
+)
+def test_rendezvous_over_several_nodes_is_watched(arguments, watched, monkeypatch):
+    name, endpoints = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", []
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments, "script.py"])
+    monkeypatch.setattr(launch_module, "watch_rendezvous", endpoints.append)
+    monkeypatch.setattr(launch_module, "run", lambda args: None)
+    launch_module.main()
+    assert endpoints == ["host:1"] * watched
+    assert os.environ.get(name) == ("1" if watched else None)

@@ -2,31 +2,67 @@
 
     python -m tools.launch --standalone --nproc_per_node=4 train_ddp.py --epochs 3
 
-The arguments are torchrun's. The exit code is 1 if a rank failed.
+The arguments are torchrun's. The exit code is that of the first rank to fail, or 128 plus the
+signal that ended torchrun. With a c10d rendezvous over several nodes, two things differ from
+torchrun: a restart creates a new store, because the old one holds the addresses of dead ranks; and
+a node that cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
 """
 
+import os
+import socket
 import sys
+import threading
+import time
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
+
+PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 
 
 def root_cause(error):
-    """The message of the first rank that failed, from the error file that this rank wrote."""
+    """The exit code and the message of the first rank that failed, from its error file."""
     rank, failure = error.get_first_failure()
+    code = failure.exitcode if failure.exitcode > 0 else 1
     if isinstance(failure.message, dict):
-        return failure.message["message"].rstrip()
+        return code, failure.message["message"].rstrip()
     if failure.exitcode < 0:
-        return f"error (rank {rank}): {failure.message}"
-    return f"error (rank {rank}): exit code {failure.exitcode}; see the output above"
+        return code, f"error (rank {rank}): {failure.message}"
+    return code, f"error (rank {rank}): exit code {code}; see the output above"
+
+
+def watch_rendezvous(endpoint, patience=PATIENCE):
+    """Exit, with code 1, once HOST:PORT has been unreachable for `patience` seconds.
+
+    The time counts from the first connection: torchrun itself limits how long it waits for the
+    host to start. The ranks, if they still run, die with this process.
+    """
+    reached = None
+    while reached is None or time.monotonic() - reached < patience:
+        try:
+            socket.create_connection(parse_rendezvous_endpoint(endpoint, 29400), 5).close()
+            reached = time.monotonic()
+        except OSError:
+            pass
+        time.sleep(patience / 12)
+    text = f"error: the rendezvous at {endpoint} has been unreachable for {patience:.0f} seconds"
+    os.write(2, f"{text}: check the network, and that its host is running\n".encode())
+    os._exit(1)
 
 
 def main():
+    args = parse_args(None)
+    if args.rdzv_backend == "c10d" and args.nnodes != "1":
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        threading.Thread(target=watch_rendezvous, args=(args.rdzv_endpoint,), daemon=True).start()
     try:
-        run(parse_args(None))
+        run(args)
     except ChildFailedError as error:
-        sys.exit(root_cause(error))
+        code, text = root_cause(error)
+        print(text, file=sys.stderr)
+        sys.exit(code)
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except KeyboardInterrupt:
