@@ -1,0 +1,264 @@
+"""Training on several nodes: network namespaces stand for the hosts of a cluster."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forked import fork_script, largest_difference, same_bits
+from tests.launch import planted
+from tests.namespaces import c10d, crash, finish, hosts, needs_namespaces, static
+from tools.runs import ROOT
+from utils.checkpoint import read_checkpoint
+
+pytestmark = needs_namespaces
+SLOW = pytest.mark.slow
+RUN = {"synthetic_samples": 48, "image_size": 8, "num_threads": 1}  # four steps per epoch
+
+
+@pytest.fixture(scope="module")
+def one_machine(tmp_path_factory):
+    """The last checkpoint of two ranks on one machine."""
+    folder = tmp_path_factory.mktemp("one")
+    run = fork_script("train_ddp.py", 2, output_dir=folder, **RUN)
+    assert run.code == 0, run.stderr
+    return read_checkpoint(folder / "last.pt")
+
+
+def assert_same_weights(folder, expected):
+    checkpoint = read_checkpoint(folder / "last.pt")
+    assert same_bits(checkpoint["model"], expected["model"])
+    assert same_bits(checkpoint["optimizer"], expected["optimizer"])
+
+
+def assert_no_error(runs):
+    assert [run.code for run in runs] == [0] * len(runs), [run.stderr for run in runs]
+
+
+def last_lines(runs):
+    return [run.stderr.strip().splitlines()[-1] for run in runs]
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_nodes_match_one_machine(rendezvous, one_machine, tmp_path):
+    def command(rank):
+        flags = RUN | {"output_dir": tmp_path}
+        if rendezvous == "c10d":
+            return c10d("train_ddp.py", machines[0], **flags)
+        return static("train_ddp.py", machines[0], rank, **flags)
+
+    with hosts(2) as machines:
+        runs = finish([host.start(command(rank)) for rank, host in enumerate(machines)], tmp_path)
+    assert_no_error(runs)
+    assert "batch: 12 = 2 processes x 6" in "".join(run.stdout for run in runs)
+    assert_same_weights(tmp_path, one_machine)
+
+
+@SLOW
+def test_three_nodes_agree_and_match_one_machine(tmp_path):
+    with hosts(3) as machines:
+        command = c10d("train_ddp.py", machines[0], nodes=3, output_dir=tmp_path / "three", **RUN)
+        assert_no_error(finish([host.start(command) for host in machines], tmp_path))
+    run = fork_script("train_ddp.py", 3, output_dir=tmp_path / "one", **RUN)
+    assert run.code == 0, run.stderr
+    assert_same_weights(tmp_path / "three", read_checkpoint(tmp_path / "one" / "last.pt"))
+
+
+@SLOW
+def test_output_disk_of_its_own_on_every_node(one_machine, tmp_path):
+    """Rank 0 writes the run, wherever it is: nothing is needed on the other nodes' disks."""
+    folders = [tmp_path / name for name in ("run", "disk0", "disk1")]
+    for folder in folders:
+        folder.mkdir()
+    with hosts(2) as machines:
+        command = c10d("train_ddp.py", machines[0], output_dir=folders[0], **RUN)
+        processes = [
+            host.start(command, private=[(disk, folders[0])])
+            for host, disk in zip(machines, folders[1:], strict=True)
+        ]
+        assert_no_error(finish(processes))
+        (written,) = (disk for disk in folders[1:] if (disk / "last.pt").exists())
+        assert_same_weights(written, one_machine)
+
+        resumed = [
+            host.start([*command, "--epochs=3", "--allow-config-change"], private=[(disk, run)])
+            for host, disk, run in zip(machines, folders[1:], [folders[0]] * 2, strict=True)
+        ]
+        runs = finish(resumed)
+    assert all(run.code for run in runs)
+    assert any("all nodes must share output_dir" in run.stderr for run in runs)
+
+
+# Faults
+
+HELD = """checkpoint.step()
+        from pathlib import Path
+        import time
+        step = checkpoint.epoch * len(loader) + loader.step
+        while step >= int(Path({gate!r}).read_text()):
+            Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
+            time.sleep(0.02)
+"""
+
+
+class Gate:
+    """Holds a run after a step, so that a fault comes at that step on every machine."""
+
+    def __init__(self, folder, step):
+        self.path = folder / "gate"
+        self.open(step)
+        folder.joinpath("script").mkdir()
+        held = HELD.format(gate=str(self.path))
+        self.script = planted(folder / "script", "train_ddp.py", "checkpoint.step()", held)
+
+    def open(self, step):
+        """Let the run continue up to this step (of all epochs)."""
+        self.step = step
+        self.path.with_suffix(".new").write_text(str(step))
+        self.path.with_suffix(".new").replace(self.path)
+
+    def wait(self, world_size, processes, limit=120):
+        """Wait until `world_size` ranks are held; a resumed run may be one step further."""
+        end = time.monotonic() + limit
+        marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in (0, 1)]
+        while not any(mark.exists() for mark in marks):
+            ended = [p.communicate() for p in processes if p.poll() is not None]
+            assert not ended and time.monotonic() < end, (marks[0], ended)
+            time.sleep(0.05)
+
+
+@SLOW
+def test_node_dies_and_the_job_resumes(one_machine, tmp_path):
+    gate, out = Gate(tmp_path, 3), tmp_path / "run"
+    with hosts(2) as machines:
+        flags = RUN | {"save_steps": 1, "output_dir": out}
+        command = c10d(gate.script, machines[0], **flags)
+        processes = [host.start(command) for host in machines]
+        gate.wait(2, processes)
+        crash(processes[1])
+        gate.open(10**6)
+        (survivor,) = finish(processes[:1], limit=60)
+        assert survivor.code == 1
+
+        runs = finish([host.start(command) for host in machines], out)
+    assert_no_error(runs)
+    assert re.search("from epoch 0, step [23], in", "".join(run.stdout for run in runs))
+    assert_same_weights(out, one_machine)
+
+
+@SLOW
+def test_both_sides_end_when_the_link_goes_down(tmp_path):
+    """torchrun alone does not: with a c10d rendezvous, the other node's agent waits for ever."""
+    gate = Gate(tmp_path, 3)
+    launcher = tmp_path / "impatient.py"
+    launcher.write_text(
+        "from tools import launch\nwatch = launch.watch_rendezvous\n"
+        "launch.watch_rendezvous = lambda endpoint: watch(endpoint, patience=12)\nlaunch.main()\n"
+    )
+    with hosts(2) as machines:
+        command = c10d(
+            gate.script, machines[0], output_dir=tmp_path / "run", **RUN | {"timeout": 5}
+        )
+        command[1:3] = [str(launcher)]
+        processes = [host.start(command, {"PYTHONPATH": str(ROOT)}) for host in machines]
+        gate.wait(2, processes)
+        machines[1].link("down")
+        gate.open(10**6)
+        runs = finish(processes, limit=100)
+    assert [run.code for run in runs] == [1, 1]
+    assert "the rendezvous at node0:29500 has been unreachable for 12 seconds" in runs[1].stderr
+
+
+@SLOW
+def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
+    """Two nodes, then one, then two: the same trajectory as one process, each sample once."""
+    gate, out = Gate(tmp_path, 3), tmp_path / "run"
+    flags = RUN | {"epochs": 4, "dtype": "float64", "save_steps": 1, "audit": True}
+    with hosts(2) as machines:
+        options = "--max_restarts=3", "--rdzv_conf=last_call_timeout=2"
+        command = c10d(gate.script, machines[0], *options, nodes="1:2", output_dir=out, **flags)
+        processes = [host.start(command) for host in machines]
+        gate.wait(2, processes)
+        crash(processes[1])
+        gate.open(6)
+        gate.wait(1, processes[:1])
+        processes[1] = machines[1].start(command)
+        gate.open(8)
+        gate.wait(2, processes)
+        gate.open(10**6)
+        runs = finish(processes, out)
+    assert_no_error(runs)
+    text = "".join(run.stdout for run in runs)
+    assert "batch: 12 = 2 processes x 6" in text and "batch: 12 = 1 processes x 12" in text
+    audit = [json.loads(line) for line in (out / "audit.jsonl").read_text().splitlines()]
+    counts = [(row["epoch"], row["samples"], row["repeated"]) for row in audit]
+    assert counts == [(epoch, 48, 0) for epoch in range(4)]
+    single = fork_script("train_1gpu.py", output_dir=tmp_path / "one", **flags)
+    assert single.code == 0, single.stderr
+    ours, theirs = (read_checkpoint(f / "last.pt")["model"] for f in (out, single.output_dir))
+    assert largest_difference(ours, theirs) < 1e-9
+    losses = [[row["train_loss"] for row in rows] for rows in (runs[0].rows, single.rows)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("interface", "reason"),
+    [
+        ("eth9", "Unable to find address for: eth9"),
+        ("lo", "connectFullMesh failed"),
+    ],
+)
+def test_wrong_interface_is_named(interface, reason, tmp_path):
+    with hosts(2) as machines:
+        command = c10d("train_ddp.py", machines[0], output_dir=tmp_path, **RUN | {"timeout": 4})
+        environment = {"GLOO_SOCKET_IFNAME": interface}
+        runs = finish([host.start(command, environment) for host in machines], limit=90)
+    assert all(run.code == 1 for run in runs)
+    (line,) = (line for line in last_lines(runs) if line.startswith("error") and reason in line)
+    assert "set GLOO_SOCKET_IFNAME" in line and "one of lo, eth0" in line
+
+
+@SLOW
+def test_host_name_that_resolves_to_loopback(one_machine, tmp_path):
+    """As Debian sets up 127.0.1.1: the error says what to set, and setting that is enough."""
+    with hosts(2, loopback_names=True) as machines:
+
+        def run(timeout, environment):
+            flags = RUN | {"timeout": timeout, "output_dir": tmp_path}
+            return finish(
+                [
+                    host.start(static("train_ddp.py", machines[0], rank, **flags), environment)
+                    for rank, host in enumerate(machines)
+                ]
+            )
+
+        refused = run(3, {})
+        assert all(run.code == 1 for run in refused)
+        assert any("set GLOO_SOCKET_IFNAME" in line for line in last_lines(refused))
+        assert_no_error(run(20, {"GLOO_SOCKET_IFNAME": "eth0"}))
+    assert_same_weights(tmp_path, one_machine)
+
+
+@SLOW
+@pytest.mark.parametrize("nodes", [[2], [2, 3]], ids=["one is missing", "they disagree"])
+def test_incomplete_job_ends_within_the_join_timeout(nodes, tmp_path):
+    with hosts(len(nodes)) as machines:
+        processes = [
+            host.start(
+                c10d(
+                    "train_ddp.py",
+                    machines[0],
+                    "--rdzv_conf=join_timeout=8",
+                    nodes=count,
+                    output_dir=tmp_path,
+                    **RUN,
+                )
+            )
+            for host, count in zip(machines, nodes, strict=True)
+        ]
+        runs = finish(processes, limit=60)
+    assert all(run.code == 1 for run in runs)
+    assert not (tmp_path / "metrics.jsonl").exists()
