@@ -4,20 +4,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.launch import SMALL
-from tools.runs import ROOT, family, finish_run, flag_list, kill_family
+from tests.launch import SMALL, planted
+from tools.runs import ROOT, finish_run, flag_list, kill_family
 
 needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
-    reason="needs root, ip and unshare, to make network namespaces",
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("nsenter"),
+    reason="needs root, ip and nsenter, to make network namespaces",
 )
 
 
@@ -27,20 +28,32 @@ class Host(NamedTuple):
     name: str
     namespace: str
     address: str
+    hosts_file: Path
 
     def link(self, state):
         """Connect (`up`) or disconnect (`down`) the host."""
         ip("-n", self.namespace, "link", "set", "eth0", state)
+
+    def crash(self):
+        """End all processes of the host at once, as a power failure would."""
+        listing = ["ip", "netns", "pids", self.namespace]
+        while pids := subprocess.run(listing, capture_output=True, text=True).stdout.split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
+            time.sleep(0.05)
 
     def start(self, command, environment=None, private=()):
         """Popen of a command on this host.
 
         private: (folder, where) pairs: on this host, the folder `where` is `folder`.
         """
+        private = [(self.hosts_file, "/etc/hosts"), *private]
         mounts = "".join(f"mount --bind '{folder}' '{where}' && " for folder, where in private)
         shell = f'{mounts}hostname "$0" && exec "$@"'
         env = os.environ | {"RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", shell]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}"]
+        enter += ["unshare", "--uts", "--mount", "sh", "-c", shell]
         process = subprocess.Popen(
             [*enter, self.name, *map(str, command)],
             cwd=ROOT,
@@ -60,16 +73,17 @@ def ip(*arguments):
 
 
 @contextmanager
-def hosts(count, loopback_names=False):
+def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
     """Yield `count` Hosts that are connected by a switch; remove them, with all their processes.
 
     loopback_names: each host resolves its own name to 127.0.1.1, as Debian's installer sets it up.
     """
     tag = f"t{uuid.uuid4().hex[:6]}"
     switch = f"{tag}-switch"
-    machines = [Host(f"node{i}", f"{tag}-{i}", f"10.77.0.{i + 1}") for i in range(count)]
-    etc = [Path("/etc/netns") / machine.namespace for machine in machines]
-    had_etc = etc[0].parent.exists()
+    folder = Path(tempfile.mkdtemp())
+    machines = [
+        Host(names[i], f"{tag}-{i}", f"10.77.0.{i + 1}", folder / f"hosts{i}") for i in range(count)
+    ]
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
@@ -83,28 +97,18 @@ def hosts(count, loopback_names=False):
             ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", "eth0")
             ip("-n", machine.namespace, "link", "set", "lo", "up")
             machine.link("up")
-            etc[number].mkdir(parents=True)
             lines = ["127.0.0.1 localhost"]
             for other in machines:
                 is_loopback = loopback_names and other is machine
                 lines.append(f"{'127.0.1.1' if is_loopback else other.address} {other.name}")
-            (etc[number] / "hosts").write_text("\n".join(lines) + "\n")
+            machine.hosts_file.write_text("\n".join(lines) + "\n")
         yield machines
     finally:
         for machine in machines:
-            _kill_all(machine.namespace)
+            machine.crash()
             subprocess.run(["ip", "netns", "del", machine.namespace], capture_output=True)
         subprocess.run(["ip", "netns", "del", switch], capture_output=True)
-        for folder in etc:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not had_etc:
-            etc[0].parent.rmdir()
-
-
-def _kill_all(namespace):
-    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
-    for pid in listed.stdout.split():
-        os.kill(int(pid), 9)
+        shutil.rmtree(folder)
 
 
 def torchrun(script, *arguments, launcher="tools.launch", **flags):
@@ -137,9 +141,37 @@ def finish(processes, output_dir="/nowhere", limit=120):
             kill_family(process.run_tag)
 
 
-def crash(process):
-    """End all processes of a host at once, as a power failure would."""
-    while family(process.run_tag):
-        kill_family(process.run_tag)
-        time.sleep(0.05)
-    process.communicate()
+HELD = """checkpoint.step()
+        from pathlib import Path
+        import time
+        step = checkpoint.epoch * len(loader) + loader.step
+        while step >= int(Path({gate!r}).read_text()):
+            Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
+            time.sleep(0.02)
+"""
+
+
+class Gate:
+    """Holds a run after a step, so that a fault comes at that step on every machine."""
+
+    def __init__(self, folder, step):
+        self.path = folder / "gate"
+        self.open(step)
+        folder.joinpath("script").mkdir()
+        held = HELD.format(gate=str(self.path))
+        self.script = planted(folder / "script", "train_ddp.py", "checkpoint.step()", held)
+
+    def open(self, step):
+        """Let the run continue up to this step (of all epochs)."""
+        self.step = step
+        self.path.with_suffix(".new").write_text(str(step))
+        self.path.with_suffix(".new").replace(self.path)
+
+    def wait(self, world_size, processes=(), limit=120):
+        """Wait until `world_size` ranks are held; a resumed run may be one step further."""
+        end = time.monotonic() + limit
+        marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in (0, 1)]
+        while not any(mark.exists() for mark in marks):
+            ended = [p.communicate() for p in processes if p.poll() is not None]
+            assert not ended and time.monotonic() < end, (marks[0], ended)
+            time.sleep(0.05)

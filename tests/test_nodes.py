@@ -2,14 +2,11 @@
 
 import json
 import re
-import time
-from pathlib import Path
 
 import pytest
 
 from tests.forked import fork_script, largest_difference, same_bits
-from tests.launch import planted
-from tests.namespaces import c10d, crash, finish, hosts, needs_namespaces, static
+from tests.namespaces import Gate, c10d, finish, hosts, needs_namespaces, static
 from tools.runs import ROOT
 from utils.checkpoint import read_checkpoint
 
@@ -93,41 +90,6 @@ def test_output_disk_of_its_own_on_every_node(one_machine, tmp_path):
 
 # Faults
 
-HELD = """checkpoint.step()
-        from pathlib import Path
-        import time
-        step = checkpoint.epoch * len(loader) + loader.step
-        while step >= int(Path({gate!r}).read_text()):
-            Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
-            time.sleep(0.02)
-"""
-
-
-class Gate:
-    """Holds a run after a step, so that a fault comes at that step on every machine."""
-
-    def __init__(self, folder, step):
-        self.path = folder / "gate"
-        self.open(step)
-        folder.joinpath("script").mkdir()
-        held = HELD.format(gate=str(self.path))
-        self.script = planted(folder / "script", "train_ddp.py", "checkpoint.step()", held)
-
-    def open(self, step):
-        """Let the run continue up to this step (of all epochs)."""
-        self.step = step
-        self.path.with_suffix(".new").write_text(str(step))
-        self.path.with_suffix(".new").replace(self.path)
-
-    def wait(self, world_size, processes, limit=120):
-        """Wait until `world_size` ranks are held; a resumed run may be one step further."""
-        end = time.monotonic() + limit
-        marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in (0, 1)]
-        while not any(mark.exists() for mark in marks):
-            ended = [p.communicate() for p in processes if p.poll() is not None]
-            assert not ended and time.monotonic() < end, (marks[0], ended)
-            time.sleep(0.05)
-
 
 @SLOW
 def test_node_dies_and_the_job_resumes(one_machine, tmp_path):
@@ -137,7 +99,7 @@ def test_node_dies_and_the_job_resumes(one_machine, tmp_path):
         command = c10d(gate.script, machines[0], **flags)
         processes = [host.start(command) for host in machines]
         gate.wait(2, processes)
-        crash(processes[1])
+        machines[1].crash()
         gate.open(10**6)
         (survivor,) = finish(processes[:1], limit=60)
         assert survivor.code == 1
@@ -181,7 +143,7 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
         command = c10d(gate.script, machines[0], *options, nodes="1:2", output_dir=out, **flags)
         processes = [host.start(command) for host in machines]
         gate.wait(2, processes)
-        crash(processes[1])
+        machines[1].crash()
         gate.open(6)
         gate.wait(1, processes[:1])
         processes[1] = machines[1].start(command)
