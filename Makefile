@@ -22,8 +22,8 @@ ARGS ?=
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-gpu verify verify-all bench bench-quick bench-peers bench-loader \
-    bench-checkpoint lint diff readme clean
+.PHONY: help train test test-all test-gpu test-slurm test-kubernetes doctor verify verify-all bench \
+    bench-quick bench-peers bench-loader bench-checkpoint lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -45,6 +45,16 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)
+
+test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
+	$(python) -m pytest tests/test_slurm.py -rs $(ARGS)
+
+test-kubernetes: $(dev)  ## validate launch/kubernetes, and run its command in two pods; needs root
+	$(python) -m pip install --quiet -r requirements-kubernetes.txt
+	$(python) -m pytest tests/test_kubernetes.py -rs $(ARGS)
+
+doctor: $(env)  ## check this machine for training: ARGS="--rendezvous HOST:29500"
+	$(python) -m tools.doctor $(ARGS)
 
 verify: $(env)  ## check that all scripts train the same model: ARGS="--plant list" and more
 	$(python) -m tools.verify $(ARGS)
