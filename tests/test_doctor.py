@@ -1,0 +1,131 @@
+"""tools.doctor finds faults that were made on purpose, and says what to do."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.namespaces import finish, hosts, needs_namespaces
+from tools.doctor import check_rendezvous, slow_links
+from tools.doctor import main as doctor
+from tools.runs import ROOT
+
+GB = 10**9
+needs_mounts = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, to mount a tmpfs"
+)
+
+
+def failures(text):
+    return [line for line in text.splitlines() if "FAILED" in line]
+
+
+def test_sound_machine_passes(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["doctor", "--output-dir", str(tmp_path / "new" / "folder")])
+    with pytest.raises(SystemExit) as caught:
+        doctor()
+    out = capfd.readouterr().out
+    assert caught.value.code == 0 and not failures(out)
+    assert "ok       Python" in out and "with fsync, takes" in out
+    assert not list(tmp_path.iterdir())
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("where", "size", "finding"),
+    [
+        ("/dev/shm", "64m", "FAILED   /dev/shm has 0.07 GB: loader workers need more"),
+        ("{tmp_path}", "1m", "FAILED   cannot write to {tmp_path}: No space left on device"),
+    ],
+    ids=["small shm", "full disk"],
+)
+def test_small_file_systems(where, size, finding, tmp_path):
+    where, finding = (text.format(tmp_path=tmp_path) for text in (where, finding))
+    command = f"mount -t tmpfs -o size={size} none {where} && exec $0 -m tools.doctor "
+    command += f"--output-dir {tmp_path}"
+    run = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command, sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1, run.stderr
+    (failed,) = failures(run.stdout)
+    assert failed.startswith(finding)
+
+
+def test_debug_level_that_crashes_is_reported(monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    monkeypatch.setattr(sys, "argv", ["doctor"])
+    with pytest.raises(SystemExit, match="1"):
+        doctor()
+    assert "use INFO" in failures(capfd.readouterr().out)[0]
+
+
+def test_rendezvous_on_this_machine():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        (finding,) = check_rendezvous(f"127.0.0.1:{port}")
+        assert finding.level == "FAILED" and f"port {port} is in use" in finding.text
+    (finding,) = check_rendezvous(f"127.0.0.1:{port}")
+    assert finding.level == "ok" and "the port is free" in finding.text
+    (finding,) = check_rendezvous("no-such-host.invalid:1")
+    assert finding.level == "FAILED" and "does not resolve" in finding.text
+
+
+def test_slow_link_is_named():
+    ranks = [
+        (f"rank {i} on node{i}", [((i + 1) % 3, 4.0 * GB), ((i + 2) % 3, 4.0 * GB)])
+        for i in range(3)
+    ]
+    assert [finding.level for finding in slow_links(ranks)] == ["ok"]
+    ranks[2][1][0] = (0, 0.5 * GB)
+    (finding,) = slow_links(ranks)
+    assert finding.level == "warning"
+    assert finding.advice == "slower: rank 0 on node0 to rank 2 on node2: 0.50 GB/s"
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_two_nodes(tmp_path):
+    """Sound; then names that resolve to loopback; then a lost link. All nodes run the command."""
+
+    def run(machines, *options):
+        command = [sys.executable, "-m", "tools.launch", "--nnodes=2", "--nproc_per_node=1"]
+        command += [f"--master_addr={machines[0].address}", "--master_port=29500"]
+        command = [
+            [*command, f"--node_rank={rank}", "-m", "tools.doctor", "--output-dir", tmp_path]
+            for rank in range(2)
+        ]
+        return finish(
+            [
+                machine.start([*arguments, "--device=cpu", *options])
+                for machine, arguments in zip(machines, command, strict=True)
+            ]
+        )
+
+    with hosts(2) as machines:
+        runs = run(machines)
+        text = "".join(run.stdout for run in runs)
+        assert [run.code for run in runs] == [0, 0], text
+        assert "ok       the same versions everywhere" in text and "clocks differ by 0.0" in text
+        assert "all-reduce of 65,536 KB" in text and "2 links with" in text
+        assert "node1: ok       the host name node1 resolves to 10.77.0.2" in text
+
+        command = [sys.executable, "-m", "tools.doctor", "--rendezvous=node0:29500"]
+        (refused,) = finish([machines[1].start(command)])
+        assert refused.code == 0 and "nothing listens there" in refused.stdout
+        machines[0].link("down")
+        (lost,) = finish([machines[1].start(command)])
+        assert lost.code == 1 and "node0:29500 cannot be reached" in failures(lost.stdout)[0]
+
+    with hosts(2, loopback_names=True) as machines:
+        runs = run(machines, "--timeout=3")
+        text = "".join(run.stdout for run in runs)
+        assert all(run.code == 1 for run in runs)
+        assert "FAILED   the host name node0 resolves to 127.0.1.1" in text
+        assert "set GLOO_SOCKET_IFNAME to one of eth0" in text
