@@ -8,8 +8,9 @@ from tests.forked import fork_script
 from tests.launch import SMALL
 from tests.namespaces import Gate
 from tests.slurm import cluster, needs_slurm, sbatch
+from tests.test_clusters import published
 from tests.test_nodes import RUN, assert_same_weights
-from tools.runs import flag_list
+from tools.runs import ROOT, flag_list
 from utils.checkpoint import read_checkpoint
 
 pytestmark = [*needs_slurm, pytest.mark.slow]
@@ -38,12 +39,11 @@ def submit(slurm, folder, *options, job="train.sbatch", script="train_ddp.py"):
     return sbatch(slurm, options, f"launch/slurm/{job}", arguments, folder / "log")
 
 
-def finish(slurm, job, folder, expected):
+def finish(slurm, job, folder):
     log = folder / "log"
     slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", log=log)
     assert slurm.show(job)["JobState"] == "COMPLETED", log.read_text()
     assert "batch: 12 = 2 processes x 6" in log.read_text()
-    assert_same_weights(folder / "run", expected)
 
 
 @pytest.mark.parametrize("job", ["train.sbatch", "train-tasks.sbatch"])
@@ -54,7 +54,8 @@ def test_time_limit_requeues_the_job_which_resumes(job, slurm, one_machine, tmp_
     slurm.reach_time_limit(number)  # --signal=TERM@120 comes at once
     slurm.start_now(number)
     gate.open(10**6)
-    finish(slurm, number, tmp_path, one_machine)
+    finish(slurm, number, tmp_path)
+    assert_same_weights(tmp_path / "run", one_machine)
     assert slurm.show(number)["Restarts"] == "1"
     assert "from epoch 0, step 3, in" in (tmp_path / "log").read_text()
 
@@ -69,7 +70,8 @@ def test_failed_node_requeues_the_job_which_resumes(slurm, one_machine, tmp_path
     slurm.start_node(slurm.machines[1])
     slurm.wait_for_nodes()
     slurm.start_now(number)
-    finish(slurm, number, tmp_path, one_machine)
+    finish(slurm, number, tmp_path)
+    assert_same_weights(tmp_path / "run", one_machine)
     assert "from epoch 0, step 3, in" in (tmp_path / "log").read_text()
 
 
@@ -78,3 +80,14 @@ def test_wrong_setting_fails_the_job_for_good(slurm, tmp_path):
     slurm.wait(number, "FAILED", "COMPLETED", log=tmp_path / "log")
     assert slurm.show(number)["ExitCode"] == "1:0"
     assert "set GLOO_SOCKET_IFNAME" in (tmp_path / "log").read_text()
+
+
+def test_published_commands_run(slurm, tmp_path):
+    """As in README.md and docs/clusters.md, with one GPU per node and a small run."""
+    commands = published("sbatch")
+    assert len(commands) == 2 and commands[0] == commands[1]
+    name, *options, script, file = commands[0][:4]
+    flags = flag_list(FLAGS | {"output_dir": tmp_path / "run"})
+    options = [*options, *ONE_GPU, f"--chdir={ROOT}", f"--output={tmp_path / 'log'}"]
+    number = slurm.run(name, "--parsable", *options, script, file, *commands[0][4:], *flags)
+    finish(slurm, number.strip(), tmp_path)
