@@ -8,10 +8,12 @@ from itertools import product
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from tests.launch import run_ranks
+from utils import distributed
 from utils.distributed import all_reduce
 from utils.errors import UserError
 from utils.metrics import Meter, MetricLogger, evaluate, read_metrics
@@ -170,6 +172,31 @@ def test_epoch_is_counted_whole_after_a_resume_at_any_world_size():
 
 
 # The log
+
+
+def test_ranks_that_hold_one_replica_count_their_samples_once():
+    """Ranks 0 and 1, and ranks 2 and 3, compute the same samples, as with tensor parallelism."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        distributed.data_group = mesh.get_group("data")
+        place = distributed.data_rank(), distributed.data_ranks(), distributed.is_main_process()
+        meter = Meter(CPU)
+        outputs, labels = torch.eye(3)[: rank // 2 + 1], torch.zeros(rank // 2 + 1, dtype=int)
+        meter.update(torch.tensor(1.0), outputs, labels)
+        saved = meter.state_dict()
+        assert len(saved["ranks"]) == 2
+        result = meter.compute()
+        resumed = Meter(CPU)
+        resumed.load_state_dict(saved)
+        other = Meter(CPU)  # of a run on three replicas
+        other.load_state_dict({"ranks": [*saved["ranks"], [0.0, 0.0, 0, 0.0]]})
+        loader = DataLoader(Numbered(7), 2, sampler=DistributedSampler(Numbered(7), *place[1::-1]))
+        samples = [m.compute()["samples"] for m in (resumed, other)]
+        samples.append(evaluate(Guess(), loader, Meter(CPU))["samples"])
+        return place, len(distributed.all_gather_object(0)), result["samples"], *samples
+
+    assert run_ranks(body, 4) == [((rank // 2, 2, rank == 0), 4, 3, 3, 3, 7) for rank in range(4)]
 
 
 def test_log_is_written_by_one_rank_and_continued(tmp_path, capfd):

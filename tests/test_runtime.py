@@ -188,7 +188,7 @@ def test_summary_tells_what_the_run_will_do(capfd, monkeypatch):
     for part in (
         "resnet18, 6 trainable parameters, float32 (on CUDA: TF32 convolutions)\n",
         "synthetic, 50 training images, loader=workers",
-        "8 = 1 processes x 4 on cpu (",
+        "8 = 1 replicas x 4 on cpu (",
         "peak lr 0.2",
         "3 of 3 steps, from epoch 1, step 7, in x",
     ):

@@ -30,8 +30,6 @@ import torchvision
 from utils.distributed import (
     all_gather_object,
     get_local_world_size,
-    get_rank,
-    get_world_size,
     init_distributed,
 )
 from utils.errors import UserError
@@ -199,7 +197,7 @@ def check_rendezvous(endpoint):
 
 def place():
     """What names this rank in a finding."""
-    return f"rank {get_rank()} on {socket.gethostname()}"
+    return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
 def check_same_versions():
@@ -226,7 +224,7 @@ def check_clocks(rounds=5):
 
 def check_all_reduce(device):
     """All-reduce in growing sizes, as Findings with the bandwidth of each link (busbw)."""
-    size, ranks = 1 << 10, get_world_size()
+    size, ranks = 1 << 10, dist.get_world_size()
     while size <= LARGEST:
         tensor = torch.ones(size // 4, device=device)
         seconds = min(_timed(lambda t=tensor: dist.all_reduce(t), device) for _ in range(5))
@@ -250,7 +248,7 @@ def check_links(device, size=8 << 20, rounds=15):
 
     On one node, to the other ranks. All ranks send at the same time, as they do in training.
     """
-    rank, ranks = get_rank(), get_world_size()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     step = get_local_world_size() if ranks > get_local_world_size() else 1
     outgoing = torch.ones(size // 4, device=device)
     incoming = torch.empty_like(outgoing)
@@ -341,7 +339,7 @@ def main():
             sys.exit(1)
         findings = list(common_findings(device))
         failed = any(all_gather_object(failed))
-        if get_rank() == 0:
+        if dist.get_rank() == 0:
             failed |= show(findings)
         failed = any(all_gather_object(failed))
         dist.destroy_process_group()

@@ -21,8 +21,8 @@ from tools.inference import folder_set, load_trained
 from utils.data import build_datasets, build_loader
 from utils.distributed import (
     all_reduce,
+    data_ranks,
     get_device,
-    get_world_size,
     init_distributed,
     is_main_process,
     main_process_first,
@@ -181,7 +181,7 @@ def main():
     cfg = replace(
         cfg,
         loader="workers",  # one pass: nothing is worth keeping in memory
-        global_batch_size=args.batch_size * get_world_size(),
+        global_batch_size=args.batch_size * data_ranks(),
         audit=False,
     )
     loader = build_loader(images, sampler, args.batch_size, device, cfg)

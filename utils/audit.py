@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from utils.data import Loader
-from utils.distributed import all_gather_object, fail_together, is_main_process
+from utils.distributed import all_gather_object, data_ranks, fail_together, is_main_process
 from utils.errors import UserError
 from utils.metrics import write_rows
 
@@ -52,9 +52,8 @@ class AuditedLoader(Loader):
         if self.seen is None:
             return None
         local = [indices.cpu() for indices in self.seen]
-        return torch.cat(
-            all_gather_object(torch.cat([torch.tensor([], dtype=torch.int64), *local]))
-        )
+        ranks = all_gather_object(torch.cat([torch.tensor([], dtype=torch.int64), *local]))
+        return torch.cat(ranks[:: len(ranks) // data_ranks()])  # one of each replica
 
 
 def report(seen, loader):

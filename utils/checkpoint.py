@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import state_dict as dsd
 
-from utils.distributed import all_gather_object, fail_together, get_world_size, is_main_process
+from utils.distributed import all_gather_object, fail_together, is_main_process
 from utils.errors import UserError, option
 
 FORMAT = 2
@@ -50,7 +50,7 @@ class Checkpointer:
 
     def __init__(self, cfg, state, compare_ranks=False):
         self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
-        self.compare_ranks = compare_ranks and get_world_size() > 1
+        self.compare_ranks = compare_ranks and len(all_gather_object(0)) > 1
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change

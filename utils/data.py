@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision.datasets import FakeData
 from torchvision.transforms import ToTensor
 
-from utils.distributed import cores_per_rank, get_rank, get_world_size, main_process_first
+from utils.distributed import cores_per_rank, data_rank, data_ranks, main_process_first
 from utils.errors import UserError, option
 
 
@@ -63,11 +63,11 @@ def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
     global batch, and seed dropout for each step.
     Raises UserError if the global batch cannot be divided evenly or filled.
     """
-    ranks, batch = get_world_size(), cfg.global_batch_size
-    if batch != batch_size * ranks:
+    batch = cfg.global_batch_size
+    if batch != batch_size * data_ranks():
         raise UserError(
-            f"global_batch_size {batch} cannot be divided evenly among {ranks} processes: "
-            f"pass --global-batch-size {-(-batch // ranks) * ranks}"
+            f"global_batch_size {batch} cannot be divided evenly among {data_ranks()} replicas: "
+            f"pass --global-batch-size {-(-batch // data_ranks()) * data_ranks()}"
         )
     if len(dataset) < (batch if train else 1):
         raise UserError(
@@ -91,6 +91,7 @@ class Loader:
     def __init__(self, dataset, sampler, batch_size, device, cfg, train):
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
+        self.global_batch = cfg.global_batch_size
         self.step = self.start = 0
         std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)[:, None, None]
         mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)[:, None, None]
@@ -143,16 +144,16 @@ class Loader:
 
     def state_dict(self):
         """How far the epoch is, in global batches; all ranks call it together."""
-        return {"step": self.step, "global_batch": self.batch_size * get_world_size()}
+        return {"step": self.step, "global_batch": self.global_batch}
 
     def load_state_dict(self, state):
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
         global batch size has changed within the epoch."""
-        batch = self.batch_size * get_world_size()
-        if state["step"] and state["global_batch"] != batch:
+        if state["step"] and state["global_batch"] != self.global_batch:
             raise UserError(
                 f"the run stopped within an epoch, after {state['step']} global batches of "
-                f"{state['global_batch']}: finish that epoch with the same batch size, not {batch}"
+                f"{state['global_batch']}: finish that epoch with the same batch size, not "
+                f"{self.global_batch}"
             )
         self.start = state["step"]
 
@@ -169,7 +170,7 @@ def _resident(dataset, device, cfg):
 def seed_step(seed, epoch, step):
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
-    seed = hash((seed, epoch, step, get_rank()))  # of integers: the same in every process
+    seed = hash((seed, epoch, step, data_rank()))  # of integers: the same in every process
     torch.default_generator.manual_seed(seed)  # torch.manual_seed checks for CUDA: 50 times slower
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

@@ -21,14 +21,19 @@ from utils import errors
 from utils.errors import PeerError, UserError
 
 _control_group = None  # gloo with a long timeout
+# The data-parallel ranks, which divide each global batch among them; None: all ranks. A script that
+# splits the model over several ranks sets it to a group with one rank of each replica.
+data_group = None
 
 
-def get_rank():
-    return dist.get_rank() if dist.is_initialized() else 0
+def data_rank():
+    """This process's number among the data-parallel ranks."""
+    return dist.get_rank(data_group) if dist.is_initialized() else 0
 
 
-def get_world_size():
-    return dist.get_world_size() if dist.is_initialized() else 1
+def data_ranks():
+    """The number of data-parallel ranks, which is the number of replicas of the model."""
+    return dist.get_world_size(data_group) if dist.is_initialized() else 1
 
 
 def get_local_rank():
@@ -42,20 +47,21 @@ def get_local_world_size():
 
 
 def is_main_process():
-    return get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def all_reduce(tensor):
-    """Reduce `tensor` in place over all ranks, and return it."""
+    """Reduce `tensor` in place over the data-parallel ranks, and return it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=data_group)
     return tensor
 
 
 def all_gather_object(value):
     """Return the `value` (small, picklable) of every rank, as a list in the order of the ranks."""
-    values = [value] * get_world_size()
+    values = [value]
     if dist.is_initialized():
+        values *= dist.get_world_size()
         dist.all_gather_object(values, value, group=_control_group)
     return values
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config import Config, ConfigError, setting
-from utils.distributed import all_gather_object, get_world_size
+from utils.distributed import all_gather_object
 from utils.errors import UserError
 
 
@@ -69,7 +69,7 @@ def fsdp_kwargs(cfg, root=False):
     on_cpu = dist.get_backend() == "gloo"
     if on_cpu:
         atexit.register(_skip_teardown)
-    kwargs = {"mesh": init_device_mesh("cpu" if on_cpu else "cuda", (get_world_size(),))}
+    kwargs = {"mesh": init_device_mesh("cpu" if on_cpu else "cuda", (dist.get_world_size(),))}
     if cfg.fsdp_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
     if cfg.fsdp_dtype != "none":
@@ -88,7 +88,7 @@ def shard_batchnorms(model, cfg):
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and not cfg.sync_bn and get_world_size() > 1:
+        if isinstance(module, _BatchNorm) and not cfg.sync_bn and dist.get_world_size() > 1:
             raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
         if cfg.fsdp_dtype != "none" and hasattr(module, "running_var"):  # frozen ones, too
             fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from utils.distributed import all_gather_object, all_reduce, get_rank, get_world_size
+from utils.distributed import all_gather_object, all_reduce, data_rank, data_ranks, is_main_process
 from utils.errors import UserError
 
 
@@ -23,9 +23,9 @@ class Meter:
 
     def __init__(self, device):
         self.device = device
-        self._set(0.0, 0.0, 0, 0.0)
+        self._set()
 
-    def _set(self, loss, correct, samples, seconds):
+    def _set(self, loss=0.0, correct=0.0, samples=0, seconds=0.0):
         self.sums = torch.tensor([loss, correct], dtype=torch.float64, device=self.device)
         self.samples, self.seconds = samples, seconds
         self.start()
@@ -49,7 +49,7 @@ class Meter:
         samples = self.sums.new_tensor([self.samples])
         loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()
         seconds = self.seconds + time.perf_counter() - self.clock
-        self._set(0.0, 0.0, 0, 0.0)
+        self._set()
         return {
             "loss": loss / samples,
             "accuracy": correct / samples,
@@ -61,14 +61,14 @@ class Meter:
         """The sums of every rank; all ranks call it together."""
         seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
-        return {"ranks": ranks}
+        return {"ranks": ranks[:: len(ranks) // data_ranks()]}  # one of each replica
 
     def load_state_dict(self, state):
         """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
-        rank, ranks = get_rank(), state["ranks"]
-        if len(ranks) == get_world_size():
-            self._set(*ranks[rank])
-        elif rank == 0:
+        ranks = state["ranks"]
+        if len(ranks) == data_ranks():
+            self._set(*ranks[data_rank()])
+        elif data_rank() == 0:
             loss, correct, samples, seconds = zip(*ranks, strict=True)
             self._set(sum(loss), sum(correct), sum(samples), max(seconds))
 
@@ -84,7 +84,7 @@ def evaluate(model, loader, meter):
     """
     model.eval()
     meter.start()
-    left = len(range(get_rank(), len(loader.dataset), get_world_size()))
+    left = len(range(data_rank(), len(loader.dataset), data_ranks()))
     for images, labels in loader:
         outputs = model(images)[:left]
         labels = labels[:left].to(outputs.device)
@@ -121,13 +121,13 @@ class MetricLogger:
                 f"the training loss is {train['loss']}, the validation loss {val['loss']}: try a "
                 f"smaller --lr, or --clip-norm 1"
             )
-        row = {"epoch": epoch, "world_size": get_world_size(), "lr": lr}
+        row = {"epoch": epoch, "world_size": len(all_gather_object(epoch)), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
         best = max((row["val_accuracy"] for row in self.rows), default=-1.0)
         self.rows.append(row)
         write_rows(self.path, self.rows)
-        if get_rank() == 0:
+        if is_main_process():
             with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
                 print(
                     f"epoch {epoch}: train loss {train['loss']:.4f} accuracy "
@@ -142,7 +142,7 @@ def write_rows(path, rows):
     """Replace a .jsonl file as a whole, on the main process. Raises UserError if it fails."""
     temporary = path.with_suffix(".tmp")
     try:
-        if get_rank() == 0:
+        if is_main_process():
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(temporary, path)
     except OSError as error:

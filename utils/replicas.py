@@ -4,8 +4,9 @@ import re
 from collections import Counter
 
 import torch
+import torch.distributed as dist
 
-from utils.distributed import all_gather_object, get_world_size
+from utils.distributed import all_gather_object
 from utils.errors import UserError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,7 +20,8 @@ def check_replicas(model, optimizer, between_steps=False):
     statistics of an unsynchronized BatchNorm), which DistributedDataParallel broadcasts at the next
     forward pass.
     """
-    named = list(_checksums(model, optimizer, between_steps)) if get_world_size() > 1 else []
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    named = [] if alone else list(_checksums(model, optimizer, between_steps))
     if not named:  # one process, or nothing but shards
         return
     names, sums = zip(*named, strict=True)

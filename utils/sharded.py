@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from utils import distributed
-from utils.distributed import all_gather_object, fail_together, get_rank, is_main_process
+from utils.distributed import all_gather_object, fail_together, is_main_process
 from utils.errors import UserError
 
 
@@ -127,7 +127,8 @@ def _save_parts(folder, tensors):
             f"cannot save {folder}: {'; '.join(reasons)}; the checkpoint before it is still there"
         ) from None
     with fail_together():
-        paths = list(folder.glob(f"__{get_rank()}_*"))
+        rank = 0 if alone else dist.get_rank()
+        paths = list(folder.glob(f"__{rank}_*"))
         if is_main_process():
             paths.append(folder / ".metadata")
         written = {path.name: _checksum(path) for path in paths}
