@@ -1,4 +1,4 @@
-"""resnet20, resnet9, and the suffixes _cifar and _gn."""
+"""resnet20, resnet9, vit_tiny, and the suffixes _cifar and _gn."""
 
 import pytest
 import torch
@@ -31,6 +31,16 @@ def test_own_models_take_images_of_any_size(name, millions):
     for size in (16, 32):
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
     assert name in SMALL
+
+
+def test_vit_tiny_takes_images_of_whole_patches():
+    model = make("vit_tiny", classes=7, image_size=16)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(0.14, rel=0.02)
+    assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
+    with pytest.raises(UserError, match="--image-size that is a multiple of 4, not 18"):
+        make("vit_tiny", image_size=18)
+    with pytest.raises(UserError, match="_cifar is for ResNets, and vit_tiny is not one"):
+        make("vit_tiny_cifar", image_size=16)
 
 
 def test_cifar_stem_keeps_the_resolution():

@@ -57,7 +57,9 @@ class Config:
     )
     num_workers: int = setting(-1, "loader processes per rank; -1: automatic", low=-1, free=True)
     num_threads: int = setting(0, "CPU threads (changes rounding); 0: automatic", free=True)
-    model: str = setting("resnet18", "torchvision's, resnet20 or resnet9; suffixes: _cifar, _gn")
+    model: str = setting(
+        "resnet18", "torchvision's, resnet20, resnet9, vit_tiny; or with _cifar, _gn"
+    )
     weights: str = setting("", "pretrained: torchvision's name (DEFAULT), or a file; adds --freeze")
     sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: per rank")
     dtype: str = setting(

@@ -5,7 +5,7 @@ import torchvision
 
 from utils.errors import UserError, option
 
-SMALL = ("resnet20", "resnet9")  # not torchvision's: utils/small_models.py
+SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: utils/small_models.py
 
 
 def build_model(cfg, num_classes):

@@ -1,4 +1,4 @@
-"""Models for small images: resnet20, resnet9, and suffixes of torchvision's names.
+"""Models for small images: resnet20, resnet9, vit_tiny, and suffixes of torchvision's names.
 
 NAME_cifar   a ResNet whose first convolution is 3x3 with stride 1, without max-pooling
 NAME_gn      GroupNorm instead of BatchNorm: no sample depends on the others in its batch
@@ -9,6 +9,7 @@ import math
 
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.vision_transformer import VisionTransformer
 
 from utils.errors import UserError
 
@@ -25,7 +26,7 @@ def split_name(name):
 
 
 def build(cfg, num_classes, build_base):
-    """The model that the config names, with random weights from the global seed.
+    """The model that cfg.model names, with random weights from the global seed.
 
     build_base: function(name, num_classes, cfg) that builds a model of torchvision's. resnet20 and
     resnet9 have the stem for small images with or without _cifar. Raises UserError for _cifar on
@@ -37,7 +38,10 @@ def build(cfg, num_classes, build_base):
     elif base == "resnet9":
         model = ResNet9(num_classes)
     else:
-        model = build_base(base, num_classes, cfg)
+        if base == "vit_tiny":
+            model = vit_tiny(num_classes, cfg.image_size)
+        else:
+            model = build_base(base, num_classes, cfg)
         if "cifar" in suffixes:
             _shrink_stem(model, base)
     return _convert_groupnorm(model) if "gn" in suffixes else model
@@ -104,6 +108,14 @@ class _Residual(nn.Sequential):
 class _Scaled(nn.Linear):
     def forward(self, x):
         return super().forward(x) / 8  # small initial outputs: a high learning rate would diverge
+
+
+def vit_tiny(num_classes, image_size):
+    """torchvision's ViT with 4 layers, 4 heads and patches of 4x4 pixels: 140,000 parameters."""
+    if image_size % 4:
+        raise UserError(f"vit_tiny needs an --image-size that is a multiple of 4, not {image_size}")
+    sizes = {"num_layers": 4, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
+    return VisionTransformer(image_size, patch_size=4, num_classes=num_classes, **sizes)
 
 
 def _conv(in_channels, width, *pool):
