@@ -23,9 +23,13 @@ DATA = {
     "device": "cpu",
 }
 BARE = {"sync_bn": False, "check_replicas_every": -1}  # without options, on a CPU
-NEEDED = {"train_fsdp.py": ("sync_batchnorm",)}  # FSDP refuses BatchNorm per rank
+NEEDED = {
+    "train_fsdp.py": ("sync_batchnorm",),  # FSDP refuses BatchNorm per rank
+    "train_tp.py": ("small_models",),  # torchvision has no small transformer
+}
 FLAGS = {
     "train_ddp_spawn.py": {"spawn_processes": 2},
+    "train_tp.py": {"model": "vit_tiny"},
     "train_mp.py": {"devices": "cpu,cpu"},
     "train_ddp_mp.py": {"devices": "cpu,cpu"},
 }
@@ -43,7 +47,7 @@ def run_copy(monkeypatch, *arguments):
 
 def train(folder, script, **flags):
     nproc = None if script in (*ONE_PROCESS, "train_ddp_spawn.py") else 2
-    flags = DATA | FLAGS.get(script, {}) | flags | {"output_dir": folder / "run"}
+    flags = DATA | flags | FLAGS.get(script, {}) | {"output_dir": folder / "run"}
     environment = {"PYTHONPATH": ""}
     return finish_run(
         start_run(script, nproc, flags, environment, cwd=folder), folder / "run", limit=90

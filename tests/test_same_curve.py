@@ -9,6 +9,7 @@ from utils.checkpoint import read_checkpoint
 # 54 samples make four global batches of 12 and leave 6; 13 validation samples divide unevenly.
 SETTINGS = {"dtype": "float64", "synthetic_samples": 54, "clip_norm": 1.0}
 GROUPNORM = {"model": "resnet20_gn", "lr": 0.05}  # micro-batches change a BatchNorm's statistics
+VIT = {"model": "vit_tiny", "lr": 0.1}
 
 
 def train(folder, script, nproc=None, before=None, **flags):
@@ -19,11 +20,11 @@ def train(folder, script, nproc=None, before=None, **flags):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """What train_1gpu.py reaches, for models with BatchNorm and with GroupNorm."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("batchnorm", "groupnorm")]
+    """What train_1gpu.py reaches, for models with BatchNorm and GroupNorm, and a transformer."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("batchnorm", "groupnorm", "vit")]
     return [
         train(folder, "train_1gpu.py", **flags)
-        for folder, flags in zip(folders, ({}, GROUPNORM), strict=True)
+        for folder, flags in zip(folders, ({}, GROUPNORM, VIT), strict=True)
     ]
 
 
@@ -75,6 +76,15 @@ def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_pa
 def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
     flags = GROUPNORM | ({"micro_batches": count} if count else {})
     assert_same_curve(train(tmp_path, script, nproc, **flags), references[1])
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags"),
+    [("train_ddp.py", 3, {}), ("train_tp.py", 2, {}), ("train_tp.py", 4, {"num_workers": 1})],
+    ids=lambda value: str(value).removeprefix("train_"),
+)
+def test_transformer_trains_the_same_weights(script, nproc, flags, references, tmp_path):
+    assert_same_curve(train(tmp_path, script, nproc, **VIT | flags), references[2])
 
 
 def test_compiled_model_trains_the_same_weights(references, tmp_path):

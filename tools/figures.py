@@ -346,6 +346,31 @@ FIGURES["train_fsdp.py"] = Figure(
     "Not shown: SyncBatchNorm.",
 )
 
+_rank = (
+    "2-12 forward attention | 20-32 forward MLP | 40-46 forward loss | 46-60 backward MLP | "
+    "68-80 backward attention | 90-100 optimizer step"
+)
+FIGURES["train_tp.py"] = Figure(
+    "train_tp.py: each rank computes some heads and columns of every block",
+    {
+        f"process: rank {rank}": {
+            f"cuda:{rank}": f"{HALF.format(half)} | {half} activations activations "
+            "within blocks: 1/2 | 0-100 activations activations between blocks | 0-100 batch"
+        }
+        for rank, half in enumerate(HALVES)
+    },
+    {
+        "rank 0": _rank,
+        "all-reduce": "12-20 send outputs | 32-40 send outputs | 60-68 send grads | "
+        "80-88 send grads",
+        "rank 1": _rank,
+    },
+    "A model of one block. Each rank computes a summand of the block's outputs from its heads, and "
+    "another one from its MLP columns; an all-reduce adds up the ranks' summands. In backward, the "
+    "gradients of the blocks' inputs are added up in the same way. Embeddings, LayerNorm and "
+    "classifier are not divided: every rank holds and computes them.",
+)
+
 _rank = "import torch | {}-{} other set_environment | {}-88 forward main(), as train_ddp.py"
 FIGURES["train_ddp_spawn.py"] = Figure(
     "train_ddp_spawn.py: a parent process starts the ranks",

@@ -61,6 +61,12 @@ LADDER = [
         "utils.fsdp:FsdpConfig",
     ),
     Rung(
+        "train_tp.py",
+        "train_ddp.py",
+        24,
+        "tensor parallelism: each layer of a ViT is divided among the ranks",
+    ),
+    Rung(
         "train_mp.py",
         "train_1gpu.py",
         28,

@@ -47,6 +47,8 @@ class Case(NamedTuple):
 
 # GroupNorm, so that micro-batches compute what the whole batch would.
 GROUP = {"model": "resnet20_gn"}
+# A transformer, for scripts that split its layers. The gradients of most steps are clipped.
+VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 0.5}
 # The Verifier writes the file of pretrained weights.
 FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
@@ -86,6 +88,7 @@ CASES = [
     ),
     Case("ddp_mp x2, 2 stages", "train_ddp_mp.py", 2, {"devices": "cpu,cpu"}),
     Case("fsdp x2", "train_fsdp.py", 2, {}),
+    Case("tp x2", "train_tp.py", 2, VIT, reference="1gpu, ViT"),
     Case("ddp x2, pretrained", "train_ddp.py", 2, FINETUNE, reference="1gpu, pretrained"),
     Case("ddp x2, frozen backbone", "train_ddp.py", 2, FROZEN, reference="1gpu, frozen"),
     Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
@@ -95,6 +98,7 @@ AUTOCAST_COPY = "train_1gpu_autocast.py"  # the Verifier writes it
 REFERENCES = [
     Case("1gpu", "train_1gpu.py", None, {}),
     Case("1gpu, GroupNorm", "train_1gpu.py", None, GROUP),
+    Case("1gpu, ViT", "train_1gpu.py", None, VIT),
     Case("1gpu, pretrained", "train_1gpu.py", None, FINETUNE),
     Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
     Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "ieee"}),
@@ -121,8 +125,8 @@ def matrix_cases(scripts=None):
             rung.script.removesuffix(".py"),
             rung.script,
             None if rung.script in ONE_PROCESS else 2,
-            GROUP | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {}),
-            reference="1gpu, GroupNorm",
+            VIT | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {}),
+            reference="1gpu, ViT",
         )
         for rung in LADDER
         if rung.script in (scripts or [rung.script])

@@ -124,6 +124,31 @@ BUGS = [
         "One seed for all ranks; `check_same_weights` compares them before sharding.",
     ),
     Bug(
+        "seed-per-tensor-rank",
+        "train_tp.py",
+        "    seed_everything(cfg.seed)",
+        "    seed_everything(cfg.seed + dist.get_rank())",
+        "tp x2",
+        (Problem.FAILED, "no longer hold the same model"),
+        "The layers that every rank holds whole, such as LayerNorm, start with different weights.",
+        "The slices come from rank 0, so the model looks right; the ranks compute with different "
+        "embeddings and norms, and add up outputs that do not belong together.",
+        "One seed for all ranks; the ranks compare what they all hold (`compare_ranks=True`).",
+    ),
+    Bug(
+        "norm-of-the-slices",
+        "utils/tensor_parallel.py",
+        "get_total_norm([p.grad for p in same])",
+        "get_total_norm([getattr(p.grad, '_local_tensor', p.grad) for p in same])",
+        "tp x2",
+        (Problem.FAILED, "no longer hold the same model"),
+        "Gradients are clipped by the norm of this rank's slices instead of the whole model's.",
+        "Each rank clips by another factor, so that what all ranks hold drifts apart; and the "
+        "updates are a little too large.",
+        "`clip_grad_norm_` in `utils/tensor_parallel.py` reduces the norm of the slices over the "
+        "ranks.",
+    ),
+    Bug(
         "rank-local-random_split",
         "utils/array_data.py",
         "        arrays.append((images, labels))\n",

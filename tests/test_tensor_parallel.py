@@ -1,0 +1,287 @@
+"""Tensor parallelism: together, the ranks' slices of a ViT's blocks compute the whole blocks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from tests.forked import (
+    FIVE_STEPS,
+    assert_resumes,
+    fork_script,
+    killed_at,
+    largest_difference,
+    without_seconds,
+)
+from tests.launch import run_ranks
+from train_tp import ATTENTION, MLP
+from utils import distributed
+from utils.checkpoint import read_checkpoint
+from utils.config import Config
+from utils.errors import UserError
+from utils.models import build_model
+from utils.small_models import ResNet20, vit_tiny
+from utils.tensor_parallel import (
+    blocks_to_split,
+    clip_grad_norm_,
+    dropout_mask,
+    head_order,
+    init_mesh,
+    log_mesh,
+)
+
+CPU = torch.device("cpu")
+VIT = {"model": "vit_tiny", "dtype": "float64"}
+
+
+def make_pair(dropout=0.0, attention_dropout=0.0):
+    """A ViT with random weights, and a copy of it that is split over all ranks."""
+    torch.manual_seed(0)
+    whole = vit_tiny(10, image_size=8).double()
+    nn.init.normal_(whole.heads.head.weight)  # zeros would leave the layers before without gradient
+    for module in whole.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = attention_dropout
+            nn.init.normal_(module.in_proj_bias)
+    split, mesh = copy.deepcopy(whole), init_mesh(CPU, data=1, tensor=dist.get_world_size())
+    for block in blocks_to_split(split, mesh["tensor"].size()):
+        parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
+    return whole, split
+
+
+def whole_tensors(model, gradients=False):
+    """{name: full tensor} of parameters or their gradients, rows in PyTorch's order."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+            if "in_proj" in name:
+                attention = model.get_submodule(name.rpartition(".")[0])
+                tensor = tensor[head_order(attention).argsort()]
+        tensors[name] = tensor
+    return tensors
+
+
+@pytest.mark.parametrize("dropouts", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.3)], ids=str)
+def test_split_model_computes_the_whole_one(dropouts):
+    """Also with dropout: the ranks draw the masks of a run on one rank, and keep their parts."""
+
+    def body(rank):
+        models, results = make_pair(*dropouts), []
+        assert largest_difference(*map(whole_tensors, models)) == 0
+        torch.manual_seed(1)
+        images = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+        for model in models:
+            torch.manual_seed(2)
+            outputs = model(images)
+            outputs.square().sum().backward()
+            results.append((outputs, whole_tensors(model, gradients=True)))
+            model.eval()
+            results[-1] += (model(images),)
+        (outputs, gradients, evaluated), (others, other_gradients, other_evaluated) = results
+        torch.testing.assert_close(outputs, others)
+        torch.testing.assert_close(evaluated, other_evaluated)
+        return largest_difference(gradients, other_gradients)
+
+    for difference in run_ranks(body, 2):
+        assert difference < 1e-11
+
+
+def test_each_rank_holds_its_slices():
+    def body(rank):
+        whole, split = make_pair()
+        block, local = split.encoder.layers[0], {}
+        for name, parameter in block.named_parameters():
+            tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            full = whole.encoder.layers[0].get_parameter(name)
+            local[name] = full.numel() / tensor.numel()
+        return local
+
+    for local in run_ranks(body, 4):
+        sliced = {name for name, part in local.items() if part == 4}
+        assert sliced == {
+            "self_attention.in_proj_weight",
+            "self_attention.in_proj_bias",
+            "self_attention.out_proj.weight",
+            "mlp.0.weight",
+            "mlp.0.bias",
+            "mlp.3.weight",
+        }
+        assert {part for name, part in local.items() if name not in sliced} == {1}
+
+
+def test_masks_differ_between_slices_and_agree_with_the_whole():
+    def body(rank):
+        mesh = init_mesh(CPU, data=1, tensor=2)["tensor"]
+        torch.manual_seed(3)
+        mask = dropout_mask(torch.zeros(2, 3), -1, 0.5, mesh)
+        return mask, torch.rand(1)
+
+    (first, after), (second, also_after) = run_ranks(body, 2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat([first, second], 1), nn.functional.dropout(torch.ones(2, 6), 0.5))
+    assert torch.equal(after, also_after) and torch.equal(after, torch.rand(1))
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e6])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(max_norm):
+    def body(rank):
+        whole, split = make_pair()
+        images = torch.randn(5, 3, 8, 8, dtype=torch.float64, generator=torch.manual_seed(1))
+        for model in (whole, split):
+            model(images).square().sum().backward()
+        split.class_token.grad = None  # as of a frozen parameter
+        whole.class_token.grad = None
+        nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+        clip_grad_norm_(split.parameters(), max_norm)
+        pair = [whole_tensors(model, gradients=True) for model in (whole, split)]
+        assert all(gradients.pop("class_token") is None for gradients in pair)
+        return largest_difference(*pair)
+
+    for difference in run_ranks(body, 2):
+        assert difference < (1e-14 if max_norm == 1 else 1e-11)
+
+
+def test_models_that_cannot_be_split_are_refused():
+    with pytest.raises(UserError, match=r"a ResNet20 has no transformer .* --model vit_tiny"):
+        blocks_to_split(ResNet20(10), 2)
+    model = vit_tiny(10, image_size=8)
+    with pytest.raises(UserError, match="4 attention heads cannot be divided evenly among 3 ranks"):
+        blocks_to_split(model, 3)
+    model.encoder.layers[1].mlp[0] = nn.Linear(64, 127)
+    with pytest.raises(UserError, match="127 MLP columns cannot be divided evenly among 2 ranks"):
+        blocks_to_split(model, 2)
+
+
+def test_frozen_weights_stay_frozen():
+    def body(rank):
+        model = vit_tiny(10, image_size=8).requires_grad_(False)
+        mesh = init_mesh(CPU, data=1, tensor=2)
+        for block in blocks_to_split(model, 2):
+            parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    assert run_ranks(body, 2) == [[], []]
+
+
+def test_mesh_divides_batches_along_one_dimension(capfd):
+    def body(rank):
+        log_mesh(init_mesh(CPU, data=2, tensor=2))
+        return distributed.data_rank(), distributed.data_ranks()
+
+    assert run_ranks(body, 4) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert capfd.readouterr().out == "ranks: 4 = 2 data x 2 tensor\n"
+
+
+# Runs
+
+
+@pytest.mark.parametrize("model", ["resnet20", "vit_tiny"])
+def test_mistake_is_one_message(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)
+    run = fork_script("train_tp.py", 3, output_dir=tmp_path / "run", model=model)
+    assert run.code == 1 and run.stderr.count("error") == 1 and "Traceback" not in run.stderr
+    assert {"resnet20": "has no transformer blocks", "vit_tiny": "among 3 ranks"}[
+        model
+    ] in run.stderr
+
+
+def test_run_says_what_the_ranks_do(tmp_path):
+    run = fork_script("train_tp.py", 2, output_dir=tmp_path / "run", epochs=1, **VIT)
+    assert (run.code, run.stderr) == (0, "")
+    assert run.stdout.startswith("ranks: 2 = 1 data x 2 tensor\nmodel: vit_tiny, 138,954 trainable")
+    assert "batch: 12 = 1 replicas x 12 on cpu" in run.stdout
+    (row,) = run.rows
+    assert (row["world_size"], row["train_samples"], row["val_samples"]) == (2, 96, 24)
+
+
+def drop_in_all_layers():
+    """For fork_script(before=...): dropout everywhere in the ViT."""
+    import utils.small_models
+
+    real = utils.small_models.vit_tiny
+
+    def build(num_classes, image_size):
+        model = real(num_classes, image_size)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.1
+        return model
+
+    utils.small_models.vit_tiny = build
+
+
+def test_dropout_is_that_of_one_device(tmp_path):
+    flags = FIVE_STEPS | VIT | {"lr": 0.1}
+    runs = [
+        fork_script(script, nproc, drop_in_all_layers, output_dir=tmp_path / script, **flags)
+        for script, nproc in (("train_1gpu.py", None), ("train_tp.py", 2))
+    ]
+    assert [run.stderr for run in runs] == ["", ""]
+    ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
+    assert largest_difference(ours, theirs) < 1e-12
+    plain = fork_script("train_1gpu.py", output_dir=tmp_path / "plain", **flags)
+    plain = read_checkpoint(plain.output_dir / "last.pt")["model"]
+    assert largest_difference(plain, theirs) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"optimizer": "adamw", "lr": 0.001, "clip_norm": 0.5},
+        {"save_sharded": True, "audit": True},
+    ],
+    ids=str,
+)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(flags, tmp_path):
+    assert_resumes(tmp_path, "train_tp.py", 2, model="vit_tiny", **flags)
+
+
+def test_run_moves_between_scripts(tmp_path):
+    flags = FIVE_STEPS | VIT | {"epochs": 3, "lr": 0.1}
+    reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)
+    flags |= {"output_dir": tmp_path / "moved"}
+    legs = [
+        ("train_1gpu.py", None, (0, 2), {}),
+        ("train_tp.py", 2, (1, 2), {}),
+        ("train_ddp.py", 2, (1, 4), {}),
+        ("train_tp.py", 4, (2, 2), {"save_sharded": True}),
+        ("train_mp.py", None, None, {}),
+    ]
+    for script, nproc, end, others in legs:
+        run = fork_script(script, nproc, end and killed_at(*end), **flags | others)
+        assert run.code == (-9 if end else 0), run.stderr
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, reference))
+    assert largest_difference(ours["model"], theirs["model"]) < 1e-12
+    for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
+        assert row | {"world_size": 1} == pytest.approx(other, rel=1e-9)
+
+
+def test_ranks_with_other_seeds_are_refused(tmp_path):
+    """The slices would come from rank 0; layers that all ranks hold, such as LayerNorm, differ."""
+
+    def reseed():
+        real = torch.manual_seed
+        torch.manual_seed = lambda seed: real(seed + dist.get_rank())
+
+    run = fork_script("train_tp.py", 2, reseed, output_dir=tmp_path / "run", **FIVE_STEPS | VIT)
+    assert run.code == 1 and "the ranks no longer hold the same model" in run.stderr
+
+
+def test_build_model_is_not_changed_by_the_split():
+    """The file's names are those of build_model()."""
+    names = build_model(Config(model="vit_tiny", image_size=8), 10).state_dict().keys()
+
+    def body(rank):
+        return list(make_pair()[1].state_dict())
+
+    assert run_ranks(body, 2) == [list(names)] * 2
