@@ -51,13 +51,12 @@ def main():
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
     seed_everything(cfg.seed)
-    mesh = tp.init_mesh(device, data=1, tensor=dist.get_world_size())  # all ranks hold one replica
-    tp.log_mesh(mesh)
+    mesh, replica = tp.init_mesh(device, data=1, tensor=dist.get_world_size())
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)
-    train_sampler = DistributedSampler(train_set, 1, rank=0, seed=cfg.seed, drop_last=True)
-    val_sampler = DistributedSampler(val_set, 1, rank=0, shuffle=False)
+    train_sampler = DistributedSampler(train_set, *replica, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, *replica, shuffle=False)
     batch_size = cfg.global_batch_size  # all of it: the ranks divide the layers, not the batch
     train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)

@@ -26,10 +26,12 @@ BARE = {"sync_bn": False, "check_replicas_every": -1}  # without options, on a C
 NEEDED = {
     "train_fsdp.py": ("sync_batchnorm",),  # FSDP refuses BatchNorm per rank
     "train_tp.py": ("small_models",),  # torchvision has no small transformer
+    "train_fsdp_tp.py": ("small_models", "sync_batchnorm"),
 }
 FLAGS = {
     "train_ddp_spawn.py": {"spawn_processes": 2},
     "train_tp.py": {"model": "vit_tiny"},
+    "train_fsdp_tp.py": {"model": "vit_tiny", "fsdp_size": 1},
     "train_mp.py": {"devices": "cpu,cpu"},
     "train_ddp_mp.py": {"devices": "cpu,cpu"},
 }

@@ -113,6 +113,12 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
         ("train_ddp_accum.py", {}, 1, f"{USE_TORCHRUN} train_ddp_accum.py"),
         ("train_fsdp.py", {}, 1, f"{USE_TORCHRUN} train_fsdp.py"),
         ("train_tp.py", {}, 1, f"{USE_TORCHRUN} train_tp.py"),
+        (
+            "train_fsdp.py --fsdp-size=3",
+            {"WORLD_SIZE": "4"},
+            2,
+            "4 processes cannot be divided by fsdp_size 3",
+        ),
         ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
         ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
         ("train_mp.py --lrr=1", {}, 2, "(did you mean '--lr'?)"),

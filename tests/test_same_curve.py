@@ -55,6 +55,7 @@ def assert_same_curve(ours, theirs, tolerance=1e-12):
         ("train_ddp_mp.py", 2, {}),
         ("train_fsdp.py", 2, {}),
         ("train_fsdp.py", 3, {"save_sharded": True}),
+        ("train_fsdp.py", 4, {"fsdp_size": 2}),
         ("train_ddp.py", 2, {"per_process_batch_size": 6, "lr_scaling": "none"}),
     ],
     ids=lambda value: str(value).removeprefix("train_"),
@@ -80,7 +81,12 @@ def test_micro_batches_train_the_same_weights(script, nproc, count, references, 
 
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
-    [("train_ddp.py", 3, {}), ("train_tp.py", 2, {}), ("train_tp.py", 4, {"num_workers": 1})],
+    [
+        ("train_ddp.py", 3, {}),
+        ("train_tp.py", 2, {}),
+        ("train_tp.py", 4, {}),
+        ("train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+    ],
     ids=lambda value: str(value).removeprefix("train_"),
 )
 def test_transformer_trains_the_same_weights(script, nproc, flags, references, tmp_path):

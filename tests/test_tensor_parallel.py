@@ -31,7 +31,6 @@ from utils.tensor_parallel import (
     dropout_mask,
     head_order,
     init_mesh,
-    log_mesh,
 )
 
 CPU = torch.device("cpu")
@@ -49,7 +48,8 @@ def make_pair(dropout=0.0, attention_dropout=0.0):
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = attention_dropout
             nn.init.normal_(module.in_proj_bias)
-    split, mesh = copy.deepcopy(whole), init_mesh(CPU, data=1, tensor=dist.get_world_size())
+    split = copy.deepcopy(whole)
+    mesh, _ = init_mesh(CPU, data=1, tensor=dist.get_world_size())
     for block in blocks_to_split(split, mesh["tensor"].size()):
         parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
     return whole, split
@@ -119,7 +119,7 @@ def test_each_rank_holds_its_slices():
 
 def test_masks_differ_between_slices_and_agree_with_the_whole():
     def body(rank):
-        mesh = init_mesh(CPU, data=1, tensor=2)["tensor"]
+        mesh = init_mesh(CPU, data=1, tensor=2)[0]["tensor"]
         torch.manual_seed(3)
         mask = dropout_mask(torch.zeros(2, 3), -1, 0.5, mesh)
         return mask, torch.rand(1)
@@ -153,17 +153,18 @@ def test_models_that_cannot_be_split_are_refused():
     with pytest.raises(UserError, match=r"a ResNet20 has no transformer .* --model vit_tiny"):
         blocks_to_split(ResNet20(10), 2)
     model = vit_tiny(10, image_size=8)
-    with pytest.raises(UserError, match="4 attention heads cannot be divided evenly among 3 ranks"):
+    text = r"4 attention heads and {} MLP columns cannot both be divided evenly among {} ranks"
+    with pytest.raises(UserError, match=text.format(128, 3)):
         blocks_to_split(model, 3)
     model.encoder.layers[1].mlp[0] = nn.Linear(64, 127)
-    with pytest.raises(UserError, match="127 MLP columns cannot be divided evenly among 2 ranks"):
+    with pytest.raises(UserError, match=text.format(127, 2)):
         blocks_to_split(model, 2)
 
 
 def test_frozen_weights_stay_frozen():
     def body(rank):
         model = vit_tiny(10, image_size=8).requires_grad_(False)
-        mesh = init_mesh(CPU, data=1, tensor=2)
+        mesh, _ = init_mesh(CPU, data=1, tensor=2)
         for block in blocks_to_split(model, 2):
             parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
         return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -173,10 +174,11 @@ def test_frozen_weights_stay_frozen():
 
 def test_mesh_divides_batches_along_one_dimension(capfd):
     def body(rank):
-        log_mesh(init_mesh(CPU, data=2, tensor=2))
-        return distributed.data_rank(), distributed.data_ranks()
+        _, replica = init_mesh(CPU, data=2, tensor=2)
+        assert replica == (distributed.data_ranks(), distributed.data_rank())
+        return replica
 
-    assert run_ranks(body, 4) == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert run_ranks(body, 4) == [(2, 0), (2, 0), (2, 1), (2, 1)]
     assert capfd.readouterr().out == "ranks: 4 = 2 data x 2 tensor\n"
 
 
@@ -220,11 +222,19 @@ def drop_in_all_layers():
     utils.small_models.vit_tiny = build
 
 
-def test_dropout_is_that_of_one_device(tmp_path):
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        [("train_1gpu.py", None, {}), ("train_tp.py", 2, {})],
+        [("train_ddp.py", 2, {}), ("train_fsdp_tp.py", 4, {"fsdp_size": 2})],
+    ],
+    ids=["tp", "fsdp_tp"],
+)
+def test_dropout_is_that_of_a_run_with_one_rank_per_replica(scripts, tmp_path):
     flags = FIVE_STEPS | VIT | {"lr": 0.1}
     runs = [
-        fork_script(script, nproc, drop_in_all_layers, output_dir=tmp_path / script, **flags)
-        for script, nproc in (("train_1gpu.py", None), ("train_tp.py", 2))
+        fork_script(name, nproc, drop_in_all_layers, output_dir=tmp_path / name, **flags | sizes)
+        for name, nproc, sizes in scripts
     ]
     assert [run.stderr for run in runs] == ["", ""]
     ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
@@ -235,15 +245,18 @@ def test_dropout_is_that_of_one_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("script", "nproc", "flags"),
     [
-        {"optimizer": "adamw", "lr": 0.001, "clip_norm": 0.5},
-        {"save_sharded": True, "audit": True},
+        ("train_tp.py", 2, {"optimizer": "adamw", "lr": 0.001, "clip_norm": 0.5}),
+        ("train_tp.py", 2, {"save_sharded": True, "audit": True}),
+        ("train_fsdp_tp.py", 4, {"clip_norm": 0.5, "audit": True}),
+        ("train_fsdp_tp.py", 4, {"optimizer": "adamw", "lr": 0.001, "save_sharded": True}),
     ],
     ids=str,
 )
-def test_killed_and_resumed_run_matches_an_uninterrupted_one(flags, tmp_path):
-    assert_resumes(tmp_path, "train_tp.py", 2, model="vit_tiny", **flags)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flags, tmp_path):
+    sizes = {"fsdp_size": 2} if script == "train_fsdp_tp.py" else {}
+    assert_resumes(tmp_path, script, nproc, model="vit_tiny", **sizes, **flags)
 
 
 def test_run_moves_between_scripts(tmp_path):
@@ -254,7 +267,10 @@ def test_run_moves_between_scripts(tmp_path):
         ("train_1gpu.py", None, (0, 2), {}),
         ("train_tp.py", 2, (1, 2), {}),
         ("train_ddp.py", 2, (1, 4), {}),
-        ("train_tp.py", 4, (2, 2), {"save_sharded": True}),
+        ("train_tp.py", 4, (2, 1), {"save_sharded": True}),
+        ("train_fsdp_tp.py", 4, (2, 2), {"fsdp_size": 2}),
+        ("train_fsdp.py", 4, (2, 3), {"fsdp_size": 2, "save_sharded": True}),
+        ("train_fsdp_tp.py", 4, (2, 4), {"fsdp_size": 2, "save_sharded": True}),
         ("train_mp.py", None, None, {}),
     ]
     for script, nproc, end, others in legs:

@@ -371,6 +371,38 @@ FIGURES["train_tp.py"] = Figure(
     "classifier are not divided: every rank holds and computes them.",
 )
 
+QUARTERS = ("0-25", "25-50", "50-75", "75-100")
+_rank = (
+    "10-22 forward F1 | 24-36 forward F2 | 44-60 backward B2 | 62-78 backward B1 | "
+    "94-100 optimizer step"
+)
+_within = "22-24 send - | 36-38 send - | 60-62 send - | 78-80 send -"
+FIGURES["train_fsdp_tp.py"] = Figure(
+    "train_fsdp_tp.py --fsdp-size 2 on four ranks: 2 data x 2 tensor",
+    {
+        f"replica {replica}": {
+            f"rank {2 * replica + rank}": f"{part} parameters parameters: 1/4 | "
+            f"{part} gradients gradients: 1/4 | {part} optimizer-state optimizer state: 1/4 | "
+            f"{50 * rank}-{50 * rank + 17} parameters* its slice of a block | "
+            f"{part} activations activations: 1/4 | {HALVES[replica]} batch batch: 1/2"
+            for rank, part in enumerate(QUARTERS[replica::2])
+        }
+        for replica in range(2)
+    },
+    {
+        "rank 0": _rank,
+        "all-reduce 0, 1": _within,
+        "gather 0, 2": "0-9 send slice 1 | 12-21 send slice 2 | 45-54 send slice 1",
+        "scatter 0, 2": "62-74 send gradients 2 | 80-92 send gradients 1",
+        "rank 2": _rank,
+        "all-reduce 2, 3": _within,
+    },
+    "A model of two blocks; ranks 1 and 3, not shown, do the same. Ranks 0 and 1 hold one replica "
+    "and all-reduce their summands within blocks, as in train_tp.py. Ranks 0 and 2 hold the same "
+    "slices of all layers; they gather them and reduce-scatter their gradients, as in train_fsdp.py. The "
+    "parameters of the last block stay gathered for backward.",
+)
+
 _rank = "import torch | {}-{} other set_environment | {}-88 forward main(), as train_ddp.py"
 FIGURES["train_ddp_spawn.py"] = Figure(
     "train_ddp_spawn.py: a parent process starts the ranks",

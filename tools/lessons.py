@@ -67,6 +67,13 @@ LADDER = [
         "tensor parallelism: each layer of a ViT is divided among the ranks",
     ),
     Rung(
+        "train_fsdp_tp.py",
+        "train_fsdp.py",
+        24,
+        "two dimensions: `fully_shard` across replicas, tensor parallelism within each",
+        "utils.fsdp:FsdpConfig",
+    ),
+    Rung(
         "train_mp.py",
         "train_1gpu.py",
         28,

@@ -3,7 +3,8 @@
 import atexit
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,12 @@ class FsdpConfig(Config):
         choices=("none", "bfloat16"),
     )
     fsdp_offload: bool = setting(False, "keep the shards in the CPU's memory", free=True)
+    fsdp_size: int = setting(
+        0,
+        "ranks that divide each parameter; 0: all; with fewer, every group of that size has all "
+        "shards (HSDP), or train_fsdp_tp.py divides the layers among the others",
+        free=True,
+    )
 
     @property
     def precision(self):
@@ -41,7 +48,10 @@ class FsdpConfig(Config):
                 "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
                 "pass --clip-norm 0, or --no-fsdp-offload"
             )
-        return super().resolved()
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        if ranks > 1 and self.fsdp_size and ranks % self.fsdp_size:
+            raise ConfigError(f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}")
+        return replace(super().resolved(), fsdp_size=self.fsdp_size or ranks)
 
 
 def check_same_weights(model):
@@ -60,16 +70,16 @@ def blocks_of(module):
     return blocks
 
 
-def fsdp_kwargs(cfg, root=False):
+def fsdp_kwargs(cfg, root=False, mesh=None):
     """Keyword arguments for fully_shard(): the ranks, the precision, where the shards are kept.
 
-    root: for the whole model, whose outputs are float32 in any case.
+    root: for the whole model, whose outputs are float32 in any case. mesh: the ranks, if not all.
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
     """
     on_cpu = dist.get_backend() == "gloo"
     if on_cpu:
         atexit.register(_skip_teardown)
-    kwargs = {"mesh": init_device_mesh("cpu" if on_cpu else "cuda", (dist.get_world_size(),))}
+    kwargs = {"mesh": mesh or _mesh_of_all("cpu" if on_cpu else "cuda", cfg.fsdp_size)}
     if cfg.fsdp_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
     if cfg.fsdp_dtype != "none":
@@ -79,6 +89,16 @@ def fsdp_kwargs(cfg, root=False):
             output_dtype=torch.float32 if root else None,
         )
     return kwargs
+
+
+@cache
+def _mesh_of_all(device_type, size):
+    """A DeviceMesh of all ranks, of which `size` divide each parameter and the others replicate."""
+    ranks = dist.get_world_size()
+    if size in (0, ranks):
+        return init_device_mesh(device_type, (ranks,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=names)
 
 
 def shard_batchnorms(model, cfg):

@@ -1,6 +1,6 @@
 """Tensor parallelism for vision transformers: each rank computes some heads and MLP columns."""
 
-import math
+import logging
 from functools import partial
 
 import torch
@@ -18,18 +18,16 @@ from utils.errors import UserError
 def init_mesh(device, data, tensor):
     """A DeviceMesh of data x tensor ranks: "data" divides the batches, "tensor" the layers.
 
-    Consecutive ranks hold a replica of the model together.
+    Consecutive ranks hold a replica of the model together. Rank 0 prints the sizes. Returns the
+    mesh, and for samplers the number of replicas and the number of this rank's replica.
     """
     mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
     distributed.data_group = mesh.get_group("data")
-    return mesh
-
-
-def log_mesh(mesh):
-    """Print the ranks along each dimension of a DeviceMesh, on the main process."""
+    # It warns that gathering over two dimensions takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if distributed.is_main_process():
-        sizes = zip(mesh.shape, mesh.mesh_dim_names, strict=True)
-        print(f"ranks: {mesh.size()} = {' x '.join(f'{size} {name}' for size, name in sizes)}")
+        print(f"ranks: {mesh.size()} = {data} data x {tensor} tensor")
+    return mesh, (data, mesh.get_local_rank("data"))
 
 
 def blocks_to_split(model, ranks):
@@ -44,10 +42,9 @@ def blocks_to_split(model, ranks):
             f"pass --model vit_tiny, or one of torchvision's, such as vit_b_16"
         )
     for block in blocks:
-        numbers = {"attention heads": block.num_heads, "MLP columns": block.mlp[0].out_features}
-        for name, number in numbers.items():
-            if number % ranks:
-                raise UserError(f"{number} {name} cannot be divided evenly among {ranks} ranks")
+        sizes = f"{block.num_heads} attention heads and {block.mlp[0].out_features} MLP columns"
+        if block.num_heads % ranks or block.mlp[0].out_features % ranks:
+            raise UserError(f"{sizes} cannot both be divided evenly among {ranks} ranks")
     return blocks
 
 
@@ -76,7 +73,7 @@ class SplitAttention(nn.MultiheadAttention):
         packed = nn.functional.linear(tokens, self.in_proj_weight, self.in_proj_bias).to_local()
         queries, keys, values = packed.unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
         if self.training and self.dropout:
-            weights = (queries @ keys.mT / math.sqrt(self.head_dim)).softmax(-1)
+            weights = (queries @ keys.mT * self.head_dim**-0.5).softmax(-1)
             outputs = (weights * dropout_mask(weights, 1, self.dropout, self.mesh)) @ values
         else:
             outputs = nn.functional.scaled_dot_product_attention(queries, keys, values)
@@ -102,10 +99,8 @@ def dropout_mask(values, dim, p, mesh):
     Every rank draws the whole mask: it is the mask of a run on one rank, and the generators of all
     ranks advance alike, so that dropout of what all ranks hold stays the same on all.
     """
-    shape = list(values.shape)
-    shape[dim] *= mesh.size()
-    whole = nn.functional.dropout(values.new_ones(shape), p)
-    return whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    whole = torch.cat([torch.ones_like(values)] * mesh.size(), dim)
+    return nn.functional.dropout(whole, p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
 def clip_grad_norm_(parameters, max_norm):

@@ -88,7 +88,9 @@ CASES = [
     ),
     Case("ddp_mp x2, 2 stages", "train_ddp_mp.py", 2, {"devices": "cpu,cpu"}),
     Case("fsdp x2", "train_fsdp.py", 2, {}),
+    Case("fsdp x2, 2 replicas", "train_fsdp.py", 2, {"fsdp_size": 1}),
     Case("tp x2", "train_tp.py", 2, VIT, reference="1gpu, ViT"),
+    Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, VIT | {"fsdp_size": 2}, reference="1gpu, ViT"),
     Case("ddp x2, pretrained", "train_ddp.py", 2, FINETUNE, reference="1gpu, pretrained"),
     Case("ddp x2, frozen backbone", "train_ddp.py", 2, FROZEN, reference="1gpu, frozen"),
     Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
@@ -114,7 +116,9 @@ MATRIX_FLAGS = {
     "train_mp.py": {"devices": "cpu,cpu", "micro_batches": 2},
     "train_ddp_mp.py": {"devices": "cpu,cpu", "micro_batches": 2},
     "train_fsdp.py": {"save_sharded": True},
+    "train_fsdp_tp.py": {"fsdp_size": 2},
 }
+FOUR_PROCESSES = ("train_fsdp_tp.py",)
 ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py", "train_ddp_spawn.py")
 
 
@@ -124,7 +128,7 @@ def matrix_cases(scripts=None):
         Case(
             rung.script.removesuffix(".py"),
             rung.script,
-            None if rung.script in ONE_PROCESS else 2,
+            None if rung.script in ONE_PROCESS else 4 if rung.script in FOUR_PROCESSES else 2,
             VIT | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {}),
             reference="1gpu, ViT",
         )

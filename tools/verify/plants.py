@@ -136,6 +136,18 @@ BUGS = [
         "One seed for all ranks; the ranks compare what they all hold (`compare_ranks=True`).",
     ),
     Bug(
+        "sampler-over-all-ranks",
+        "train_fsdp_tp.py",
+        "DistributedSampler(train_set, *replica, ",
+        "DistributedSampler(train_set, ",
+        "fsdp_tp x4, 2 x 2",
+        (Problem.FAILED, "no longer hold the same model"),
+        "The sampler divides the samples among all ranks, although two of them hold one replica.",
+        "Ranks of a replica compute with different images, and add up outputs that do not belong "
+        "together. Half of the samples are never used.",
+        "`DistributedSampler` gets the number of replicas, and this rank's replica.",
+    ),
+    Bug(
         "norm-of-the-slices",
         "utils/tensor_parallel.py",
         "get_total_norm([p.grad for p in same])",
