@@ -399,8 +399,8 @@ FIGURES["train_fsdp_tp.py"] = Figure(
     },
     "A model of two blocks; ranks 1 and 3, not shown, do the same. Ranks 0 and 1 hold one replica "
     "and all-reduce their summands within blocks, as in train_tp.py. Ranks 0 and 2 hold the same "
-    "slices of all layers; they gather them and reduce-scatter their gradients, as in train_fsdp.py. The "
-    "parameters of the last block stay gathered for backward.",
+    "slices of all layers; they gather them and reduce-scatter their gradients, as in "
+    "train_fsdp.py. The parameters of the last block stay gathered for backward.",
 )
 
 _rank = "import torch | {}-{} other set_environment | {}-88 forward main(), as train_ddp.py"
