@@ -27,6 +27,7 @@ NEEDED = {
     "train_fsdp.py": ("sync_batchnorm",),  # FSDP refuses BatchNorm per rank
     "train_tp.py": ("small_models",),  # torchvision has no small transformer
     "train_fsdp_tp.py": ("small_models", "sync_batchnorm"),
+    "train_pp.py": ("model_layers", "sharded"),
 }
 FLAGS = {
     "train_ddp_spawn.py": {"spawn_processes": 2},

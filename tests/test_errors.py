@@ -113,6 +113,7 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
         ("train_ddp_accum.py", {}, 1, f"{USE_TORCHRUN} train_ddp_accum.py"),
         ("train_fsdp.py", {}, 1, f"{USE_TORCHRUN} train_fsdp.py"),
         ("train_tp.py", {}, 1, f"{USE_TORCHRUN} train_tp.py"),
+        ("train_pp.py", {}, 1, f"{USE_TORCHRUN} train_pp.py"),
         (
             "train_fsdp.py --fsdp-size=3",
             {"WORLD_SIZE": "4"},

@@ -72,6 +72,7 @@ def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_pa
         ("train_mp.py", None, 3),
         ("train_ddp_mp.py", 2, 2),
         ("train_fsdp.py", 2, None),
+        ("train_pp.py", 2, 3),
     ],
 )
 def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
@@ -86,6 +87,8 @@ def test_micro_batches_train_the_same_weights(script, nproc, count, references, 
         ("train_tp.py", 2, {}),
         ("train_tp.py", 4, {}),
         ("train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        ("train_pp.py", 2, {}),
+        ("train_pp.py", 3, {"schedule": "InterleavedZeroBubble", "micro_batches": 6}),
     ],
     ids=lambda value: str(value).removeprefix("train_"),
 )

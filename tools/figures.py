@@ -403,6 +403,31 @@ FIGURES["train_fsdp_tp.py"] = Figure(
     "train_fsdp.py. The parameters of the last block stay gathered for backward.",
 )
 
+FIGURES["train_pp.py"] = Figure(
+    "train_pp.py --micro-batches 4 --schedule 1F1B: one stage per rank",
+    {
+        f"process: rank {rank}": {
+            f"cuda:{rank}, stage {rank}": f"{HALF.format(half)} | {half} activations activations "
+            f"of its layers: 1/2 | 0-100 batch batch: {('images', 'labels')[rank]}"
+        }
+        for rank, half in enumerate(HALVES)
+    },
+    {
+        "rank 0": "0-7 forward F1 | 7-14 forward F2 | 26.5-37 backward B1 | 37-44 forward F3 | "
+        "44-54.5 backward B2 | 54.5-61.5 forward F4 | 63.5-74 backward B3 | 81-91.5 backward B4 | "
+        "93-100 optimizer step",
+        "rank 1": "8-15 forward F1 | 15-25.5 backward B1 | 25.5-32.5 forward F2 | "
+        "32.5-43 backward B2 | 45-52 forward F3 | 52-62.5 backward B3 | 62.5-69.5 forward F4 | "
+        "69.5-80 backward B4 | 93-100 optimizer step",
+    },
+    "F and B are forward and backward of a micro-batch in a stage. Arrows: activations on the way "
+    "down, their gradients on the way back. Once the pipeline is full, each rank alternates "
+    "between the two, and keeps the activations of no more micro-batches than there are ranks. Not "
+    "shown: the last rank sends its outputs to all, and the norms of the gradients are added up.",
+    "7 8 0>1 | 14 15 0>1 | 25.5 26.5 1>0 | 43 44 1>0 | 44 45 0>1 | 61.5 62.5 0>1 | 62.5 63.5 1>0 | "
+    "80 81 1>0",
+)
+
 _rank = "import torch | {}-{} other set_environment | {}-88 forward main(), as train_ddp.py"
 FIGURES["train_ddp_spawn.py"] = Figure(
     "train_ddp_spawn.py: a parent process starts the ranks",

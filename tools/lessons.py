@@ -74,6 +74,13 @@ LADDER = [
         "utils.fsdp:FsdpConfig",
     ),
     Rung(
+        "train_pp.py",
+        "train_ddp.py",
+        28,
+        "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
+        "utils.pipeline:PipelineConfig",
+    ),
+    Rung(
         "train_mp.py",
         "train_1gpu.py",
         28,

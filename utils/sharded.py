@@ -65,6 +65,17 @@ def load_sharded(path, checkpoint, like=({}, {"state": {}})):
     return join_tensors(tensors, checkpoint)
 
 
+def part_of(model, path, checkpoint):
+    """The checkpoint in the file `path` with the tensors of `model`, a part of the saved one."""
+    if "parts" in checkpoint:
+        checkpoint = load_sharded(path, checkpoint)
+        del checkpoint["parts"]
+    names, optimizer = model.state_dict().keys(), checkpoint["optimizer"]
+    states = {name: state for name, state in optimizer["state"].items() if name in names}
+    tensors = {name: tensor for name, tensor in checkpoint["model"].items() if name in names}
+    return checkpoint | {"model": tensors, "optimizer": optimizer | {"state": states}}
+
+
 def remove_unused_parts(folder):
     """Remove the parts of checkpoints that are gone, and of runs that were killed while saving."""
     unused = set(folder.glob("*.parts"))
@@ -105,7 +116,7 @@ def join_tensors(tensors, rest):
             model[name] = tensor
         else:
             key, name = name.split("/", 1)
-            state[name][key] = tensor
+            state.setdefault(name, {})[key] = tensor  # of a pipeline's stage, if it is not known
     return rest | {"model": model, "optimizer": rest["optimizer"] | {"state": state}}
 
 

@@ -47,8 +47,9 @@ class Case(NamedTuple):
 
 # GroupNorm, so that micro-batches compute what the whole batch would.
 GROUP = {"model": "resnet20_gn"}
-# A transformer, for scripts that split its layers. The gradients of most steps are clipped.
-VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 0.5}
+# A transformer, for scripts that split its layers. The gradients of some steps are clipped.
+VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 1.5}
+STAGES = {"micro_batches": 6, "save_sharded": True}  # of train_pp.py, whose ranks save their own
 # The Verifier writes the file of pretrained weights.
 FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
@@ -91,6 +92,15 @@ CASES = [
     Case("fsdp x2, 2 replicas", "train_fsdp.py", 2, {"fsdp_size": 1}),
     Case("tp x2", "train_tp.py", 2, VIT, reference="1gpu, ViT"),
     Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, VIT | {"fsdp_size": 2}, reference="1gpu, ViT"),
+    Case("pp x2, 1F1B", "train_pp.py", 2, VIT | STAGES, reference="1gpu, ViT"),
+    Case(
+        "pp x2, interleaved",
+        "train_pp.py",
+        2,
+        VIT | STAGES | {"schedule": "Interleaved1F1B"},
+        reference="1gpu, ViT",
+    ),
+    Case("pp x3, ResNet", "train_pp.py", 3, GROUP | STAGES, reference="1gpu, GroupNorm"),
     Case("ddp x2, pretrained", "train_ddp.py", 2, FINETUNE, reference="1gpu, pretrained"),
     Case("ddp x2, frozen backbone", "train_ddp.py", 2, FROZEN, reference="1gpu, frozen"),
     Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
@@ -117,6 +127,7 @@ MATRIX_FLAGS = {
     "train_ddp_mp.py": {"devices": "cpu,cpu", "micro_batches": 2},
     "train_fsdp.py": {"save_sharded": True},
     "train_fsdp_tp.py": {"fsdp_size": 2},
+    "train_pp.py": {"micro_batches": 2, "save_sharded": True},
 }
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
 ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py", "train_ddp_spawn.py")

@@ -148,6 +148,19 @@ BUGS = [
         "`DistributedSampler` gets the number of replicas, and this rank's replica.",
     ),
     Bug(
+        "gradients-of-summed-micro-batches",
+        "utils/pipeline.py",
+        "loss_fn=lambda *x: self.criterion(*x))",
+        "loss_fn=lambda *x: self.criterion(*x), scale_grads=False)",
+        "pp x2, 1F1B",
+        (Problem.WEIGHTS, ""),
+        "The gradients of the micro-batches' mean losses are added up, and not divided by their "
+        "number.",
+        "The best learning rate depends on the number of micro-batches. With clipping or Adam, it "
+        "hardly shows.",
+        "`scale_grads=True`, the schedules' default, for a criterion that returns a mean.",
+    ),
+    Bug(
         "norm-of-the-slices",
         "utils/tensor_parallel.py",
         "get_total_norm([p.grad for p in same])",
