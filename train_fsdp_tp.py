@@ -52,7 +52,7 @@ def main():
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
     seed_everything(cfg.seed)
-    mesh, replica = tp.init_mesh(device, cfg.fsdp_size, dist.get_world_size() // cfg.fsdp_size)
+    mesh, replica = tp.init_mesh(device, data=cfg.fsdp_size)
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

@@ -51,7 +51,7 @@ def main():
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
     seed_everything(cfg.seed)
-    mesh, replica = tp.init_mesh(device, data=1, tensor=dist.get_world_size())
+    mesh, replica = tp.init_mesh(device, data=1)  # one replica, over all ranks
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

@@ -34,7 +34,7 @@ def test_script_reads_from_top_to_bottom(script):
 
 @pytest.mark.parametrize("rung", LADDER, ids=lambda r: r.script)
 def test_script_loads_the_config_of_its_rung(rung):
-    (argument,) = set(re.findall(r"load_config\((\w*)\)", "\n".join(code(rung.script))))
+    (argument,) = set(re.findall(r"load_config\((?:\w+\.)?(\w*)\)", "\n".join(code(rung.script))))
     assert argument == ("" if rung.config_class().__name__ == "Config" else argument)
     assert argument in ("", rung.config_class().__name__)
 

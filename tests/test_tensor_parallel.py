@@ -49,7 +49,7 @@ def make_pair(dropout=0.0, attention_dropout=0.0):
             module.dropout = attention_dropout
             nn.init.normal_(module.in_proj_bias)
     split = copy.deepcopy(whole)
-    mesh, _ = init_mesh(CPU, data=1, tensor=dist.get_world_size())
+    mesh, _ = init_mesh(CPU, data=1)
     for block in blocks_to_split(split, mesh["tensor"].size()):
         parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
     return whole, split
@@ -119,7 +119,7 @@ def test_each_rank_holds_its_slices():
 
 def test_masks_differ_between_slices_and_agree_with_the_whole():
     def body(rank):
-        mesh = init_mesh(CPU, data=1, tensor=2)[0]["tensor"]
+        mesh = init_mesh(CPU, data=1)[0]["tensor"]
         torch.manual_seed(3)
         mask = dropout_mask(torch.zeros(2, 3), -1, 0.5, mesh)
         return mask, torch.rand(1)
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_split_are_refused():
 def test_frozen_weights_stay_frozen():
     def body(rank):
         model = vit_tiny(10, image_size=8).requires_grad_(False)
-        mesh, _ = init_mesh(CPU, data=1, tensor=2)
+        mesh, _ = init_mesh(CPU, data=1)
         for block in blocks_to_split(model, 2):
             parallelize_module(block, mesh["tensor"], ATTENTION | MLP)
         return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -174,7 +174,7 @@ def test_frozen_weights_stay_frozen():
 
 def test_mesh_divides_batches_along_one_dimension(capfd):
     def body(rank):
-        _, replica = init_mesh(CPU, data=2, tensor=2)
+        _, replica = init_mesh(CPU, data=2)
         assert replica == (distributed.data_ranks(), distributed.data_rank())
         return replica
 

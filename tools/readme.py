@@ -13,6 +13,7 @@ from tools.bench import peers as bench_peers
 from tools.bench.report import HEAD, markdown_table, table_rows
 from tools.closure import closure, options, purpose, size, total
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
+from tools.memory import table as memory
 from tools.verify import table as verify_table
 from tools.verify.plants import BUGS
 
@@ -115,6 +116,7 @@ BLOCKS = {
     "bench": bench,
     "peers": peers,
     "traps": traps,
+    "memory": memory,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 

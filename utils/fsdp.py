@@ -3,7 +3,7 @@
 import atexit
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -49,9 +49,9 @@ class FsdpConfig(Config):
                 "pass --clip-norm 0, or --no-fsdp-offload"
             )
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
-        if ranks > 1 and self.fsdp_size and ranks % self.fsdp_size:
+        if ranks > 1 and ranks % (self.fsdp_size or ranks):
             raise ConfigError(f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}")
-        return replace(super().resolved(), fsdp_size=self.fsdp_size or ranks)
+        return super().resolved()
 
 
 def check_same_weights(model):

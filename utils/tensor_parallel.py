@@ -4,6 +4,7 @@ import logging
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -15,12 +16,15 @@ from utils import distributed
 from utils.errors import UserError
 
 
-def init_mesh(device, data, tensor):
-    """A DeviceMesh of data x tensor ranks: "data" divides the batches, "tensor" the layers.
+def init_mesh(device, data):
+    """A DeviceMesh of all ranks: the dimension "data" divides the batches, "tensor" the layers.
 
-    Consecutive ranks hold a replica of the model together. Rank 0 prints the sizes. Returns the
-    mesh, and for samplers the number of replicas and the number of this rank's replica.
+    data: the number of replicas of the model; 0: as many as ranks. Consecutive ranks hold a replica
+    together. Returns the mesh, and for samplers the number of replicas and the number of this
+    rank's replica. Rank 0 prints the sizes.
     """
+    data = data or dist.get_world_size()
+    tensor = dist.get_world_size() // data
     mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
     distributed.data_group = mesh.get_group("data")
     # It warns that gathering over two dimensions takes two collectives.

@@ -1,0 +1,78 @@
+"""The formulas of tools/memory.py, against the bytes that runs hold."""
+
+import json
+
+import pytest
+import torch
+
+from tests.forked import fork_script
+from tools.memory import BYTES, MODELS, TECHNIQUES, gathered, gigabytes, share, table
+from utils.checkpoint import Checkpointer
+from utils.small_models import vit_tiny
+
+SIZE = 16
+MODEL = vit_tiny(10, SIZE)
+PARAMETERS = sum(p.numel() for p in MODEL.parameters())
+IN_SLICES = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "mlp.0.weight", "mlp.0.bias")
+IN_SLICES += ("mlp.3.weight",)
+SPLIT = sum(p.numel() for n, p in MODEL.named_parameters() if n.endswith(IN_SLICES)) / PARAMETERS
+
+
+def local_bytes(tensors):
+    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors if t is not None)
+
+
+def measure(folder):
+    """For fork_script(before=...): each rank writes what it holds after the first step."""
+
+    def before():
+        def step(checkpoint):
+            parameters = list(checkpoint.state["model"].parameters())
+            states = [v for s in checkpoint.optimizer.state.values() for v in s.values()]
+            held = {
+                "parameters": local_bytes(parameters),
+                "gradients": local_bytes(p.grad for p in parameters),
+                "optimizer": local_bytes(v for v in states if v.dim()),  # not a number of steps
+            }
+            rank = torch.distributed.get_rank()
+            (folder / f"{rank}.json").write_text(json.dumps(held))
+
+        Checkpointer.step = step
+
+    return before
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags"),
+    [
+        ("train_ddp.py", 2, {}),
+        ("train_fsdp.py", 3, {}),
+        ("train_fsdp.py", 4, {"fsdp_size": 2}),
+        ("train_tp.py", 2, {}),
+        ("train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        ("train_pp.py", 3, {}),
+    ],
+    ids=str,
+)
+def test_ranks_hold_what_the_formula_says(script, ranks, flags, optimizer, tmp_path):
+    settings = {"model": "vit_tiny", "image_size": SIZE, "synthetic_samples": 12, "epochs": 1}
+    settings |= {"optimizer": optimizer, "lr": 0.001, "output_dir": tmp_path / "run"}
+    run = fork_script(script, ranks, measure(tmp_path), **settings | flags)
+    assert (run.code, run.stderr) == (0, "")
+    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    part = share(script, ranks, flags.get("fsdp_size"), SPLIT)
+    for kind, each in zip(("parameters", "gradients"), (4, 4), strict=True):
+        assert sum(h[kind] for h in held) / ranks == pytest.approx(part * PARAMETERS * each)
+    total = sum(sum(h.values()) for h in held) / ranks
+    assert total == pytest.approx(part * PARAMETERS * BYTES[optimizer])
+
+
+def test_table_has_a_row_per_technique():
+    assert len(table().splitlines()) == 2 + len(TECHNIQUES)
+    parameters, blocks = MODELS["7 billion"]
+    assert gigabytes("train_ddp.py", parameters, blocks, 8) == 112
+    assert gigabytes("train_fsdp.py", parameters, blocks, 8, 8) == 14 + 8 * 7 / 32
+    assert gigabytes("train_fsdp_tp.py", parameters, blocks, 64, 8) == 1.75 + 7 / 32
+    assert gathered("train_fsdp_tp.py", 8, 1, 10) == 2 / 10 / 8
+    assert gigabytes("train_pp.py", parameters, blocks, 64) == 1.75
