@@ -23,7 +23,7 @@ FROM ?= 1gpu
 TO ?= ddp
 
 .PHONY: help train test test-all test-gpu test-slurm test-kubernetes doctor verify verify-all bench \
-    bench-quick bench-peers bench-loader bench-checkpoint lint diff readme clean
+    bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -76,6 +76,9 @@ bench-loader: $(env)  ## compare the loaders with torchvision's reference, in im
 
 bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
 	$(python) -m tools.bench.checkpoint $(ARGS)
+
+bench-split: $(env)  ## bytes that ranks hold when the model is divided, and a pipeline's bubble
+	$(python) -m tools.bench.split $(ARGS)
 
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .

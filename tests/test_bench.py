@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tools.bench.__main__ as bench
-from tools.bench import checkpoint, loader, peers, profiler, report
+from tools.bench import checkpoint, loader, peers, profiler, report, split
 from tools.bench.hooks import PARTS
 from tools.bench.peers import contestants, ratio, table_rows
 from tools.bench.probe import Probe
@@ -117,6 +117,19 @@ def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda *_: nothing)
     with pytest.raises(SystemExit, match="nothing was measured"):
         run_main(bench, f"--output={tmp_path}")
+
+
+def test_divided_models_are_measured(tmp_path):
+    flags = {"schedule": "1F1B", "micro_batches": 4, "global_batch_size": 16, "image_size": 16}
+    flags |= {"synthetic_samples": 64, "device": "cpu"}
+    sample = split.measure("train_pp.py", flags, tmp_path / "pp")
+    parameters, gradients, state = (sample[kind] for kind in split.KINDS)
+    assert sum(parameters) == sum(gradients) == sum(state) / 2 == 4 * 138_954
+    assert sample["bubble"] > 0
+    *_, speed, bubble, ideal = split.cells("train_pp.py", flags, sample)
+    assert (bubble, ideal) == (f"{sample['bubble']:.2f}", "0.25") and float(speed.replace(",", ""))
+    del sample["bubble"]
+    assert split.cells("train_tp.py", {}, sample)[-2:] == ["", ""]
 
 
 def test_missing_devices_are_explained():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.forked import fork_script
+from tools.bench.held import install
 from tools.memory import BYTES, MODELS, TECHNIQUES, gathered, gigabytes, share, table
 from utils.checkpoint import Checkpointer
 from utils.small_models import vit_tiny
@@ -18,26 +19,21 @@ IN_SLICES += ("mlp.3.weight",)
 SPLIT = sum(p.numel() for n, p in MODEL.named_parameters() if n.endswith(IN_SLICES)) / PARAMETERS
 
 
-def local_bytes(tensors):
-    return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors if t is not None)
-
-
 def measure(folder):
-    """For fork_script(before=...): each rank writes what it holds after the first step."""
+    """For fork_script(before=...): each rank writes what tools.bench.held records."""
 
     def before():
-        def step(checkpoint):
-            parameters = list(checkpoint.state["model"].parameters())
-            states = [v for s in checkpoint.optimizer.state.values() for v in s.values()]
-            held = {
-                "parameters": local_bytes(parameters),
-                "gradients": local_bytes(p.grad for p in parameters),
-                "optimizer": local_bytes(v for v in states if v.dim()),  # not a number of steps
-            }
-            rank = torch.distributed.get_rank()
-            (folder / f"{rank}.json").write_text(json.dumps(held))
+        result, step = {}, Checkpointer.step
+        install(result)
+        record = Checkpointer.step
 
-        Checkpointer.step = step
+        def write(checkpoint):
+            record(checkpoint)
+            rank = torch.distributed.get_rank()
+            (folder / f"{rank}.json").write_text(json.dumps(result))
+
+        Checkpointer.step = write
+        assert step is not record
 
     return before
 
@@ -60,7 +56,11 @@ def test_ranks_hold_what_the_formula_says(script, ranks, flags, optimizer, tmp_p
     settings |= {"optimizer": optimizer, "lr": 0.001, "output_dir": tmp_path / "run"}
     run = fork_script(script, ranks, measure(tmp_path), **settings | flags)
     assert (run.code, run.stderr) == (0, "")
-    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    held = [result["held"] for result in results]
+    for result in results:
+        assert bool(result["steps"]) == (script == "train_pp.py")
+        assert all(total > computing > 0 for total, computing in result["steps"])
     part = share(script, ranks, flags.get("fsdp_size"), SPLIT)
     for kind, each in zip(("parameters", "gradients"), (4, 4), strict=True):
         assert sum(h[kind] for h in held) / ranks == pytest.approx(part * PARAMETERS * each)

@@ -113,6 +113,22 @@ def test_gradients_are_clipped_by_the_norm_of_all_stages(max_norm):
         assert difference < 1e-12
 
 
+def test_ranks_draw_different_random_numbers_in_each_step():
+    """With the same seed, they would drop the same elements in different layers."""
+
+    def body(rank):
+        pipeline, seeds = make_pipeline(micro_batches=3), []
+        for _ in range(2):
+            torch.manual_seed(5)  # as the loader does, alike on all ranks
+            images, labels = torch.zeros(6, 3, 8, 8).double(), torch.zeros(6, dtype=int)
+            pipeline.step(images, labels, nn.CrossEntropyLoss())
+            seeds.append(torch.initial_seed())
+        return seeds
+
+    (first, again), (second, _) = run_ranks(body, 2)
+    assert first == again and first != second
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
