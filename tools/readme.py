@@ -10,6 +10,7 @@ import json
 import re
 
 from tools.bench import peers as bench_peers
+from tools.bench import split as bench_split
 from tools.bench.report import HEAD, markdown_table, table_rows
 from tools.closure import closure, options, purpose, size, total
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
@@ -95,6 +96,13 @@ def peers():
     return _columns(names, head, kept)
 
 
+def split():
+    """The table of `make bench-split`."""
+    rows = json.loads((RESULTS / "split.json").read_text())["rows"]
+    cells = [bench_split.cells(row["script"], row["flags"], row) for row in rows]
+    return markdown_table(bench_split.HEAD, cells)
+
+
 def traps():
     """One entry per bug that can be planted."""
     return "\n\n".join(
@@ -117,6 +125,7 @@ BLOCKS = {
     "peers": peers,
     "traps": traps,
     "memory": memory,
+    "split": split,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 
