@@ -259,6 +259,19 @@ def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flag
     assert_resumes(tmp_path, script, nproc, model="vit_tiny", **sizes, **flags)
 
 
+def test_bfloat16_and_offload_differ_by_rounding(tmp_path):
+    flags = FIVE_STEPS | {"model": "vit_tiny", "lr": 0.1, "epochs": 1, "fsdp_size": 1}
+    lower = flags | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
+    full, mixed = (
+        fork_script("train_fsdp_tp.py", 2, output_dir=tmp_path / name, **settings)
+        for name, settings in (("full", flags), ("mixed", lower))
+    )
+    assert (full.stderr, mixed.stderr) == ("", "")
+    assert 0 < abs(mixed.rows[0]["train_loss"] / full.rows[0]["train_loss"] - 1) < 2**-5
+    model = read_checkpoint(mixed.output_dir / "last.pt")["model"]
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+
+
 def test_run_moves_between_scripts(tmp_path):
     flags = FIVE_STEPS | VIT | {"epochs": 3, "lr": 0.1}
     reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)
