@@ -12,7 +12,7 @@ from tests.launch import run_ranks
 from utils.audit import AuditedLoader, report
 from utils.config import load_config
 from utils.data import build_datasets, build_loader
-from utils.distributed import data_ranks
+from utils.distributed import dp_world_size
 from utils.errors import UserError
 from utils.sampler import EpochSampler
 
@@ -67,7 +67,7 @@ def make_loader(folder, *flags, samples=50, global_batch=7):
     sampler = EpochSampler(dataset, seed=0)
     if dist.is_initialized():
         sampler = DistributedSampler(dataset, seed=0, drop_last=True)
-    batch_size = global_batch // data_ranks()
+    batch_size = global_batch // dp_world_size()
     return build_loader(dataset, sampler, batch_size, torch.device("cpu"), cfg, train=True)
 
 

@@ -391,7 +391,7 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused(monkeypatch):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
     assert len(build_loader(dataset, sampler, 64, CPU, cfg)) == 1
-    monkeypatch.setattr(utils.data, "data_ranks", lambda: 3)
+    monkeypatch.setattr(utils.data, "dp_world_size", lambda: 3)
     cfg = config("--global-batch-size=7")
     with pytest.raises(UserError, match=r"cannot be divided evenly among 3 replicas: .*-size 9$"):
         build_loader(dataset, sampler, 7 // 3, CPU, cfg, train=True)

@@ -15,9 +15,9 @@ from utils.distributed import (
     all_reduce,
     available_cores,
     cores_per_rank,
-    data_rank,
-    data_ranks,
     die_with_parent,
+    dp_rank,
+    dp_world_size,
     fail_together,
     get_device,
     get_local_rank,
@@ -51,7 +51,7 @@ def environment(monkeypatch):
 
 def test_world_has_one_rank_without_a_process_group(environment):
     environment(RANK="3", LOCAL_RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
-    assert (data_rank(), data_ranks()) == (0, 1)
+    assert (dp_rank(), dp_world_size()) == (0, 1)
     assert (get_local_rank(), get_local_world_size()) == (0, 1)
     assert is_main_process()
     assert all_gather_object("x") == ["x"]
@@ -134,7 +134,7 @@ def test_ranks_know_their_place():
     def body(rank):
         assert errors.failure_store is not None  # so that only the first rank to fail reports
         total = all_reduce(torch.tensor(rank)).item()
-        place = data_rank(), get_local_rank(), data_ranks(), get_local_world_size()
+        place = dp_rank(), get_local_rank(), dp_world_size(), get_local_world_size()
         return place, total, all_gather_object(f"rank {rank}"), is_main_process()
 
     gathered = [f"rank {rank}" for rank in range(4)]

@@ -179,8 +179,8 @@ def test_ranks_that_hold_one_replica_count_their_samples_once():
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        distributed.data_group = mesh.get_group("data")
-        place = distributed.data_rank(), distributed.data_ranks(), distributed.is_main_process()
+        distributed.dp_group = mesh.get_group("data")
+        place = distributed.dp_rank(), distributed.dp_world_size(), distributed.is_main_process()
         meter = Meter(CPU)
         outputs, labels = torch.eye(3)[: rank // 2 + 1], torch.zeros(rank // 2 + 1, dtype=int)
         meter.update(torch.tensor(1.0), outputs, labels)

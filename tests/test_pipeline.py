@@ -160,7 +160,7 @@ def test_all_ranks_see_all_batches():
 
     def body(rank):
         hold_one_replica()
-        return distributed.data_rank(), distributed.data_ranks()
+        return distributed.dp_rank(), distributed.dp_world_size()
 
     assert run_ranks(body, 3) == [(0, 1)] * 3
 

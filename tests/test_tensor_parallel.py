@@ -175,7 +175,7 @@ def test_frozen_weights_stay_frozen():
 def test_mesh_divides_batches_along_one_dimension(capfd):
     def body(rank):
         _, replica = init_mesh(CPU, data=2)
-        assert replica == (distributed.data_ranks(), distributed.data_rank())
+        assert replica == (distributed.dp_world_size(), distributed.dp_rank())
         return replica
 
     assert run_ranks(body, 4) == [(2, 0), (2, 0), (2, 1), (2, 1)]

@@ -21,7 +21,7 @@ from tools.inference import folder_set, load_trained
 from utils.data import build_datasets, build_loader
 from utils.distributed import (
     all_reduce,
-    data_ranks,
+    dp_world_size,
     get_device,
     init_distributed,
     is_main_process,
@@ -181,7 +181,7 @@ def main():
     cfg = replace(
         cfg,
         loader="workers",  # one pass: nothing is worth keeping in memory
-        global_batch_size=args.batch_size * data_ranks(),
+        global_batch_size=args.batch_size * dp_world_size(),
         audit=False,
     )
     loader = build_loader(images, sampler, args.batch_size, device, cfg)

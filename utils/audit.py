@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from utils.data import Loader
-from utils.distributed import all_gather_object, data_ranks, fail_together, is_main_process
+from utils.distributed import all_gather_object, dp_world_size, fail_together, is_main_process
 from utils.errors import UserError
 from utils.metrics import write_rows
 
@@ -53,7 +53,7 @@ class AuditedLoader(Loader):
             return None
         local = [indices.cpu() for indices in self.seen]
         ranks = all_gather_object(torch.cat([torch.tensor([], dtype=torch.int64), *local]))
-        return torch.cat(ranks[:: len(ranks) // data_ranks()])  # one of each replica
+        return torch.cat(ranks[:: len(ranks) // dp_world_size()])  # one of each replica
 
 
 def report(seen, loader):

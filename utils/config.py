@@ -106,10 +106,7 @@ class Config:
     allow_config_change: bool = setting(False, "resume with changed settings", free=True)
     save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
     save_minutes: float = setting(
-        -1,
-        "also save every N minutes, and on SIGTERM; 0: neither; -1: automatic",
-        low=-1,
-        free=True,
+        -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1, free=True
     )
     save_sharded: bool = setting(False, "each rank saves its own part of the tensors", free=True)
     keep_last: int = setting(2, "number of epoch checkpoints to keep", low=1, free=True)

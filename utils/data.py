@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision.datasets import FakeData
 from torchvision.transforms import ToTensor
 
-from utils.distributed import cores_per_rank, data_rank, data_ranks, main_process_first
+from utils.distributed import cores_per_rank, dp_rank, dp_world_size, main_process_first
 from utils.errors import UserError, option
 
 
@@ -64,10 +64,10 @@ def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
     Raises UserError if the global batch cannot be divided evenly or filled.
     """
     batch = cfg.global_batch_size
-    if batch != batch_size * data_ranks():
+    if batch != batch_size * dp_world_size():
         raise UserError(
-            f"global_batch_size {batch} cannot be divided evenly among {data_ranks()} replicas: "
-            f"pass --global-batch-size {-(-batch // data_ranks()) * data_ranks()}"
+            f"global_batch_size {batch} cannot be divided evenly among {dp_world_size()} replicas: "
+            f"pass --global-batch-size {-(-batch // dp_world_size()) * dp_world_size()}"
         )
     if len(dataset) < (batch if train else 1):
         raise UserError(
@@ -170,7 +170,7 @@ def _resident(dataset, device, cfg):
 def seed_step(seed, epoch, step):
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
-    seed = hash((seed, epoch, step, data_rank()))  # of integers: the same in every process
+    seed = hash((seed, epoch, step, dp_rank()))  # of integers: the same in every process
     torch.default_generator.manual_seed(seed)  # torch.manual_seed checks for CUDA: 50 times slower
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

@@ -23,17 +23,17 @@ from utils.errors import PeerError, UserError
 _control_group = None  # gloo with a long timeout
 # The data-parallel ranks, which divide each global batch among them; None: all ranks. A script that
 # splits the model over several ranks sets it to a group with one rank of each replica.
-data_group = None
+dp_group = None
 
 
-def data_rank():
-    """This process's number among the data-parallel ranks."""
-    return dist.get_rank(data_group) if dist.is_initialized() else 0
+def dp_rank():
+    """This process's number among the data-parallel ranks, which divide each global batch."""
+    return dist.get_rank(dp_group) if dist.is_initialized() else 0
 
 
-def data_ranks():
+def dp_world_size():
     """The number of data-parallel ranks, which is the number of replicas of the model."""
-    return dist.get_world_size(data_group) if dist.is_initialized() else 1
+    return dist.get_world_size(dp_group) if dist.is_initialized() else 1
 
 
 def get_local_rank():
@@ -53,7 +53,7 @@ def is_main_process():
 def all_reduce(tensor):
     """Reduce `tensor` in place over the data-parallel ranks, and return it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, group=data_group)
+        dist.all_reduce(tensor, group=dp_group)
     return tensor
 
 
@@ -105,7 +105,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
     timeout: seconds that a collective waits for the other ranks.
     devices: torch.devices of this process, if it uses several (utils/model_parallel.py).
-    Raises UserError if the environment is incomplete or inconsistent.
+    Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     global _control_group
     timeout = timedelta(seconds=timeout)
@@ -115,7 +115,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     shared = "cuda:" in device and local_world_size > 1
     devices = devices or [get_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
-    with _network_errors():
+    try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         if local_world_size == world_size:
             # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
@@ -131,26 +131,18 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
             device_id=devices[0] if nccl and len(devices) == 1 else None,
         )
         _control_group = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1
+        raise UserError(
+            f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
+            f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
+            f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
+        ) from None
     extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     extend(timedelta(hours=12), _control_group)  # downloads and saves outlast a step
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
     atexit.register(setattr, errors, "failure_store", None)
     return devices[0]
-
-
-@contextmanager
-def _network_errors():
-    """Raise UserError if the ranks cannot connect to each other. gloo listens on the address of the
-    host name, which is often 127.0.1.1, unless GLOO_SOCKET_IFNAME is set."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise UserError(
-            f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
-            f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
-            f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
-        ) from None
 
 
 def _read_environment():

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from utils.distributed import all_gather_object, all_reduce, data_rank, data_ranks, is_main_process
+from utils.distributed import all_gather_object, all_reduce, dp_rank, dp_world_size, is_main_process
 from utils.errors import UserError
 
 
@@ -61,14 +61,14 @@ class Meter:
         """The sums of every rank; all ranks call it together."""
         seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
         ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
-        return {"ranks": ranks[:: len(ranks) // data_ranks()]}  # one of each replica
+        return {"ranks": ranks[:: len(ranks) // dp_world_size()]}  # one of each replica
 
     def load_state_dict(self, state):
         """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
         ranks = state["ranks"]
-        if len(ranks) == data_ranks():
-            self._set(*ranks[data_rank()])
-        elif data_rank() == 0:
+        if len(ranks) == dp_world_size():
+            self._set(*ranks[dp_rank()])
+        elif dp_rank() == 0:
             loss, correct, samples, seconds = zip(*ranks, strict=True)
             self._set(sum(loss), sum(correct), sum(samples), max(seconds))
 
@@ -84,7 +84,7 @@ def evaluate(model, loader, meter):
     """
     model.eval()
     meter.start()
-    left = len(range(data_rank(), len(loader.dataset), data_ranks()))
+    left = len(range(dp_rank(), len(loader.dataset), dp_world_size()))
     for images, labels in loader:
         outputs = model(images)[:left]
         labels = labels[:left].to(outputs.device)

@@ -33,7 +33,7 @@ class PipelineConfig(Config):
 
 def hold_one_replica():
     """Declare that all ranks together hold one replica, and train on the same batches."""
-    distributed.data_group, _ = dist.new_subgroups(1)
+    distributed.dp_group, _ = dist.new_subgroups(1)
 
 
 class Stage(nn.Module):

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from utils.distributed import cores_per_rank, data_ranks, is_main_process
+from utils.distributed import cores_per_rank, dp_world_size, is_main_process
 from utils.errors import UserError
 
 SECONDS_BETWEEN_LINES = 15
@@ -19,7 +19,7 @@ def configure_torch(cfg):
     The number of threads depends on the cores that the job may use, never on the load, so that the
     same command gives the same bits. Raises UserError if several processes run a script for one.
     """
-    if (os.environ.get("WORLD_SIZE") or "1") != "1" and data_ranks() == 1:
+    if (os.environ.get("WORLD_SIZE") or "1") != "1" and dp_world_size() == 1:
         raise UserError(
             f"{os.path.basename(sys.argv[0])} runs as one process, but WORLD_SIZE is "
             f"{os.environ['WORLD_SIZE']}: start it with  python "
@@ -60,7 +60,7 @@ def log_summary(cfg, state, start_epoch):
     print(
         f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.precision}\n"
         f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
-        f"batch: {cfg.global_batch_size} = {data_ranks()} replicas x {loader.batch_size} on "
+        f"batch: {cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
         f"{loader.device.type} ({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
         f"epochs: {cfg.epochs} of {len(loader)} steps, from epoch {start_epoch}, step "
         f"{loader.start}, in {cfg.output_dir}",

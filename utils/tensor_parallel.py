@@ -26,7 +26,7 @@ def init_mesh(device, data):
     data = data or dist.get_world_size()
     tensor = dist.get_world_size() // data
     mesh = init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
-    distributed.data_group = mesh.get_group("data")
+    distributed.dp_group = mesh.get_group("data")
     # It warns that gathering over two dimensions takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if distributed.is_main_process():

@@ -135,7 +135,7 @@ def test_compiled_models_train_like_eager_ones(mode, tmp_path):
 SYNC_BATCHNORM = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from utils.distributed import data_rank, init_distributed
+from utils.distributed import dp_rank, init_distributed
 from utils.sync_batchnorm import SyncBatchNorm
 device = init_distributed("cuda:0")
 for dtype, layout in (
@@ -143,8 +143,8 @@ for dtype, layout in (
     (torch.float64, torch.channels_last),
     (torch.bfloat16, torch.channels_last),
 ):
-    torch.manual_seed(data_rank())
-    images, results = torch.randn(3 + data_rank(), 4, 5, 5, dtype=dtype), []
+    torch.manual_seed(dp_rank())
+    images, results = torch.randn(3 + dp_rank(), 4, 5, 5, dtype=dtype), []
     for kind in (torch.nn.SyncBatchNorm, SyncBatchNorm):
         model = kind(4, device=device, dtype=torch.promote_types(dtype, torch.float32))
         x = images.to(device, memory_format=layout).detach().requires_grad_()

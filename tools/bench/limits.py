@@ -20,7 +20,7 @@ from torch.utils.data import DistributedSampler
 from utils.amp import AmpConfig
 from utils.config import Config, load_config
 from utils.data import build_datasets, build_loader
-from utils.distributed import all_reduce, data_rank, data_ranks, init_distributed
+from utils.distributed import all_reduce, dp_rank, dp_world_size, init_distributed
 from utils.errors import report_errors
 from utils.models import build_model
 from utils.optim import build_optimizer
@@ -58,7 +58,7 @@ def training_step(cfg, num_classes, device, autocast_dtype=None):
     """
     model = build_model(cfg, num_classes).to(device).train()
     optimizer, criterion = build_optimizer(model, cfg), torch.nn.CrossEntropyLoss()
-    batch, size = cfg.global_batch_size // data_ranks(), cfg.image_size
+    batch, size = cfg.global_batch_size // dp_world_size(), cfg.image_size
     images = torch.randn(batch, 3, size, size, device=device)
     images = images.to(dtype=cfg.torch_dtype, memory_format=torch.channels_last)
     labels = torch.randint(num_classes, (batch,), device=device)
@@ -103,14 +103,14 @@ def main():
         "data": seconds_per_batch(loader),
         "compute": median_seconds(device, len(loader), step),
     }
-    if data_ranks() > 1:
+    if dp_world_size() > 1:
         full, rest = divmod(sum(p.nbytes for p in model.parameters()), BUCKET)
         sizes = [BUCKET // 4] * full + [max(1, rest // 4)]
         buckets = [torch.zeros(size, device=device) for size in sizes]
         result["communication"] = median_seconds(
             device, len(loader), lambda: [all_reduce(bucket) for bucket in buckets]
         )
-    (Path(folder) / f"limits-{data_rank()}.json").write_text(json.dumps(result))
+    (Path(folder) / f"limits-{dp_rank()}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

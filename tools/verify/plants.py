@@ -178,9 +178,9 @@ BUGS = [
         "utils/array_data.py",
         "        arrays.append((images, labels))\n",
         "        arrays.append((images, labels))\n"
-        "    from utils.distributed import data_rank\n"
+        "    from utils.distributed import dp_rank\n"
         "    images, labels = (torch.cat(part) for part in zip(*arrays))\n"
-        "    generator.manual_seed(data_rank())\n"
+        "    generator.manual_seed(dp_rank())\n"
         "    order = torch.randperm(len(labels), generator=generator)\n"
         "    parts = order.split([len(labels) for _, labels in arrays])\n"
         "    arrays = [(images[part], labels[part]) for part in parts]\n",
