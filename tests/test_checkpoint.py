@@ -578,6 +578,30 @@ def test_differing_ranks_are_refused(tmp_path):
     assert run_ranks(body, 3, False, settings, same) == [(None, "")] * 3
 
 
+def test_ranks_with_other_code_or_steps_are_refused(tmp_path, monkeypatch):
+    def body(rank, change):
+        state = make_state()
+        if rank == 1 and change == "steps":
+            state["loader"].length = 7
+        if rank == 1 and change == "torch":
+            monkeypatch.setattr(torch, "__version__", "2.11.0")
+        if rank == 1 and change == "code":
+            script = tmp_path / "node-1" / "train.py"
+            script.parent.mkdir()
+            script.write_text("1")
+            monkeypatch.setattr(sys, "argv", [str(script)])
+        return outcome(checkpointer(tmp_path, state, compare_ranks=True).load)
+
+    for change, text in [
+        ("steps", "rank 1 has steps per epoch 7, not 5"),
+        ("torch", "rank 1 has torch '2.11.0', not"),
+        ("code", "rank 1 has other code: "),
+    ]:
+        kind, message = run_ranks(body, 2, change)[0]
+        assert kind is UserError and message.startswith(text)
+    assert "node-1/train.py" in message
+
+
 def replicas_run(folder, rank, steps=4, **settings):
     """The number of steps before the ranks are found to differ, and the message.
 

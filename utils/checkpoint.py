@@ -45,12 +45,16 @@ class Checkpointer:
 
     state: {name: an object with state_dict() and load_state_dict(), or a plain value}; "model",
     "optimizer" and "loader" must be among them. compare_ranks: raise UserError if ranks differ in
-    their settings or data; and, at the start and before each save, in their replicas of the model.
+    settings, data or code; and, at the start and before each save, in their replicas of the model.
     """
 
     def __init__(self, cfg, state, compare_ranks=False):
         self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
-        self.compare_ranks = compare_ranks and len(all_gather_object(0)) > 1
+        self.replicas = None
+        if compare_ranks and cfg.check_replicas_every >= 0 and len(all_gather_object(0)) > 1:
+            with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
+                import utils.replicas
+            self.replicas = utils.replicas
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
@@ -80,8 +84,8 @@ class Checkpointer:
                 newest = _newest_good(self.folder)
         path = all_gather_object(newest and newest[0])[0]
         with fail_together():
-            if self.compare_ranks:
-                self._refuse_differences()
+            if self.replicas:
+                self.replicas.check_setup(self.facts, self.state["loader"])
             if path:
                 self._fill(*(newest or _read_like_rank_0(self.folder / path.name)))
             elif self.cfg.resume == "always":
@@ -161,15 +165,8 @@ class Checkpointer:
             raise UserError(f"cannot save {path}: {reason.strerror}") from None
 
     def _compare_replicas(self, between_steps=False):
-        if self.compare_ranks and self.cfg.check_replicas_every >= 0:
-            with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
-                from utils.replicas import check_replicas
-            check_replicas(self.state["model"], self.optimizer, between_steps=between_steps)
-
-    def _refuse_differences(self):
-        for rank, theirs in enumerate(all_gather_object(self.facts)):
-            if difference := _differences(theirs, self.facts):
-                raise UserError(f"rank {rank} has {difference}: the ranks must agree on that")
+        if self.replicas:
+            self.replicas.check_replicas(self.state["model"], self.optimizer, between_steps)
 
     def _fill(self, path, checkpoint):
         changed = _differences(self.facts, checkpoint["config"] | checkpoint.get("data", {}))
@@ -190,9 +187,9 @@ class Checkpointer:
         for group, saved in zip(*groups, strict=True):
             group["lr"] = saved["lr"]  # some schedulers compute the next value from it
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
-        options = dsd.StateDictOptions()
-        if "parts" not in checkpoint:
-            options.full_state_dict = any(hasattr(t, "full_tensor") for t in model.values())
+        distributed = any(hasattr(t, "full_tensor") for t in model.values())
+        whole = distributed and "parts" not in checkpoint
+        options = dsd.StateDictOptions(full_state_dict=whole)
         try:
             if missing := model.keys() - checkpoint["model"]:  # PyTorch ignores it with FSDP
                 raise RuntimeError(f"missing: {', '.join(sorted(missing))}")

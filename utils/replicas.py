@@ -1,7 +1,10 @@
-"""Do all ranks still hold the same model? A checksum of every tensor, compared bit for bit."""
+"""Do all ranks run the same code on the same data, and still hold the same model, bit for bit?"""
 
 import re
+import sys
+import zlib
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,27 @@ from utils.distributed import all_gather_object
 from utils.errors import UserError
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_setup(facts, loader):
+    """Raise UserError if the ranks differ in `facts` (a dict), in the length of `loader`, in the
+    version of torch, or in the code of the script or of this folder. All ranks call it together.
+
+    Collectives of ranks that differ may silently combine numbers that do not belong together.
+    """
+    files = [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]
+    code = {f"{p.parent.name}/{p.name}": zlib.crc32(p.read_bytes()) for p in files if p.is_file()}
+    mine = facts | {"steps per epoch": len(loader), "torch": torch.__version__, "files": code}
+    for rank, theirs in enumerate(all_gather_object(mine)):
+        for name in mine | theirs:
+            if mine.get(name) != theirs.get(name):
+                if name == "files":
+                    changed = dict(code.items() ^ theirs["files"].items())
+                    raise UserError(f"rank {rank} has other code: {', '.join(sorted(changed))}")
+                raise UserError(
+                    f"rank {rank} has {name} {theirs.get(name)!r}, not {mine.get(name)!r}: the "
+                    f"ranks must agree on that"
+                )
 
 
 def check_replicas(model, optimizer, between_steps=False):
