@@ -3,19 +3,20 @@
 import math
 
 import torch
-from torch.distributed.tensor import DTensor
 
 
 def build_optimizer(model, cfg):
     """SGD, Adam or AdamW over the model's trainable parameters.
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
-    parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach).
+    parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Tensor
+    parallelism mixes tensors that no kernel takes together.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
-    foreach = isinstance(parameters[0], DTensor) and "sgd" in cfg.optimizer
-    options["foreach" if foreach else "fused"] = True
+    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    if len(meshes) == 1:
+        options["fused" if meshes == {None} or "adam" in cfg.optimizer else "foreach"] = True
     if cfg.optimizer == "adam":
         return torch.optim.Adam(parameters, **options)
     if cfg.optimizer == "adamw":
