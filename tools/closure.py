@@ -133,15 +133,19 @@ def options(script, root=ROOT):
 
 
 def _settings(path):
-    """(module's name, setting) of a file's blocks `with option("SETTING"): from utils.X import`."""
+    """(module's name, setting) of a file's blocks `with option("SETTING"): from utils.X import`;
+    (X, "used if present") where it calls find_spec("utils.X")."""
     for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find_spec":
+            yield node.args[0].value.rpartition(".")[2], "used if present"
         call = node.items[0].context_expr if isinstance(node, ast.With) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "option":
             parts = getattr(call.args[0], "values", [call.args[0]])  # of an f-string
             texts = [part.value if isinstance(part, ast.Constant) else "NAME" for part in parts]
             for statement in ast.walk(node):
-                if isinstance(statement, ast.ImportFrom):
-                    for name in (statement.module, *(alias.name for alias in statement.names)):
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    module = getattr(statement, "module", "")
+                    for name in (module, *(alias.name for alias in statement.names)):
                         yield name.rpartition(".")[2], "".join(texts).partition(" (")[0]
 
 

@@ -3,12 +3,12 @@
 import copy
 
 import torch
+import torch.distributed as dist
 import torchvision
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
 from utils.augment import CropFlip
-from utils.distributed import get_local_rank
 from utils.errors import UserError
 
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
@@ -61,9 +61,10 @@ class ArrayDataset(Dataset):
 
 
 def _cifar10(cfg):
+    download = dist.get_node_local_rank(0) == 0
     try:
         train, val = (
-            torchvision.datasets.CIFAR10(cfg.data_dir, split, download=get_local_rank() == 0)
+            torchvision.datasets.CIFAR10(cfg.data_dir, split, download=download)
             for split in (True, False)
         )
     except (OSError, RuntimeError) as error:

@@ -12,6 +12,7 @@ import socket
 import sys
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,11 +35,6 @@ def dp_rank():
 def dp_world_size():
     """The number of data-parallel ranks, which is the number of replicas of the model."""
     return dist.get_world_size(dp_group) if dist.is_initialized() else 1
-
-
-def get_local_rank():
-    """This process's number on its node: LOCAL_RANK, set by torchrun."""
-    return int(os.environ["LOCAL_RANK"]) if dist.is_initialized() else 0
 
 
 def get_local_world_size():
@@ -107,52 +103,59 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     devices: torch.devices of this process, if it uses several (utils/model_parallel.py).
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
-    global _control_group
-    timeout = timedelta(seconds=timeout)
-    rank, local_rank, world_size, local_world_size = _read_environment()
+    local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
     shared = "cuda:" in device and local_world_size > 1
     devices = devices or [get_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
+    device_id = devices[0] if nccl and len(devices) == 1 else None
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        if local_world_size == world_size:
-            # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
-            # connects to the addresses of the dead ones (pytorch/pytorch#135712).
-            store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        errors.failure_store = store
-        dist.init_process_group(
+        _join(
             "nccl" if nccl else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=devices[0] if nccl and len(devices) == 1 else None,
+            device_id,
+            timedelta(seconds=timeout),
+            local_world_size == world_size,
         )
-        _control_group = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1
         raise UserError(
             f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
             f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
             f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
         ) from None
+    if world_size > 1 and find_spec("utils.watchdog"):
+        from utils.watchdog import watch
+
+        watch(errors.failure_store, timeout)
+    return devices[0]
+
+
+def _join(backend, device_id, timeout, one_node):
+    global _control_group
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if one_node:
+        # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
+        # connects to the addresses of the dead ones (pytorch/pytorch#135712).
+        store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    errors.failure_store = store
+    options = dict(store=store, rank=rank, world_size=world_size, device_id=device_id)
+    dist.init_process_group(backend, timeout=timeout, **options)
+    _control_group = dist.new_group(backend="gloo", timeout=timeout)
     extend = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     extend(timedelta(hours=12), _control_group)  # downloads and saves outlast a step
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
     atexit.register(setattr, errors, "failure_store", None)
-    return devices[0]
 
 
 def _read_environment():
-    """Return the rank, local rank, world size and local world size, checked."""
+    """Return the local rank, the world size and the local world size, checked."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
     texts = [os.environ.get(name, "") for name in names]
     with suppress(ValueError):  # not a number
         rank, local_rank, world_size, local_world_size, _ = map(int, texts[:5])
         if 0 <= local_rank <= rank < world_size >= local_world_size > local_rank and texts[5]:
-            return rank, local_rank, world_size, local_world_size
+            return local_rank, world_size, local_world_size
     raise UserError(
         f"the environment does not describe this process's place among the others: "
         f"{', '.join(map('='.join, zip(names, texts, strict=True)))}. Start one process per "
@@ -199,7 +202,7 @@ def main_process_first():
     may share its folder, or have one each. All return together. If the body raises on a process,
     the others raise PeerError, and those whose turn has not come never run it.
     """
-    turn = 2 if get_local_rank() else not is_main_process()
+    turn = 2 if dist.get_node_local_rank(0) else not is_main_process()
     for now in range(3):
         with fail_together():
             if now == turn:

@@ -1,0 +1,105 @@
+"""A rank that stalls is named, and ends the job, before the others' collectives time out."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.forked import FORK
+from utils import errors, watchdog
+from utils.distributed import all_gather_object, init_distributed
+from utils.errors import report_errors
+from utils.spawn import host_store, set_environment
+
+TIMEOUT = 8.0
+
+
+def job(tmp_path, body, world_size=2, limit=60):
+    """Exit codes and stderr of ranks that run body(rank)."""
+    store = host_store()
+
+    def run(rank):
+        os.dup2(os.open(tmp_path / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
+        set_environment(rank, world_size, store.port)
+
+        @report_errors
+        def main():
+            init_distributed("cpu", timeout=TIMEOUT)
+            dist.all_reduce(torch.ones(1))
+            body(rank)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+
+        main()
+
+    ranks = [FORK.Process(target=run, args=(rank,)) for rank in range(world_size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(limit)
+        rank.kill()
+    text = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(world_size))
+    return [rank.exitcode for rank in ranks], text
+
+
+def stop_this_process():
+    time.sleep(1)  # so that it is seen here
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_something():
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("stall", "silent"), [(stop_this_process, True), (wait_for_something, False)]
+)
+def test_stalled_rank_is_named(stall, silent, tmp_path):
+    codes, text = job(tmp_path, lambda rank: rank == 1 and stall(), limit=30)
+    assert codes[0] == 1 and text.count("): rank 1 (process ") == 1
+    assert (
+        f") {'does not respond' if silent else 'is behind'}" in text
+        and "It was last seen at\n" in text
+    )
+    assert silent or ": it has started 1 collectives, and others, which wait, 2. It" in text
+    assert f"in {stall.__name__}" in text
+    assert "Traceback" not in text
+    if silent:
+        assert codes[1] == -signal.SIGKILL  # the launcher need not wait for it
+
+
+def status(seconds=0, **counts):
+    return counts, seconds, "", os.getpid(), "host"
+
+
+def test_rank_that_waits_itself_is_not_blamed(monkeypatch):
+    """Rank 0 waits for rank 1 in one group, and that for rank 3 in another."""
+    monkeypatch.setattr(errors, "failure_store", dist.HashStore())
+    reports, codes = [], []
+    monkeypatch.setattr(errors, "_report", lambda error: reports.append(str(error)))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    first = [status(x=5), status(x=4, y=3), status(y=3), status(y=2)]
+    last = [status(1, x=5), status(1, x=4, y=3), status(1, y=3), status(1, y=2)]
+    watchdog._end_if_stalled(first, last)
+    assert codes == [1] and reports[0].startswith("rank 3 ")
+    watchdog._end_if_stalled([*first[:3], status(y=1)], last)  # it progresses
+    assert len(codes) == 1
+
+
+def test_short_stall_is_tolerated(tmp_path):
+    codes, text = job(tmp_path, lambda rank: time.sleep(TIMEOUT / 2 * rank))
+    assert (codes, text) == ([0, 0], "")
+
+
+def test_work_of_one_process_may_take_longer(tmp_path):
+    """As a download does, for which the others wait in the group with the long timeout."""
+
+    def body(rank):
+        time.sleep(1.5 * TIMEOUT * rank)
+        all_gather_object(rank)
+
+    codes, text = job(tmp_path, body)
+    assert (codes, text) == ([0, 0], "")

@@ -1,0 +1,113 @@
+"""Ends a job in which a rank stalls, shortly before the collectives of the others time out.
+
+Every rank writes to the job's store, 40 times per timeout, how many collectives it has started and
+where it is. If rank 0 or 1 has waited for 0.8 of the timeout, it looks for a rank that is behind,
+or that has not written for 0.6 of it because it was stopped or its machine hangs. Shorter stalls
+are tolerated.
+"""
+
+import atexit
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import zlib
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from utils import distributed, errors
+from utils.errors import UserError
+
+
+def watch(store, timeout):
+    """Watch this rank and the others, in a thread, until the process group is destroyed.
+
+    store: the job's torch.distributed.Store. timeout: of a collective, in seconds.
+    """
+    store, done = store.clone(), threading.Event()
+    _write(store, _collectives())  # at once, or _read_all() might wait for it
+    thread = threading.Thread(target=_watch, args=(store, timeout, done), daemon=True)
+    thread.start()
+
+    def stop():
+        done.set()
+        thread.join(1)  # it may be using the store
+
+    atexit.register(stop)
+
+
+def _watch(store, timeout, done):
+    started, since, first = None, 0.0, None
+    while not done.wait(timeout / 40) and dist.is_initialized():
+        with suppress(RuntimeError):  # rank 0, which holds the store, has ended
+            before, started = started, _collectives()
+            _write(store, started)
+            if started != before:
+                since, first = time.monotonic(), None
+            waiting = (time.monotonic() - since) / timeout
+            if dist.get_rank() > 1:  # two can see any rank, and all would be too many for the store
+                continue
+            if waiting > 0.2 and first is None:
+                first = _read_all(store)
+            elif waiting > 0.8:
+                _end_if_stalled(first, _read_all(store))
+
+
+def _write(store, started):
+    frame = sys._current_frames()[threading.main_thread().ident]
+    stack = "".join(traceback.format_stack(frame, limit=5))
+    status = [started, time.monotonic(), stack, os.getpid(), socket.gethostname()]
+    store.set(f"watchdog/{dist.get_rank()}", json.dumps(status))
+
+
+def _collectives():
+    """{group: the number of collectives that this rank has started in it}, but for the group with a
+    long timeout."""
+    world, counts = distributed_c10d._world, {}
+    for group, name in world.pg_names.items():
+        if group is not distributed._control_group:
+            members = str(sorted(world.pg_group_ranks[group]))  # names may not be unique
+            key = f"{name}-{zlib.crc32(members.encode())}"
+            counts[key] = group._get_sequence_number_for_group()
+    return counts
+
+
+def _end_if_stalled(first, last):
+    """End the process if a rank has written nothing between two calls of _read_all(), or if others
+    wait for it in some group, while it waits for none and has started nothing."""
+    highest, lowest = {}, {}
+    for counts, *_ in last:
+        for group, n in counts.items():
+            highest[group] = max(n, highest.get(group, n))
+            lowest[group] = min(n, lowest.get(group, n))
+    for rank, (before, now) in enumerate(zip(first, last, strict=True)):
+        counts, written, stack, pid, host = now
+        silent = before[1] == written
+        behind = [group for group, n in counts.items() if n < highest[group]]
+        waits = any(n > lowest[group] for group, n in counts.items())
+        if not silent and (not behind or waits or before[0] != counts):
+            continue
+        state = "does not respond"
+        if not silent:
+            n, others = counts[behind[0]], highest[behind[0]]
+            state = f"is behind: it has started {n} collectives, and others, which wait, {others}"
+        text = (
+            f"rank {rank} (process {pid} on {host}) {state}. It was last seen at\n{stack.rstrip()}"
+        )
+        if errors._first_to_fail():
+            errors._report(UserError(text))
+        if silent and host == socket.gethostname():
+            with suppress(OSError):  # SIGTERM, which the launcher will send, has no effect on it
+                os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+
+def _read_all(store):
+    ranks = range(dist.get_world_size())
+    return [json.loads(value) for value in store.multi_get([f"watchdog/{r}" for r in ranks])]
