@@ -14,7 +14,7 @@ from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 from utils.sampler import EpochSampler
 
 
@@ -42,7 +42,7 @@ def main():
     cfg = load_config()
     device = get_device(cfg.device)
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

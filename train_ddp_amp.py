@@ -20,7 +20,7 @@ from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 
 
 def train_one_epoch(model, loader, criterion, optimizer, scheduler, scaler, meter, checkpoint, cfg):
@@ -50,7 +50,7 @@ def main():
     cfg = load_config(AmpConfig)
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

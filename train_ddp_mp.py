@@ -20,7 +20,7 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.model_parallel import MicroBatches, StagesConfig, assign_layers, get_devices
 from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 
 
 def place_stages(model, devices, split):
@@ -58,7 +58,7 @@ def main():
     init_distributed(cfg.devices, cfg.timeout, devices)  # reads RANK, WORLD_SIZE, ...
     device = devices[0]  # for the images; outputs and loss are on the last device
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

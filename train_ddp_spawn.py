@@ -20,7 +20,7 @@ from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 from utils.spawn import SpawnConfig, host_store, set_environment, wait_for_ranks
 
 
@@ -48,7 +48,7 @@ def main():
     cfg = load_config(SpawnConfig)
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

@@ -21,7 +21,7 @@ from utils.fsdp import FsdpConfig, blocks_of, check_same_weights, fsdp_kwargs, s
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 
 ATTENTION = {"self_attention": tp.HeadwiseParallel(), "self_attention.out_proj": RowwiseParallel()}
 MLP = {"mlp.0": ColwiseParallel(), "mlp.2": tp.ColwiseDropout(), "mlp.3": RowwiseParallel()}
@@ -51,7 +51,7 @@ def main():
     cfg = load_config(FsdpConfig)
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
     mesh, replica = tp.init_mesh(device, data=cfg.fsdp_size)
 
     # Data
@@ -65,7 +65,7 @@ def main():
     # Model
     model = build_model(cfg, num_classes=len(classes)).to(device)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model, device)
+        model = convert_sync_batchnorm(model)
     check_same_weights(model)  # fully_shard keeps each rank's own; DDP would broadcast rank 0's
     model = model.to(memory_format=torch.contiguous_format)  # fully_shard rejects channels_last
     for block in tp.blocks_to_split(model, mesh["tensor"].size()):

@@ -18,7 +18,7 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.model_parallel import MicroBatches, StagesConfig, assign_layers, get_devices
 from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 from utils.sampler import EpochSampler
 
 
@@ -56,7 +56,7 @@ def main():
     devices = get_devices(cfg.devices)  # of this process, in the order of the stages
     device = devices[0]  # for the images; outputs and loss are on the last device
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
 
     # Data
     train_set, val_set, classes = build_datasets(cfg)

@@ -20,7 +20,7 @@ from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 
 ATTENTION = {"self_attention": tp.HeadwiseParallel(), "self_attention.out_proj": RowwiseParallel()}
 MLP = {"mlp.0": ColwiseParallel(), "mlp.2": tp.ColwiseDropout(), "mlp.3": RowwiseParallel()}
@@ -50,7 +50,7 @@ def main():
     cfg = load_config()
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)  # the same initial weights in every process
     mesh, replica = tp.init_mesh(device, data=1)  # one replica, over all ranks
 
     # Data

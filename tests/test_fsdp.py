@@ -55,7 +55,7 @@ def test_ranks_with_other_weights_are_refused():
 
     assert run_ranks(body, 2, [5, 5]) == [None, None]
     for error in run_ranks(body, 2, [5, 6]):
-        assert "the ranks have different weights: call seed_everything" in str(error)
+        assert "the ranks have different weights: call torch.manual_seed" in str(error)
 
 
 def test_offload_and_clipping_need_a_cpu(monkeypatch, capfd):

@@ -8,7 +8,6 @@ from tests.launch import run_ranks
 from utils.config import Config
 from utils.errors import UserError
 from utils.models import build_model, convert_sync_batchnorm
-from utils.runtime import seed_everything
 from utils.sync_batchnorm import SyncBatchNorm
 
 # RegNets compute their widths with tensors and so cannot be built on the meta device.
@@ -54,13 +53,13 @@ def test_dtype_and_memory_format():
 def test_weights_follow_from_the_global_seed_on_every_rank():
     def body(rank):
         torch.rand(rank)
-        seed_everything(5)
+        torch.manual_seed(5)
         model = build_model(Config(model="resnet20"), 10)
         return [p.sum().item() for p in model.parameters()]
 
     first, second = run_ranks(body, 2)
     assert first == second
-    seed_everything(6)
+    torch.manual_seed(6)
     other = build_model(Config(model="resnet20"), 10)
     assert first != [p.sum().item() for p in other.parameters()]
 

@@ -1,9 +1,7 @@
 """Threads, precision, random seeds, progress, and what a run prints first."""
 
 import os
-import random
 import sys
-import types
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from utils.config import Config, load_config
 from utils.data import seed_step
 from utils.errors import UserError
 from utils.fsdp import FsdpConfig
-from utils.runtime import configure_torch, log_summary, progress, seed_everything
+from utils.runtime import configure_torch, log_summary, progress
 
 
 @pytest.fixture(autouse=True)
@@ -103,18 +101,6 @@ def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
 # Seeds
 
 
-def test_every_rank_starts_with_the_same_weights():
-    def body(rank):
-        torch.rand(rank)
-        seed_everything(5)
-        return torch.nn.Linear(3, 2).weight.tolist(), random.random()
-
-    first, second = run_ranks(body, 2)
-    assert first == second
-    seed_everything(6)
-    assert torch.nn.Linear(3, 2).weight.tolist() != first[0] and random.random() != first[1]
-
-
 def test_step_has_random_numbers_by_seed_epoch_step_and_rank():
     def body(rank):
         found = []
@@ -149,7 +135,7 @@ class Loader(list):
     device = torch.device("cpu")
 
 
-def test_progress_in_a_log_file(monkeypatch, capfd):
+def test_progress(monkeypatch, capfd):
     loader = Loader("abc")
     assert list(progress(loader)) == loader
     assert capfd.readouterr().err == ""  # it is early
@@ -160,15 +146,6 @@ def test_progress_in_a_log_file(monkeypatch, capfd):
     monkeypatch.setattr(runtime, "is_main_process", lambda: False)
     assert list(progress(loader)) == loader
     assert capfd.readouterr().err == ""
-
-
-def test_progress_on_a_terminal_stays_in_one_line(monkeypatch, capfd):
-    now = iter(range(0, 90, 2))  # two seconds per look at the clock
-    monkeypatch.setattr(runtime, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
-    monkeypatch.setattr(os, "isatty", lambda file: True)
-    loader = Loader("ab")
-    assert list(progress(loader)) == loader
-    assert capfd.readouterr().err == "epoch 4: step 7 of 2\repoch 4: step 8 of 2\r"
 
 
 def test_progress_without_stderr(monkeypatch):

@@ -22,7 +22,6 @@ from utils.data import build_datasets, describe_data
 from utils.errors import PeerError, UserError
 from utils.models import build_model
 from utils.optim import build_optimizer
-from utils.runtime import seed_everything
 from utils.weights import FrozenBatchNorm, find_weights, freeze_backbone, head_of, load_weights
 
 RESNET18 = torchvision.models.ResNet18_Weights.DEFAULT
@@ -51,7 +50,7 @@ def config(*flags):
 
 def model_from(*flags, classes=3):
     cfg = config(*flags)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)
     return build_model(cfg, classes)
 
 
@@ -238,7 +237,7 @@ def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
 
 def test_frozen_backbone_trains_the_head_alone():
     def body(rank):
-        seed_everything(0)
+        torch.manual_seed(0)
         frozen = freeze_backbone(torchvision.models.resnet18(num_classes=3))
         model = DistributedDataParallel(frozen).train()
         before = {name: value.clone() for name, value in frozen.state_dict().items()}

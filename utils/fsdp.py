@@ -58,7 +58,7 @@ def check_same_weights(model):
     """Raise UserError, on all ranks, if their weights differ before they are sharded."""
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):
-        raise UserError("the ranks have different weights: call seed_everything(cfg.seed) on all")
+        raise UserError("the ranks have different weights: call torch.manual_seed(cfg.seed) on all")
 
 
 def blocks_of(module):

@@ -36,9 +36,7 @@ def _torchvision(name, num_classes, cfg):
             f"model {name!r} is neither {' nor '.join(SMALL)} nor one of torchvision's: "
             f"{', '.join(names)}"
         )
-    options = {}
-    if name.startswith("vit_"):
-        options = {"image_size": cfg.image_size}
+    options = {"image_size": cfg.image_size} if name.startswith("vit_") else {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}  # one output, like all others
     return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)

@@ -1,7 +1,6 @@
-"""Process-wide settings of torch, random seeds, and what a run prints. Needs distributed.py."""
+"""Process-wide settings of torch, and what a run prints. Needs distributed.py."""
 
 import os
-import random
 import sys
 import time
 
@@ -21,9 +20,8 @@ def configure_torch(cfg):
     """
     if (os.environ.get("WORLD_SIZE") or "1") != "1" and dp_world_size() == 1:
         raise UserError(
-            f"{os.path.basename(sys.argv[0])} runs as one process, but WORLD_SIZE is "
-            f"{os.environ['WORLD_SIZE']}: start it with  python "
-            f"{os.path.basename(sys.argv[0])}, or start train_ddp.py with torchrun"
+            f"this script runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: start "
+            f"it with  python {os.path.basename(sys.argv[0])}, or start train_ddp.py with torchrun"
         )
     # torchrun sets OMP_NUM_THREADS=1, which would leave most cores idle.
     torch.set_num_threads(cfg.num_threads or max(1, cores_per_rank() - max(0, cfg.num_workers)))
@@ -33,21 +31,13 @@ def configure_torch(cfg):
     torch.backends.cudnn.benchmark = cfg.cudnn_benchmark
 
 
-def seed_everything(seed):
-    """Seed the generators, for the same weights on every rank. (FSDP does not broadcast them.)"""
-    random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def progress(loader):
-    """The batches of `loader`. The main process shows the step: on a terminal in one line that it
-    overwrites every second, otherwise as a line now and then."""
-    pause, end = (1, "\r") if os.isatty(2) else (SECONDS_BETWEEN_LINES, "\n")
+    """The batches of `loader`. The main process prints the step now and then."""
     printed = time.monotonic()
     for step, batch in enumerate(loader, loader.start):
-        if is_main_process() and time.monotonic() - printed > pause:
+        if is_main_process() and time.monotonic() - printed > SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
-            print(f"epoch {loader.epoch}: step {step} of {len(loader)}", end=end, file=sys.stderr)
+            print(f"epoch {loader.epoch}: step {step} of {len(loader)}", file=sys.stderr)
         yield batch
 
 

@@ -24,7 +24,7 @@ from tools.runs import flag_list
 from utils.checkpoint import Checkpointer
 from utils.config import Config, load_config
 from utils.distributed import get_device
-from utils.runtime import configure_torch, seed_everything
+from utils.runtime import configure_torch
 
 MODES = ["asynchronous", "waiting"]
 HEAD = ["model", "MB", "asynchronous: call, s", "cost, s", "waiting: call, s", "cost, s"]
@@ -54,7 +54,7 @@ def measure(cfg, steps, repeats):
     device = get_device(cfg.device)
     configure_torch(cfg)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seed_everything(0)
+    torch.manual_seed(0)
     step, model, optimizer = training_step(cfg, 10, device)
     state = {"model": model, "optimizer": optimizer}
     checkpoint = Checkpointer(cfg, state)

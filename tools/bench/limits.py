@@ -24,7 +24,7 @@ from utils.distributed import all_reduce, dp_rank, dp_world_size, init_distribut
 from utils.errors import report_errors
 from utils.models import build_model
 from utils.optim import build_optimizer
-from utils.runtime import configure_torch, seed_everything
+from utils.runtime import configure_torch
 
 WARM_UP = 2  # steps
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
@@ -92,7 +92,7 @@ def main():
     cfg = load_config(AmpConfig if precision == "autocast" else Config, flags)
     device = init_distributed(cfg.device, cfg.timeout)
     configure_torch(cfg)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)
     train_set, _, classes = build_datasets(cfg)
     sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     batch_size = cfg.global_batch_size // dist.get_world_size()

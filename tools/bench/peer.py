@@ -41,7 +41,6 @@ from utils.data import build_datasets, build_loader
 from utils.distributed import cores_per_rank, get_device, init_distributed
 from utils.models import build_model
 from utils.optim import build_optimizer
-from utils.runtime import seed_everything
 
 EPOCHS = 2
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -222,7 +221,7 @@ def main():
     cfg = load_config(Config, flags)
     needs_group = name in ("bare", "tutorial") and WORLD_SIZE > 1  # the others create their own
     device = init_distributed(cfg.device, cfg.timeout) if needs_group else get_device(cfg.device)
-    seed_everything(cfg.seed)
+    torch.manual_seed(cfg.seed)
     # The same for all peers, and as in configure_torch().
     torch.backends.cuda.matmul.allow_tf32 = cfg.dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = cfg.dtype != "ieee"

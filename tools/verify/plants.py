@@ -114,8 +114,8 @@ BUGS = [
     Bug(
         "seed-per-rank",
         "train_fsdp.py",
-        "    seed_everything(cfg.seed)",
-        "    seed_everything(cfg.seed + dist.get_rank())",
+        "    torch.manual_seed(cfg.seed)",
+        "    torch.manual_seed(cfg.seed + dist.get_rank())",
         "fsdp x2",
         (Problem.FAILED, "different weights"),
         "FSDP shards a different model on each rank (DistributedDataParallel would broadcast rank "
@@ -126,8 +126,8 @@ BUGS = [
     Bug(
         "seed-per-tensor-rank",
         "train_tp.py",
-        "    seed_everything(cfg.seed)",
-        "    seed_everything(cfg.seed + dist.get_rank())",
+        "    torch.manual_seed(cfg.seed)",
+        "    torch.manual_seed(cfg.seed + dist.get_rank())",
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "The layers that every rank holds whole, such as LayerNorm, start with different weights.",
