@@ -61,7 +61,7 @@ def test_command_trains_on_two_nodes(words, tmp_path):
         runs = finish(processes, tmp_path)
     text = "".join(run.stdout for run in runs)
     assert [run.code for run in runs] == [0, 0], [text, *(run.stderr for run in runs)]
-    assert "batch: 12 = 2 processes x 6" in text or "ok       the same versions" in text
+    assert "batch: 12 = 2 replicas x 6" in text or "ok       the same versions" in text
 
 
 @needs_namespaces

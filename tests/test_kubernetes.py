@@ -94,5 +94,5 @@ def test_pods_train(tmp_path):
             tmp_path,
         )
     assert [run.code for run in runs] == [0, 0], [run.stderr for run in runs]
-    assert "batch: 12 = 2 processes x 6" in runs[0].stdout
+    assert "batch: 12 = 2 replicas x 6" in runs[0].stdout
     assert (tmp_path / "best.pt").exists()

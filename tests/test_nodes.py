@@ -49,7 +49,7 @@ def test_two_nodes_match_one_machine(rendezvous, one_machine, tmp_path):
     with hosts(2) as machines:
         runs = finish([host.start(command(rank)) for rank, host in enumerate(machines)], tmp_path)
     assert_no_error(runs)
-    assert "batch: 12 = 2 processes x 6" in "".join(run.stdout for run in runs)
+    assert "batch: 12 = 2 replicas x 6" in "".join(run.stdout for run in runs)
     assert_same_weights(tmp_path, one_machine)
 
 
@@ -153,7 +153,7 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
         runs = finish(processes, out)
     assert_no_error(runs)
     text = "".join(run.stdout for run in runs)
-    assert "batch: 12 = 2 processes x 6" in text and "batch: 12 = 1 processes x 12" in text
+    assert "batch: 12 = 2 replicas x 6" in text and "batch: 12 = 1 replicas x 12" in text
     audit = [json.loads(line) for line in (out / "audit.jsonl").read_text().splitlines()]
     counts = [(row["epoch"], row["samples"], row["repeated"]) for row in audit]
     assert counts == [(epoch, 48, 0) for epoch in range(4)]

@@ -43,7 +43,7 @@ def finish(slurm, job, folder):
     log = folder / "log"
     slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", log=log)
     assert slurm.show(job)["JobState"] == "COMPLETED", log.read_text()
-    assert "batch: 12 = 2 processes x 6" in log.read_text()
+    assert "batch: 12 = 2 replicas x 6" in log.read_text()
 
 
 @pytest.mark.parametrize("job", ["train.sbatch", "train-tasks.sbatch"])
