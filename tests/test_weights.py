@@ -11,6 +11,7 @@ import torch
 import torchvision
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.forked import fork_script, same_bits
 from tests.launch import run_ranks, web_server
 from tools.runs import ROOT
 from tools.verify.cases import FROZEN, Case
@@ -258,6 +259,23 @@ def test_frozen_batchnorm_equals_batchnorm_in_eval_mode():
     assert list(frozen.state_dict()) == list(plain.state_dict())
     images = torch.randn(8, 3, 4, 4)
     assert torch.equal(frozen(images), plain.eval()(images))
+
+
+def test_resumed_run_does_not_need_the_file(tmp_path):
+    pretrained(tmp_path / "mine.pth", "resnet18")
+    flags = dict(model="resnet18", weights=tmp_path / "mine.pth", freeze="backbone", epochs=2)
+    flags |= dict(synthetic_samples=16, global_batch_size=8, image_size=32)
+    whole = fork_script("train_1gpu.py", None, output_dir=tmp_path / "whole", **flags)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "whole" / "epoch-0001.pt").rename(tmp_path / "half" / "last.pt")
+    (tmp_path / "mine.pth").unlink()
+    resumed = fork_script("train_1gpu.py", None, output_dir=tmp_path / "half", **flags)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (resumed, whole))
+    assert same_bits(ours["model"], theirs["model"])
+    assert ours["data"] == theirs["data"] and "mean" in ours["data"]
+    fresh = fork_script("train_1gpu.py", None, output_dir=tmp_path / "none", **flags)
+    assert fresh.code == 2 and "is not a file" in fresh.stderr
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import difflib
 import socket
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,16 +34,18 @@ class Settings:
     @property
     def weights_inputs(self):
         """What the weights expect of their images; see Weights."""
+        if checkpoint := _resumed(self):
+            return _inputs_of_checkpoint(checkpoint)
         return find_weights(self.model, self.weights).inputs
 
     def resolved(self):
         """The config with the image size that the weights expect, unless it is set."""
+        config = super().resolved()
         try:
-            inputs = self.weights_inputs
+            inputs = config.weights_inputs
         except UserError as error:
             raise ConfigError(str(error)) from None
-        sized = replace(self, image_size=self.image_size or inputs.get("image_size", 0))
-        return super(Settings, sized).resolved()
+        return replace(config, image_size=self.image_size or inputs.get("image_size", 32))
 
 
 class Weights(NamedTuple):
@@ -77,8 +80,7 @@ def find_weights(model, weights):
         )
     saved = _read(path)
     if _is_checkpoint(saved):
-        names = ("image_size", "resize", "interpolation", "mean", "std")
-        return Weights(None, path, {n: saved["data"][n] for n in names if n in saved["data"]})
+        return Weights(None, path, _inputs_of_checkpoint(saved))
     same_file = (enum for enum in known.values() if Path(enum.url).name == path.name)
     enum = next(same_file, known.get("DEFAULT"))
     return Weights(None, path, _inputs(enum, base) if enum else {})
@@ -86,7 +88,8 @@ def find_weights(model, weights):
 
 def load_and_freeze(model, cfg):
     """The model with cfg.weights in all layers but the last, and what cfg.freeze names frozen."""
-    load_weights(model, cfg.model, cfg.weights)
+    if not _resumed(cfg):
+        load_weights(model, cfg.model, cfg.weights)
     return freeze_backbone(model) if cfg.freeze == "backbone" else model
 
 
@@ -181,6 +184,20 @@ def _inputs(enum, model):
         "mean": list(mean),
         "std": list(std),
     }
+
+
+def _inputs_of_checkpoint(checkpoint):
+    names = ("image_size", "resize", "interpolation", "mean", "std")
+    return {name: checkpoint["data"][name] for name in names if name in checkpoint["data"]}
+
+
+def _resumed(cfg):
+    """The checkpoint from which a run with cfg.weights continues, or None. It replaces the weights,
+    whose file may be gone."""
+    path = Path(cfg.output_dir) / "last.pt"
+    with suppress(UserError):  # the Checkpointer reports it, or finds the one before
+        saved = _read(path) if cfg.resume != "never" else None
+        return saved if saved and saved.get("config", {}).get("weights") == cfg.weights else None
 
 
 def _read(path):
