@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 import torch
@@ -35,3 +36,13 @@ def requested_threads(monkeypatch):
     requested = []
     monkeypatch.setattr(torch, "set_num_threads", requested.append)
     return requested
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler_is_left():
+    """Later tests fork this process, and their ranks would ignore what should end them."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.signal(*pair) for pair in zip(numbers, before, strict=True)]
+    assert after == before

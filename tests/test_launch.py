@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.launch import SMALL
 from tools import launch as launch_module
 from tools.launch import root_cause, watch_rendezvous
 from tools.lessons import ROOT
+from tools.runs import flag_list
 
 SCRIPT = """
 import os, signal, sys, time
@@ -84,6 +86,22 @@ def test_arguments_are_torchruns(launch):
     output, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
     assert output == "rank 0 of 1 --steps 3\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_exit_code_tells_saved_from_killed(number, tmp_path):
+    """The signal goes to the launcher alone, which passes it on."""
+    flags = SMALL | {"epochs": 10**6, "output_dir": tmp_path / "run"}
+    command = [sys.executable, "-m", "tools.launch", "--standalone", "--nproc_per_node=2"]
+    command += ["train_ddp.py", *flag_list(flags)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "run" / "last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
 
 
 def test_ctrl_c_prints_no_traceback(launch):

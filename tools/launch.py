@@ -2,17 +2,21 @@
 
     python -m tools.launch --standalone --nproc_per_node=4 train_ddp.py --epochs 3
 
-The arguments are torchrun's. The exit code is that of the first rank to fail, or 128 plus the
-signal that ended torchrun. With a c10d rendezvous over several nodes, two things differ from
-torchrun: a restart creates a new store, because the old one holds the addresses of dead ranks; and
-a node that cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
+The arguments are torchrun's. The exit code is that of the first rank to fail. After a signal, it is
+75 if the ranks have saved before they stopped, otherwise 128 plus the signal's number. The ranks
+also receive SIGUSR1. With a c10d rendezvous over several nodes, two things differ from torchrun: a
+restart creates a new store, because the old one holds the addresses of dead ranks; and a node that
+cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
 """
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -31,6 +35,14 @@ def root_cause(error):
     if failure.exitcode < 0:
         return code, f"error (rank {rank}): {failure.message}"
     return code, f"error (rank {rank}): exit code {code}; see the output above"
+
+
+def stopped_and_saved(folder, since):
+    """Whether a rank has reported so (utils/preemption.py) in a file below `folder`, written after
+    `since`, in seconds since 1970."""
+    files = [path for path in Path(folder).rglob("error.json") if path.stat().st_mtime >= since]
+    messages = [json.loads(path.read_text())["message"]["message"] for path in files]
+    return any(message.startswith("stopped by ") for message in messages)
 
 
 def watch_rendezvous(endpoint, patience=PATIENCE):
@@ -57,16 +69,21 @@ def main():
     if args.rdzv_backend == "c10d" and args.nnodes != "1":
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         threading.Thread(target=watch_rendezvous, args=(args.rdzv_endpoint,), daemon=True).start()
-    try:
-        run(args)
-    except ChildFailedError as error:
-        code, text = root_cause(error)
-        print(text, file=sys.stderr)
-        sys.exit(code)
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if "SIGUSR1" not in getattr(args, "signals_to_handle", "SIGUSR1"):
+        args.signals_to_handle += ",SIGUSR1"
+    start = time.time()
+    with TemporaryDirectory(prefix="torchelastic_") as folder:
+        args.log_dir = args.log_dir or folder
+        try:
+            run(args)
+        except ChildFailedError as error:
+            code, text = root_cause(error)
+            print(text, file=sys.stderr)
+            sys.exit(code)
+        except SignalException as error:
+            sys.exit(75 if stopped_and_saved(args.log_dir, start) else 128 + error.sigval)
+        except KeyboardInterrupt:
+            sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Checkpointer:
             with option("--save-sharded"):
                 from utils.sharded import save_sharded
             self.save_sharded = save_sharded
-        if cfg.save_minutes:
+        if cfg.save_minutes > 0:
             with option("--save-minutes"):
                 from utils.preemption import Interrupts
             self.interrupts = Interrupts(self)
@@ -101,7 +101,7 @@ class Checkpointer:
         """Call after each optimizer step: saves within the epoch when a save is due."""
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
-        due = cfg.save_minutes and self.interrupts.due()
+        due = cfg.save_minutes > 0 and self.interrupts.due()
         if step == len(loader):
             return  # the script saves at the end of the epoch
         if every > 0 and step % every == 0:
@@ -135,7 +135,7 @@ class Checkpointer:
             self.pending = self.writer.submit(self._write, copy.deepcopy(checkpoint), name, links)
         if epoch == self.cfg.epochs:
             self.wait()
-        if self.cfg.save_minutes:
+        if self.cfg.save_minutes > 0:
             self.interrupts.after_save()  # a run that was asked to stop ends here
 
     def wait(self):

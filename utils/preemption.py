@@ -25,6 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # one of them, passes it on.
 SECONDS_OF_ONE_REQUEST = 2.0
 CLOCK = 1  # a reason to save; larger ones are the numbers of signals
+_handlers = {}  # {number: what handled it before}
 
 
 class Preempted(PeerError):
@@ -40,7 +41,7 @@ class Interrupts:
     """
 
     def __init__(self, checkpoint):
-        self.checkpoint, self.handlers = weakref.proxy(checkpoint), {}  # the thread outlives it
+        self.checkpoint = weakref.proxy(checkpoint)  # the thread outlives it
         self.signal, self.received = 0, 0.0  # of this rank
         self.reason, self.work, self.agreed = torch.tensor(0), None, 0  # of all ranks
         atexit.register(setattr, self, "work", None)  # or the thread would keep its group alive
@@ -51,15 +52,9 @@ class Interrupts:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self.handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
-        os.register_at_fork(after_in_child=self._restore_handlers)
+        for number in SIGNALS:
+            _handlers.setdefault(number, signal.signal(number, _ignore))
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
-
-    def _restore_handlers(self):
-        if self.handlers:
-            signal.set_wakeup_fd(-1)
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
 
     def _listen(self, reader):
         while number := os.read(reader, 1)[0]:
@@ -97,7 +92,7 @@ class Interrupts:
         """
         checkpoint = self.checkpoint
         if checkpoint.epoch == checkpoint.cfg.epochs:  # the run is over: signals act as before it
-            self._restore_handlers()
+            _restore_handlers()
         elif self.agreed > CLOCK:
             checkpoint.wait()
             _report(
@@ -126,6 +121,16 @@ def _end_with_rank(numbers, rank):
 
 def _ignore(number, frame):
     pass
+
+
+def _restore_handlers():
+    if _handlers:
+        signal.set_wakeup_fd(-1)
+    while _handlers:
+        signal.signal(*_handlers.popitem())
+
+
+os.register_at_fork(after_in_child=_restore_handlers)
 
 
 def _peer_has_failed():

@@ -202,10 +202,9 @@ def autocast_copy(folder):
     text = (ROOT / "train_1gpu.py").read_text()
     forward = "        outputs = model(images)\n        loss = criterion(outputs, labels)\n"
     evaluation = "        val = evaluate(model, val_loader, meter)\n"
-    for lines in (forward, evaluation):
+    for lines, device in ((forward, "images.device"), (evaluation, "device")):
         assert text.count(lines) == 1
-        autocast = "        with torch.autocast(device.type, torch.bfloat16):\n"
-        autocast = autocast.replace("device", "images.device") if lines == forward else autocast
+        autocast = f"        with torch.autocast({device}.type, torch.bfloat16):\n"
         text = text.replace(lines, autocast + lines.replace("        ", " " * 12))
     path = Path(folder) / AUTOCAST_COPY
     path.write_text(text)
