@@ -69,7 +69,7 @@ BUGS = [
         "        outputs = model(images)\n        labels = labels.to(outputs.device)",
         "ddp x2",
         (Problem.FAILED, "evaluated 54 of 37"),
-        "Samples are repeated until all ranks have the same number, and the last batch is full; the "
+        "Samples are repeated so that all ranks have the same number, in full batches, and the "
         "repeated ones are counted.",
         "The accuracy of the same weights changes slightly with the number of GPUs.",
         "Each rank leaves out what exceeds its share (`evaluate` in `utils/metrics.py`).",
