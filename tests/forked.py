@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.runtime
 from tests.launch import SMALL
@@ -62,6 +63,7 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
 
 
 def _run(rank, nproc, port, module, flags, logs, before):
+    set_num_threads(1)  # or two threads may create PyTorch's pool at once, and abort
     for number, name in ((1, "stdout"), (2, "stderr")):
         flag = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
         os.dup2(os.open(logs / f"{name}-{rank}", flag), number)

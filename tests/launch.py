@@ -10,6 +10,8 @@ import threading
 import traceback
 from contextlib import contextmanager, suppress
 
+from torch import set_num_threads  # as it is before a fixture replaces it
+
 from tools.runs import ROOT, finish_run, start_run
 
 # A small run of a BatchNorm model; tests pass what they change.
@@ -125,6 +127,7 @@ def _rank(results, port, rank, world_size, local_world_size, timeout, function, 
     from utils.distributed import init_distributed
 
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one thread per rank
+    set_num_threads(1)  # or two threads may create PyTorch's pool at once, and abort
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % local_world_size),

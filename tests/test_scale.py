@@ -1,17 +1,18 @@
 """tools.scale: thousands of ranks in a fake process group."""
 
-import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from tests.forked import FORK
 from tools import scale
 from tools.lessons import ROOT
 
 
 def run_one_rank(*arguments, **flags):
     """scale.run_one_rank(), which changes its process for good, in a fork of this one."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(scale.run_one_rank, arguments, flags)
+    with ProcessPoolExecutor(1, FORK) as pool:
+        return pool.submit(scale.run_one_rank, *arguments, **flags).result()
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 8, 64, 1024])

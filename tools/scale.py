@@ -78,7 +78,7 @@ def run_one_rank(world_size, **flags):
     gathers, times = Gathers(), []
     train_ddp.init_distributed = lambda device, timeout: join_fake_group(0, world_size)
     train_ddp.DistributedDataParallel = _wrap
-    dist.all_reduce = lambda tensor: tensor.mul_(world_size)
+    dist.all_reduce = _all_reduce
     summarize = train_ddp.log_summary
     train_ddp.log_summary = lambda *args: (times.append(time.perf_counter()), summarize(*args))
     with tempfile.TemporaryDirectory() as folder:
@@ -95,9 +95,15 @@ def run_one_rank(world_size, **flags):
     return {**seconds, "memory": memory, "gathers": dict(gathers.calls)}
 
 
-def _wrap(model):
+def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    """dist.all_reduce(), if all ranks have the same tensor."""
+    if op == dist.ReduceOp.SUM:
+        tensor.mul_(dist.get_world_size(group))
+
+
+def _wrap(model, **options):
     """DistributedDataParallel, whose all-reduce the fake backend does not complete."""
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, **options)
     wrapped.register_comm_hook(None, _reduce_nothing)
     return wrapped
 

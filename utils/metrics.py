@@ -121,7 +121,7 @@ class MetricLogger:
                 f"the training loss is {train['loss']}, the validation loss {val['loss']}: try a "
                 f"smaller --lr, or --clip-norm 1"
             )
-        row = {"epoch": epoch, "world_size": len(all_gather_object(epoch)), "lr": lr}
+        row = {"epoch": epoch, "world_size": int(os.environ.get("WORLD_SIZE") or 1), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
         best = max((row["val_accuracy"] for row in self.rows), default=-1.0)

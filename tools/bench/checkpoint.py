@@ -89,7 +89,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     rows, result = [], machine() | {"models": {}}
     for name in args.models.split(","):
-        cfg = load_config(Config, flag_list(dict(map(setting, args.set)) | {"model": name}))
+        flags = {"model": name, "save_minutes": 0} | dict(map(setting, args.set))
+        cfg = load_config(Config, flag_list(flags))
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=folder) as place:
             numbers = measure(replace(cfg, output_dir=place), args.steps, args.repeats)
         result["models"][name] = numbers
