@@ -666,6 +666,7 @@ def test_missing_module_for_comparing_ranks_is_named(tmp_path, monkeypatch):
     for off, (kind, text) in run_ranks(body, 2):
         assert off == (None, "") and kind is UserError
         assert "needs utils/replicas.py" in text and "--check-replicas-every -1" in text
+    monkeypatch.setenv("WORLD_SIZE", "1")
     checkpointer(tmp_path, compare_ranks=True).save(1)  # one rank: nothing to compare
 
 

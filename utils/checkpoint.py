@@ -51,7 +51,7 @@ class Checkpointer:
     def __init__(self, cfg, state, compare_ranks=False):
         self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
         self.replicas = None
-        if compare_ranks and cfg.check_replicas_every >= 0:
+        if compare_ranks and cfg.check_replicas_every >= 0 and os.environ.get("WORLD_SIZE") != "1":
             with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
                 import utils.replicas
             self.replicas = utils.replicas
