@@ -145,14 +145,17 @@ HELD = """checkpoint.step()
         from pathlib import Path
         import time
         step = checkpoint.epoch * len(loader) + loader.step
-        while step >= int(Path({gate!r}).read_text()):
+        while step >= int(Path({gate!r}).read_text()) and not checkpoint.interrupts.signal:
             Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
             time.sleep(0.02)
 """
 
 
 class Gate:
-    """Holds a run after a step, so that a fault comes at that step on every machine."""
+    """Holds a run after a step, so that a fault comes at that step on every machine.
+
+    A rank that receives SIGTERM continues, to save and stop.
+    """
 
     def __init__(self, folder, step):
         self.path = folder / "gate"

@@ -31,6 +31,7 @@ NEEDED = {
 }
 FLAGS = {
     "train_ddp_spawn.py": {"spawn_processes": 2},
+    "train_ddp_amp.py": {"image_size": 32},  # see "Limits" of its page
     "train_tp.py": {"model": "vit_tiny"},
     "train_fsdp_tp.py": {"model": "vit_tiny", "fsdp_size": 1},
     "train_mp.py": {"devices": "cpu,cpu"},
