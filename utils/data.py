@@ -186,9 +186,9 @@ class _BatchSampler:
         self.start, self.count = 0, count
 
     def __iter__(self):
-        epoch, indices = getattr(self.sampler, "epoch", 0), list(self.sampler)
-        indices += indices[: -len(indices) % self.batch_size]  # or a short batch would recompile
-        indices = torch.tensor(indices).to(self.device)
+        epoch, indices = getattr(self.sampler, "epoch", 0), numpy.fromiter(self.sampler, int)
+        padding = indices[: -len(indices) % self.batch_size]  # or a short batch would recompile
+        indices = torch.from_numpy(numpy.append(indices, padding)).to(self.device)
         for batch in indices.split(self.batch_size)[self.start : self.count]:
             yield epoch, batch
 
