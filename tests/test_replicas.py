@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launch import run_ranks
 from utils.errors import UserError
-from utils.replicas import check_replicas, checksum
+from utils.replicas import check_replicas, checksums
 from utils.sync_batchnorm import SyncBatchNorm
+
+
+def checksum(tensor):
+    return checksums([tensor])[0]
 
 
 def make(norm=torch.nn.BatchNorm1d):
@@ -24,27 +29,60 @@ def make(norm=torch.nn.BatchNorm1d):
 @pytest.mark.parametrize("shape", [(3, 4), (3, 5), (1,)])
 def test_checksum_changes_with_every_bit(dtype, shape):
     tensor = torch.arange(torch.Size(shape).numel()).to(dtype).view(shape)
-    before = checksum(tensor).item()
-    assert checksum(tensor.clone()).item() == before
+    before = checksum(tensor)
+    assert checksum(tensor.clone()) == before
     for byte in range(tensor.nbytes):
         for bit in range(8):
             changed = tensor.clone()
             changed.view(-1).view(torch.uint8)[byte] ^= 1 << bit
-            assert checksum(changed).item() != before, (byte, bit)
+            assert checksum(changed) != before, (byte, bit)
 
 
 def test_checksum_changes_with_the_order_but_not_with_the_layout():
     tensor = torch.arange(12.0).view(3, 4)
-    before = checksum(tensor).item()
+    before = checksum(tensor)
     swapped = tensor.flip(0)
-    assert checksum(swapped).item() != before
-    assert checksum(swapped.flip(0)).item() == before
-    assert checksum(tensor.t().contiguous().t()).item() == before
-    assert checksum(torch.tensor(7)).item() == 7
+    assert checksum(swapped) != before
+    assert checksum(swapped.flip(0)) == before
+    assert checksum(tensor.t().contiguous().t()) == before
+    assert checksum(torch.tensor(7)) == 7
     odd_offset = torch.arange(13.0)[1:].view(3, 4) - 1
-    assert checksum(odd_offset).item() == before
+    assert checksum(odd_offset) == before
     view = torch.cat([torch.zeros(1), torch.arange(12.0)])[1:]  # starts in the middle of 8 bytes
-    assert checksum(view).item() == checksum(view.view(3, 4)).item()
+    assert checksum(view) == checksum(view.view(3, 4))
+
+
+def test_tensors_have_the_sums_of_their_elements():
+    """Of several lengths, some longer than a buffer, and with values that are not numbers."""
+    lengths = [1, 3, 1 << 16, 2, 5, 0x30001, 1]
+    tensors = [torch.randint(-(2**62), 2**62, (n,)) for n in lengths]
+    flat = torch.cat(tensors)
+    terms = flat * torch.arange(1, 2 * len(flat), 2)
+    assert checksums(tensors) == [part.sum().item() for part in terms.split(lengths)]
+    nan = torch.tensor([0x7FF8000000000000, 0x7FF8000000000001]).view(torch.float64)
+    assert nan.isnan().all() and checksum(nan[:1]) != checksum(nan[1:])
+    assert checksums([nan, *tensors]) == checksums([nan.clone(), *tensors])
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that launch kernels: the views are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        views = ("detach", "view", "split", "select", "slice", "lift_fresh")
+        self.launched += function.overloadpacket.__name__ not in views
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_kernels_do_not_grow_with_the_number_of_tensors(count):
+    tensors = [torch.ones(3 + i % 2) for i in range(count)]  # as int32 and as int64
+    with Count() as counter:
+        assert len(checksums(tensors)) == count
+    assert counter.launched <= 25
 
 
 def test_differing_tensor_and_its_rank_are_named():

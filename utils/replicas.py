@@ -45,11 +45,11 @@ def check_replicas(model, optimizer, between_steps=False):
     forward pass.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    named = [] if alone else list(_checksums(model, optimizer, between_steps))
+    named = [] if alone else list(_tensors(model, optimizer, between_steps))
     if not named:  # one process, or nothing but shards
         return
-    names, sums = zip(*named, strict=True)
-    ranks = all_gather_object(torch.stack(sums).tolist())  # the only device synchronization
+    names, tensors = zip(*named, strict=True)
+    ranks = all_gather_object(checksums(tensors))
     different = [i for i, values in enumerate(zip(*ranks, strict=True)) if len(set(values)) > 1]
     if different:
         values = [sums[different[0]] for sums in ranks]
@@ -63,32 +63,57 @@ def check_replicas(model, optimizer, between_steps=False):
         )
 
 
-def checksum(tensor):
-    """An int64 scalar, on the tensor's device, that changes with any bit of any one element.
+def checksums(tensors):
+    """A list with one integer per tensor, which changes with any bit of any one of its elements.
 
-    The sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a change of
-    one element always shows, because odd numbers have an inverse.
+    It is the sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a
+    change of one element always shows, because odd numbers have an inverse. The odd numbers are
+    given by the position among all tensors of the same kind, and the sums are the differences of a
+    running sum: a few kernels for all tensors together. None of them may be empty.
     """
-    flat, size = tensor.detach().reshape(-1).contiguous(), tensor.element_size()
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        size = 8  # several elements at a time
-    bits = flat.view(_INTEGERS[size])
-    total, first = bits.new_zeros((), dtype=torch.int64), 1
-    for piece in bits.split(1 << 24):  # as int64, a large tensor would take many times its memory
-        odd = torch.arange(first, first + 2 * len(piece), 2, device=bits.device)
-        total, first = total + (piece.long() * odd).sum(), first + 2 * len(piece)
-    return total
+    groups, sums = {}, [0] * len(tensors)
+    for i, tensor in enumerate(tensors):
+        size = tensor.element_size()
+        if tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
+            size = 8  # several elements at a time
+        groups.setdefault((tensor.device, _INTEGERS[size]), []).append(i)
+    for (device, dtype), indices in groups.items():
+        values, total, first = [], 0, 1
+        length = 1 << (16 if device.type == "cpu" else 22)  # small enough for a CPU's cache
+        for bits, ends in _buffers([tensors[i] for i in indices], dtype, length):
+            odd = torch.arange(first, first + 2 * len(bits), 2, device=device)
+            running = bits.long().mul_(odd).cumsum_(0).add_(total)
+            values.append(running[torch.tensor(ends, dtype=torch.long).to(device)])
+            total, first = running[-1], first + 2 * len(bits)
+        values = torch.cat(values)
+        for i, value in zip(indices, values.diff(prepend=0 * values[:1]).tolist(), strict=True):
+            sums[i] = value
+    return sums
 
 
-def _checksums(model, optimizer, between_steps):
-    """(name, int64 scalar) of each replicated tensor, all on one device, in the model's order."""
-    device = next(model.parameters()).device
-    for name, tensor in _tensors(model, optimizer, between_steps):
-        if not hasattr(tensor, "full_tensor"):
-            yield re.sub(r"^((module|_orig_mod)\.)+", "", name), checksum(tensor).to(device)
+def _buffers(tensors, dtype, length):
+    """(copies of the tensors' elements one after another, as `dtype`; the positions of the last
+    elements of tensors), in parts of at most `length`: a copy of all would take too much memory."""
+    pieces, ends, used = [], [], 0
+    for tensor in tensors:
+        for piece in tensor.detach().reshape(-1).contiguous().view(dtype).split(length):
+            if used + len(piece) > length:
+                yield torch.cat(pieces), ends
+                pieces, ends, used = [], [], 0
+            pieces.append(piece)
+            used += len(piece)
+        ends.append(used - 1)
+    yield torch.cat(pieces), ends
 
 
 def _tensors(model, optimizer, between_steps):
+    """(name, tensor) of each replicated tensor, in the model's order."""
+    for name, tensor in _named(model, optimizer, between_steps):
+        if tensor.numel() and not hasattr(tensor, "full_tensor"):
+            yield re.sub(r"^((module|_orig_mod)\.)+", "", name), tensor
+
+
+def _named(model, optimizer, between_steps):
     yield from model.named_parameters()
     yield from () if between_steps else model.named_buffers()
     names = {parameter: name for name, parameter in model.named_parameters()}
