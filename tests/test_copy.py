@@ -11,7 +11,7 @@ from tools.closure import closure, options
 from tools.lessons import ROOT, RUNGS
 from tools.runs import finish_run, start_run
 
-ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py")
+ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 DATA = {
     "dataset": "fake",
     "synthetic_samples": 32,

@@ -45,6 +45,7 @@ def assert_same_curve(ours, theirs, tolerance=1e-12):
     ("script", "nproc", "flags"),
     [
         ("train_dp.py", None, {}),
+        ("train_1gpu_graph.py", None, {}),
         ("train_mp.py", None, {"devices": "cpu,cpu,cpu"}),
         ("train_ddp.py", 1, {}),
         ("train_ddp.py", 2, {}),

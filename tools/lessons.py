@@ -27,6 +27,12 @@ LADDER = [
     Rung("train_1gpu.py", None, 0, "the training loop on one device"),
     Rung("train_dp.py", "train_1gpu.py", 2, "`nn.DataParallel`, and why not to use it"),
     Rung(
+        "train_1gpu_graph.py",
+        "train_1gpu.py",
+        30,
+        "the whole training step in one CUDA graph",
+    ),
+    Rung(
         "train_ddp.py",
         "train_1gpu.py",
         24,

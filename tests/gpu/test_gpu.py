@@ -12,9 +12,12 @@ import torchvision
 import train_ddp_amp
 from tests.launch import run_script
 from tools.runs import ROOT, finish_run, start_run
+from tools.verify.cases import LINEAR
 from utils.amp import AmpConfig
-from utils.config import load_config
+from utils.checkpoint import read_checkpoint
+from utils.config import Config, load_config
 from utils.data import build_datasets, build_loader
+from utils.graph import GraphedStep
 from utils.metrics import Meter
 from utils.sampler import EpochSampler
 
@@ -26,6 +29,7 @@ NAMES = ("train_loss", "val_loss", "val_accuracy")
 TWO = "cuda:0,cuda:0"
 RUNS = {  # script, processes of torchrun, flags; two processes share the GPU over gloo
     "1gpu": ("train_1gpu.py", None, {"device": "cuda"}),
+    "graph": ("train_1gpu_graph.py", None, {"device": "cuda"}),
     "dp": ("train_dp.py", None, {"device": "cuda"}),
     "dp, on the CPU": ("train_dp.py", None, {"device": "cpu"}),
     "ddp, NCCL": ("train_ddp.py", 1, {"device": "cuda"}),
@@ -81,6 +85,45 @@ def test_batches_match_the_cpu_bit_for_bit():
         loaders.append(build_loader(images, sampler, 30, torch.device(device), cfg, train=True))
     for ours, theirs in zip(*loaders, strict=True):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("loader", ["device", "workers"])
+def test_graph_trains_the_same_weights(optimizer, loader, tmp_path):
+    """A graph reads its learning rates as float32: those of LINEAR are not rounded."""
+    flags = LINEAR | {"clip_norm": 1.0, "dtype": "float64", "device": "cuda", "loader": loader}
+    flags |= {"optimizer": optimizer, "num_workers": 1}
+    files = []
+    for script in ("train_1gpu.py", "train_1gpu_graph.py"):
+        run = run_script(script, output_dir=tmp_path / script, **flags)
+        assert run.code == 0, run.stderr
+        files.append(read_checkpoint(run.output_dir / "last.pt"))
+    assert files[0]["optimizer"]["param_groups"] == files[1]["optimizer"]["param_groups"]
+    for name, value in files[0]["model"].items():
+        torch.testing.assert_close(files[1]["model"][name], value, rtol=1e-7, atol=1e-7)
+
+
+def test_dropout_of_a_graph_follows_the_seed_of_each_step():
+    device = torch.device("cuda")
+    layer = torch.nn.Dropout(0.5)
+    weight = torch.nn.Parameter(torch.zeros(1, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def step(images, labels):
+        outputs = layer(images) + weight
+        optimizer.zero_grad()
+        outputs.sum().backward()
+        optimizer.step()
+        return outputs.sum(), outputs - weight
+
+    images, labels, zeros = torch.ones(64, 8, device=device), torch.zeros(64, device=device), []
+    train_step = GraphedStep(step, optimizer, device, Config())
+    for i in range(6):
+        torch.cuda.manual_seed_all(i % 5)  # eager, eager, eager, captured, replayed; then as first
+        _, outputs = train_step(images, labels)
+        zeros.append(outputs.round() == 0)
+    assert train_step.graph is not None
+    assert torch.equal(zeros[0], zeros[5]) and not torch.equal(zeros[3], zeros[4])
 
 
 class OneBatch(list):
@@ -153,7 +196,7 @@ for dtype, layout in (
         results.append([outputs, x.grad, model.weight.grad, *model.buffers()])
     for theirs, ours in zip(*results):
         exact = dtype == torch.float64
-        tolerance = dict(rtol=1e-9, atol=1e-9) if exact else dict(rtol=0.02, atol=0.02)
+        tolerance = dict(rtol=1e-7, atol=1e-7) if exact else dict(rtol=0.02, atol=0.02)
         torch.testing.assert_close(ours, theirs, **tolerance)
 torch.distributed.destroy_process_group()
 """

@@ -18,7 +18,8 @@ from utils.config import Config, load_config
 from utils.distributed import available_cores
 
 TIME_LIMIT = 1800  # seconds that a run may take
-ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py")  # started without torchrun
+# Started without torchrun.
+ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 
 
 def take_turns(jobs, repeats, describe=None, select=None):

@@ -53,7 +53,10 @@ STAGES = {"micro_batches": 6, "save_sharded": True}  # of train_pp.py, whose ran
 # The Verifier writes the file of pretrained weights.
 FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
+# In a CUDA graph, learning rates are float32: these, multiples of 2**-10, are not rounded.
+LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
 CASES = [
+    Case("1gpu_graph", "train_1gpu_graph.py", None, LINEAR, reference="1gpu, linear"),
     Case("dp", "train_dp.py", None, {}),
     Case("ddp x1", "train_ddp.py", 1, {}),
     Case("ddp x2", "train_ddp.py", 2, {"loader": "workers", "num_workers": 1}),
@@ -109,6 +112,7 @@ CASES = [
 AUTOCAST_COPY = "train_1gpu_autocast.py"  # the Verifier writes it
 REFERENCES = [
     Case("1gpu", "train_1gpu.py", None, {}),
+    Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
     Case("1gpu, GroupNorm", "train_1gpu.py", None, GROUP),
     Case("1gpu, ViT", "train_1gpu.py", None, VIT),
     Case("1gpu, pretrained", "train_1gpu.py", None, FINETUNE),
@@ -130,7 +134,13 @@ MATRIX_FLAGS = {
     "train_pp.py": {"micro_batches": 2, "save_sharded": True},
 }
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
-ONE_PROCESS = ("train_1gpu.py", "train_dp.py", "train_mp.py", "train_ddp_spawn.py")
+ONE_PROCESS = (
+    "train_1gpu.py",
+    "train_1gpu_graph.py",
+    "train_dp.py",
+    "train_mp.py",
+    "train_ddp_spawn.py",
+)
 
 
 def matrix_cases(scripts=None):

@@ -1,0 +1,137 @@
+"""The training step in a CUDA graph: train_1gpu_graph.py on a CPU, and what a replay repeats."""
+
+import copy
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.forked import assert_resumes, fork_script
+from train_1gpu_graph import build_step
+from utils import graph
+from utils.checkpoint import read_checkpoint
+from utils.config import Config
+from utils.errors import UserError
+from utils.optim import build_optimizer, build_scheduler
+
+SETTINGS = {"clip_norm": 1.0, "synthetic_samples": 54}
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+class Recording(TorchDispatchMode):
+    """Stands in for a CUDAGraph on a CPU: repeats all operations on the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, result in self.operations:
+            pairs = zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True)
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.detach().copy_(new)
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """A function that trains a model for some steps, in a recorded graph or not, and returns its
+    state, the losses and the GraphedStep. Capturing computes nothing: the state is put back."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+
+    def train(device, steps=8, **flags):
+        cfg = Config(clip_norm=1.0, lr=0.01, epochs=1, **flags)
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        model = torch.nn.Sequential(*layers)
+        optimizer = build_optimizer(model, cfg)
+        scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=steps)
+        train_step = build_step(model, torch.nn.CrossEntropyLoss(), optimizer, cfg)
+        train_step = graph.GraphedStep(train_step, optimizer, device, cfg)
+
+        @contextmanager
+        def record(recording, stream, capture_error_mode):
+            tensors = [*model.state_dict().values()]
+            tensors += [v for state in optimizer.state.values() for v in state.values()]
+            before = copy.deepcopy(tensors)
+            with recording:
+                yield
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.detach().copy_(value)
+
+        monkeypatch.setattr(torch.cuda, "graph", record)
+        losses = []
+        for _ in range(steps):
+            images, labels = torch.randn(6, 3), torch.randint(2, (6,))
+            loss, outputs = train_step(images, labels)
+            scheduler.step()
+            losses.append(loss.item())
+            assert outputs.shape == (6, 2)
+            assert isinstance(optimizer.param_groups[0]["lr"], float)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return state, losses, train_step
+
+    return train
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd_nesterov", "adam", "adamw"])
+def test_replays_train_the_same_weights(optimizer, trainer):
+    """The learning rate, which differs in each step, the batch, and the statistics of BatchNorm."""
+    (graphed, losses, train_step), (eager, expected, _) = (
+        trainer(device, optimizer=optimizer) for device in (CUDA, CPU)
+    )
+    assert isinstance(train_step.graph, Recording) and train_step.warmup_steps == 0
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in eager["model"].items():
+        torch.testing.assert_close(graphed["model"][name], value)
+    assert graphed["optimizer"]["param_groups"] == eager["optimizer"]["param_groups"]
+
+
+def test_first_steps_are_not_captured(trainer):
+    *_, train_step = trainer(CUDA, steps=graph.WARMUP_STEPS)
+    assert train_step.graph is None
+    *_, train_step = trainer(CUDA, steps=graph.WARMUP_STEPS + 1)
+    assert train_step.graph is not None
+
+
+def test_images_of_another_shape_are_refused(trainer):
+    *_, train_step = trainer(CUDA)
+    with pytest.raises(UserError, match=r"batches of one shape, but \(5, 3\) follows \(6, 3\)"):
+        train_step(torch.randn(5, 3), torch.zeros(5, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_other_cuda_graphs_are_refused(mode, tmp_path):
+    flags = {"compile": mode, "output_dir": tmp_path / "run"}
+    run = fork_script("train_1gpu_graph.py", **flags)
+    assert run.code == 1 and run.stderr.count("error") == 1
+    assert "CUDA graphs of its own" in run.stderr and "pass --compile default" in run.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_script_trains_the_same_bits_on_a_cpu(dtype, tmp_path):
+    flags = SETTINGS | {"dtype": dtype}
+    files = []
+    for script in ("train_1gpu.py", "train_1gpu_graph.py"):
+        run = fork_script(script, output_dir=tmp_path / script, **flags)
+        assert (run.code, run.stderr) == (0, "")
+        files.append(read_checkpoint(run.output_dir / "last.pt"))
+    for name, value in files[0]["model"].items():
+        assert torch.equal(files[1]["model"][name], value), name
+
+
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(tmp_path):
+    assert_resumes(tmp_path, "train_1gpu_graph.py", None, clip_norm=1.0)
