@@ -50,7 +50,7 @@ def rows_for(counts, gpus, batch, *, quick=False):
     if quick:
         return [row for row in rows if row.world_size in (1, most)]
     if gpus:
-        rows.append(Row("1 device, one CUDA graph", "train_1gpu_graph.py"))
+        rows.append(Row("1 device as a CUDA graph", "train_1gpu_graph.py", has_limits=False))
         rows += precisions_and_compilers()
     absent = "" if gpus > 1 else f"DataParallel needs 2 GPUs; {gpus} are visible"
     rows.insert(1, Row("DataParallel", "train_dp.py", absent=absent, has_limits=False))
