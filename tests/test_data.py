@@ -1,5 +1,6 @@
 """Loaders for any map-style Dataset: the same batches on any number of ranks and workers."""
 
+import ctypes
 import random
 import signal
 from functools import cache
@@ -484,16 +485,18 @@ def test_description_of_the_data_tells_datasets_apart():
 
 
 class Process(Pixels):
-    """Whether the process that reads a sample ignores Ctrl-C."""
+    """Whether a worker ignores Ctrl-C, and the signal that it receives when its parent dies."""
 
     def __getitem__(self, index):
-        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN, index
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # 2: PR_GET_PDEATHSIG
+        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN, number.value
 
 
-def test_workers_leave_ctrl_c_to_their_rank():
+def test_workers_leave_ctrl_c_to_their_rank_and_die_with_it():
     cfg = config("--num-workers=1", "--global-batch-size=1")
-    ignored, _, _ = next(iter(build_loader(Process(), [0], 1, CPU, cfg).reader))
-    assert ignored.tolist() == [True]
+    ignored, numbers, _ = next(iter(build_loader(Process(), [0], 1, CPU, cfg).reader))
+    assert (ignored.tolist(), numbers.tolist()) == ([True], [signal.SIGKILL])
 
 
 def test_automatic_workers_leave_the_cores_to_training(monkeypatch):
