@@ -19,11 +19,13 @@ NPROC ?= 2
 CONFIG ?= configs/quickstart.yaml
 SCRIPT ?= train_ddp.py
 ARGS ?=
+FAULTS ?= 20
+SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-gpu test-slurm test-kubernetes doctor verify verify-all bench \
-    bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
+.PHONY: help train test test-all test-gpu test-slurm test-kubernetes doctor verify verify-all chaos \
+    bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -61,6 +63,10 @@ verify: $(env)  ## check that all scripts train the same model: ARGS="--plant li
 
 verify-all: $(env)  ## the same, with each script resuming the run of each script
 	$(python) -m tools.verify --matrix $(ARGS)
+
+chaos: $(env)  ## train under random faults: SEED=0 FAULTS=20 SCRIPT=train_ddp.py (or all) NPROC=2
+	$(python) -m tools.chaos --script $(SCRIPT) --nproc $(NPROC) --faults $(FAULTS) --seed $(SEED) \
+	    $(ARGS)
 
 bench: $(env)  ## time the scripts and their limits: COMPARE=before.json, ARGS="--repeats 5"
 	$(python) -m tools.bench --config configs/bench.yaml $(if $(COMPARE),--compare $(COMPARE)) $(ARGS)

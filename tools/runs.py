@@ -53,6 +53,7 @@ def start_run(
     cwd=ROOT,
     cores=None,
     launcher="torch.distributed.run",
+    streams=(subprocess.PIPE, subprocess.PIPE),
 ):
     """Start a script. Returns its Popen, with the attributes `run_tag` and `started`.
 
@@ -60,7 +61,7 @@ def start_run(
     belongs to, if any, followed by run_tag.
 
     cores: the CPU cores that it may use (default: one per process). Many threads on a busy machine
-    wait for each other for minutes.
+    wait for each other for minutes. streams: where stdout and stderr go.
     """
     env = {**os.environ, "RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
     env.setdefault("OMP_NUM_THREADS", "1")  # otherwise, torchrun warns
@@ -70,8 +71,8 @@ def start_run(
         cwd=cwd,
         env=env | (environment or {}),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=streams[0],
+        stderr=streams[1],
         text=True,
         start_new_session=True,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
