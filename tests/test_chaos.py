@@ -1,5 +1,6 @@
 """A run survives random faults; and without one of its guards, the same faults are noticed."""
 
+import re
 import sys
 import time
 
@@ -9,6 +10,7 @@ import torch
 import utils.checkpoint
 import utils.data
 import utils.distributed
+from tests.launch import ROOT
 from tools.chaos.__main__ import main
 from tools.chaos.faults import BY_NAME, End, make_plan
 from tools.chaos.run import Soak, flip_bit, sha256
@@ -141,3 +143,11 @@ def test_command_line(monkeypatch, capsys):
             main()
         message = "must end a run" if "flip" in arguments else arguments[1]
         assert message in capsys.readouterr().err
+
+
+def test_cited_tests_exist():
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    cited = set(re.findall(r"`(test_\w+\.py)::(\w+)`", text))
+    assert len(cited) > 30
+    for file, name in cited:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (file, name)
