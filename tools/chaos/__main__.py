@@ -40,7 +40,9 @@ def parse_arguments():
     """The command line, with `scripts` added."""
     parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--script", default="train_ddp.py", help="one of the ladder, or all")
+    parser.add_argument(
+        "--script", default="train_ddp.py", help="all, or names, separated by commas"
+    )
     parser.add_argument("--nproc", type=int, default=2, help="ranks, where the script does not say")
     parser.add_argument("--faults", type=int, default=20, help="in total, over all scripts")
     parser.add_argument("--seed", type=int, default=0)
@@ -57,7 +59,7 @@ def parse_arguments():
         BY_NAME[name].end in (End.CONTINUES, End.RESUMES) for name in args.kinds
     ):
         parser.error("at least one of the kinds must end a run")
-    args.scripts = SCRIPTS if args.script == "all" else [args.script]
+    args.scripts = SCRIPTS if args.script == "all" else args.script.split(",")
     if unknown := set(args.scripts) - set(SCRIPTS):
         parser.error(f"{', '.join(unknown)} is not one of {', '.join(SCRIPTS)}")
     return args
