@@ -154,7 +154,7 @@ HELD = """checkpoint.step()
 class Gate:
     """Holds a run after a step, so that a fault comes at that step on every machine.
 
-    A rank that receives SIGTERM continues, to save and stop.
+    A rank that receives SIGTERM continues: two steps later it saves and stops.
     """
 
     def __init__(self, folder, step):
@@ -171,9 +171,9 @@ class Gate:
         self.path.with_suffix(".new").replace(self.path)
 
     def wait(self, world_size, processes=(), limit=120):
-        """Wait until `world_size` ranks are held; a resumed run may be one step further."""
+        """Wait until `world_size` ranks are held; a resumed run may be three steps further."""
         end = time.monotonic() + limit
-        marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in (0, 1)]
+        marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in range(4)]
         while not any(mark.exists() for mark in marks):
             ended = [p.communicate() for p in processes if p.poll() is not None]
             assert not ended and time.monotonic() < end, (marks[0], ended)
