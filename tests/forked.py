@@ -1,6 +1,5 @@
 """Runs scripts in forks of this process, which has already imported torch: about a second each."""
 
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -13,13 +12,13 @@ from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.runtime
 from tests.launch import SMALL
-from tools.runs import ROOT, Run, flag_list
+from tools.chaos.start import load_script
+from tools.runs import Run, flag_list
 from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.metrics import read_metrics
 from utils.spawn import host_store, set_environment
 
 FORK = multiprocessing.get_context("fork")
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports many modules, here and not in each rank
 _scripts = {}
 
 # A run of five steps per epoch, saved after the second and the fourth.
@@ -34,9 +33,7 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     script does not end within `limit` seconds.
     """
     if script not in _scripts:
-        spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
-        _scripts[script] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(_scripts[script])
+        _scripts[script] = load_script(script)
     flags = SMALL | flags
     folder = Path(flags["output_dir"])
     logs = folder.parent / f"{folder.name}.logs"

@@ -10,8 +10,8 @@ from tools import copy
 from tools.closure import closure, options
 from tools.lessons import ROOT, RUNGS
 from tools.runs import finish_run, start_run
+from tools.verify.cases import WITHOUT_TORCHRUN
 
-ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 DATA = {
     "dataset": "fake",
     "synthetic_samples": 32,
@@ -50,7 +50,7 @@ def run_copy(monkeypatch, *arguments):
 
 
 def train(folder, script, **flags):
-    nproc = None if script in (*ONE_PROCESS, "train_ddp_spawn.py") else 2
+    nproc = None if script in WITHOUT_TORCHRUN else 2
     flags = DATA | flags | FLAGS.get(script, {}) | {"output_dir": folder / "run"}
     environment = {"PYTHONPATH": ""}
     return finish_run(

@@ -101,6 +101,7 @@ LADDER = [
         "utils.model_parallel:StagesConfig",
     ),
 ]
+ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 RUNGS = {rung.script: rung for rung in LADDER}
 
 

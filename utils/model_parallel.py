@@ -45,7 +45,7 @@ def get_devices(names="auto"):
     if visible == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         local_rank, processes = 0, 1  # torchrun's processes all see the same GPUs
     gpus = itertools.count(local_rank * each)
-    if not re.fullmatch("(cpu|cuda(:[1-9]?[0-9])?)(,(cpu|cuda(:[1-9]?[0-9])?))*", names):
+    if not all(re.fullmatch("cpu|cuda(:[1-9]?[0-9])?", name) for name in names.split(",")):
         raise UserError(f"--devices {names} is not a list such as cuda:0,cuda:1 or cpu,cpu")
     devices = [torch.device(n if n != "cuda" else f"cuda:{next(gpus)}") for n in names.split(",")]
     needed = max([processes * each, *(d.index + 1 for d in devices if d.type == "cuda")])

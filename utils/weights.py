@@ -45,7 +45,8 @@ class Settings:
             inputs = config.weights_inputs
         except UserError as error:
             raise ConfigError(str(error)) from None
-        return replace(config, image_size=self.image_size or inputs.get("image_size", 32))
+        size = self.image_size or inputs.get("image_size", config.image_size)
+        return replace(config, image_size=size)
 
 
 class Weights(NamedTuple):

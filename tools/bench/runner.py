@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 import torchvision
 
+from tools.lessons import ONE_PROCESS
 from tools.runs import ROOT, finish_run, flag_list, last_line, start_run
 from utils.config import Config, load_config
 from utils.distributed import available_cores
 
 TIME_LIMIT = 1800  # seconds that a run may take
-# Started without torchrun.
-ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 
 
 def take_turns(jobs, repeats, describe=None, select=None):

@@ -27,9 +27,9 @@ import torch
 from tools.bench.report import markdown_table
 from tools.chaos.faults import BY_NAME, KINDS, End
 from tools.chaos.plant import SMALL_DISK
-from tools.chaos.run import SPAWN, Soak
-from tools.lessons import LADDER
-from tools.verify.cases import FOUR_PROCESSES, ONE_PROCESS
+from tools.chaos.run import Soak
+from tools.lessons import LADDER, ONE_PROCESS
+from tools.verify.cases import FOUR_PROCESSES
 
 SCRIPTS = [rung.script for rung in LADDER if rung.script != "train_dp.py"]  # as train_1gpu.py
 HEAD = ["script", "#", "fault", "place", "launcher", "exit code", "seconds", "result"]
@@ -101,7 +101,7 @@ def print_row(row):
 
 def processes_of(script, nproc):
     """The number of ranks for a script; None for a single process."""
-    if script in ONE_PROCESS and script != SPAWN:
+    if script in ONE_PROCESS:
         return None
     return 4 if script in FOUR_PROCESSES else nproc
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tools.lessons import LADDER
+from tools.lessons import LADDER, ONE_PROCESS
 
 # One small run: BatchNorm, momentum, clipping and augmentation. Two epochs of 8 steps; 6 of the 150
 # samples are dropped in each, and no number of ranks divides the 37 validation samples evenly.
@@ -134,13 +134,7 @@ MATRIX_FLAGS = {
     "train_pp.py": {"micro_batches": 2, "save_sharded": True},
 }
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
-ONE_PROCESS = (
-    "train_1gpu.py",
-    "train_1gpu_graph.py",
-    "train_dp.py",
-    "train_mp.py",
-    "train_ddp_spawn.py",
-)
+WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 def matrix_cases(scripts=None):
@@ -149,7 +143,7 @@ def matrix_cases(scripts=None):
         Case(
             rung.script.removesuffix(".py"),
             rung.script,
-            None if rung.script in ONE_PROCESS else 4 if rung.script in FOUR_PROCESSES else 2,
+            None if rung.script in WITHOUT_TORCHRUN else 4 if rung.script in FOUR_PROCESSES else 2,
             VIT | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {}),
             reference="1gpu, ViT",
         )
