@@ -1,9 +1,12 @@
 """Runs scripts in forks of this process, which has already imported torch: about a second each."""
 
+import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -29,8 +32,8 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     """Run a script with SMALL's settings and `flags`. Returns its Run, with rank 0's exit code.
 
     nproc: the number of ranks; None for a script that runs as one process. before: called in each
-    rank before the script starts, to kill it later or to plant a bug. Raises AssertionError if the
-    script does not end within `limit` seconds.
+    rank before the script starts, to kill it later or to plant a bug. Raises AssertionError, with
+    the stacks of all ranks, if the script does not end within `limit` seconds.
     """
     if script not in _scripts:
         _scripts[script] = load_script(script)
@@ -39,14 +42,21 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     logs = folder.parent / f"{folder.name}.logs"
     logs.mkdir(exist_ok=True, parents=True)
     store = host_store() if nproc else None
-    arguments = nproc, store and store.port, _scripts[script], flags, logs, before
-    ranks = [FORK.Process(target=_run, args=(rank, *arguments)) for rank in range(nproc or 1)]
+    # A fork may inherit a lock of the store's thread, which is busy once the first rank connects.
+    all_started = FORK.Event()
+    arguments = nproc, store and store.port, _scripts[script], flags, logs, before, limit
+    ranks = [
+        FORK.Process(target=_run, args=(rank, all_started, *arguments))
+        for rank in range(nproc or 1)
+    ]
     for rank in ranks:
         rank.start()
+    all_started.set()
     try:
+        end = time.monotonic() + limit
         for rank in ranks:
-            rank.join(limit)
-        assert not any(rank.is_alive() for rank in ranks), f"{script} did not end in {limit} s"
+            rank.join(max(0, end - time.monotonic()))
+        alive = [number for number, rank in enumerate(ranks) if rank.is_alive()]
     finally:
         for rank in ranks:
             rank.kill()
@@ -54,17 +64,20 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
         "".join((logs / f"{name}-{rank}").read_text() for rank in range(len(ranks)))
         for name in ("stdout", "stderr")
     )
+    assert not alive, f"ranks {alive} of {script} did not end in {limit} s:\n{stdout}{stderr}"
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.exists() else []
     return Run(ranks[0].exitcode, stdout, stderr, 0.0, rows, folder)
 
 
-def _run(rank, nproc, port, module, flags, logs, before):
+def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
+    gc.freeze()  # what the tests have left is not collected here, where it may cause warnings
     set_num_threads(1)  # or two threads may create PyTorch's pool at once, and abort
     for number, name in ((1, "stdout"), (2, "stderr")):
         flag = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
         os.dup2(os.open(logs / f"{name}-{rank}", flag), number)
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    faulthandler.dump_traceback_later(limit - 10)  # all threads, to stderr
     warnings.resetwarnings()
     warnings.showwarning = _show_warning  # pytest collects them, and so would this process
     cores = sorted(os.sched_getaffinity(0))
@@ -75,6 +88,7 @@ def _run(rank, nproc, port, module, flags, logs, before):
     utils.runtime.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the machine's load
     if before:
         before()
+    all_started.wait()
     module.main()
     if nproc:
         module.dist.destroy_process_group()

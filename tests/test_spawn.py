@@ -31,15 +31,18 @@ class Launcher:
         os.dup2(os.open(self.error, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        store = host_store()
+        store, all_started = host_store(), FORK.Event()
+        arguments = body, world_size, store.port, all_started
         ranks = mp.start_processes(
-            self._rank, (body, world_size, store.port), world_size, join=False, start_method="fork"
+            self._rank, arguments, world_size, join=False, start_method="fork"
         )
+        all_started.set()
         wait_for_ranks(ranks, patience)
 
-    def _rank(self, rank, body, world_size, port):
+    def _rank(self, rank, body, world_size, port, all_started):
         set_environment(rank, world_size, port)
         (self.folder / f"rank-{rank}").write_text(str(os.getpid()))
+        all_started.wait()
         body(rank)
 
     def pids(self, count=3):

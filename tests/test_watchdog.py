@@ -19,11 +19,12 @@ TIMEOUT = 8.0
 
 def job(tmp_path, body, world_size=2, limit=60):
     """Exit codes and stderr of ranks that run body(rank)."""
-    store = host_store()
+    store, all_started = host_store(), FORK.Event()
 
     def run(rank):
         os.dup2(os.open(tmp_path / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
         set_environment(rank, world_size, store.port)
+        all_started.wait()
 
         @report_errors
         def main():
@@ -38,6 +39,7 @@ def job(tmp_path, body, world_size=2, limit=60):
     ranks = [FORK.Process(target=run, args=(rank,)) for rank in range(world_size)]
     for rank in ranks:
         rank.start()
+    all_started.set()
     for rank in ranks:
         rank.join(limit)
         rank.kill()

@@ -136,13 +136,17 @@ def _launch(module, nproc, flags, faults, log, folder):
         plant(faults, log)
         module.main()
         return
-    store = host_store()
-    arguments = module, nproc, store.port, faults, log
-    wait_for_ranks(mp.start_processes(_rank, arguments, nproc, join=False, start_method="fork"))
+    # A fork may inherit a lock of the store's thread, which is busy once the first rank connects.
+    store, all_started = host_store(), FORK.Event()
+    arguments = module, nproc, store.port, faults, log, all_started
+    ranks = mp.start_processes(_rank, arguments, nproc, join=False, start_method="fork")
+    all_started.set()
+    wait_for_ranks(ranks)
 
 
-def _rank(local_rank, module, nproc, port, faults, log):
+def _rank(local_rank, module, nproc, port, faults, log, all_started):
     set_environment(local_rank, nproc, port)
     plant(faults, log)
+    all_started.wait()
     module.main()
     module.dist.destroy_process_group()
