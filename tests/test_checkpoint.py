@@ -447,32 +447,6 @@ def test_resume_always_and_never(tmp_path):
     assert (aside / "last.pt").exists() and not (tmp_path / "last.pt").exists()
 
 
-def test_restart_by_torchrun_resumes_even_a_run_that_started_over(tmp_path, monkeypatch):
-    """--resume never under --max-restarts: a restart is part of the same job."""
-    state = make_state()
-    checkpointer(tmp_path, state, resume="never").load()
-    save(tmp_path, state)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert checkpointer(tmp_path, state, resume="never").load() == 1
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert checkpointer(tmp_path, state, resume="never").load() == 0
-
-
-def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
-    """As with --output-dir . --resume never in someone's project."""
-    theirs = ("thesis.tex", "draft.tmp", "weights.pt", "epochs.txt", ".git/HEAD")
-    (tmp_path / ".git").mkdir()
-    for name in theirs:
-        (tmp_path / name).write_text("theirs")
-    save(tmp_path, make_state(), is_best=True)
-    ours = {path.name for path in tmp_path.glob("*.pt")} - {"weights.pt"}
-    (tmp_path / "epoch-0002.pt.tmp").write_text("of a killed run")
-    checkpointer(tmp_path, resume="never").load()
-    assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
-    assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
-    assert not list(tmp_path.glob("*.pt.tmp"))
-
-
 def test_best_is_read_if_no_other_can_be(tmp_path):
     """With --keep-last 1, last.pt and the newest epoch are the same file."""
     state = make_state()
@@ -501,30 +475,6 @@ def test_another_model_is_named_by_its_tensors(tmp_path):
     state["optimizer"] = torch.optim.SGD(state["model"].parameters())
     with pytest.raises(UserError, match=r"holds another model: missing: bias, weight"):
         checkpointer(tmp_path, state).load()
-
-
-def test_one_run_per_folder(tmp_path):
-    loaded = FORK.Event()
-
-    def other_run():
-        checkpointer(tmp_path).load()
-        loaded.set()
-        time.sleep(60)
-
-    process = FORK.Process(target=other_run)
-    process.start()
-    assert loaded.wait(30)
-    with pytest.raises(UserError, match="another run is writing to"):
-        checkpointer(tmp_path).load()
-    process.kill()
-    process.join()
-    assert checkpointer(tmp_path).load() == 0
-
-
-def test_folder_that_cannot_be_created(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Not a directory"):
-        checkpointer(tmp_path / "file" / "run").load()
 
 
 # Several ranks

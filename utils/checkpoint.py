@@ -11,7 +11,7 @@ output_dir/*.parts/        the tensors of sharded checkpoints (utils/sharded.py)
 """
 
 import copy
-import fcntl
+import errno
 import os
 import shutil
 import sys
@@ -19,18 +19,17 @@ import textwrap
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import state_dict as dsd
 
+from utils import errors
 from utils.distributed import all_gather_object, fail_together, is_main_process
 from utils.errors import UserError, option
 
 FORMAT = 2
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
-WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
-_locks = {}  # {folder: file}, held while this process lives
 
 
 def unwrap(model):
@@ -60,6 +59,7 @@ class Checkpointer:
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.epoch, self.saved_at = 0, time.monotonic()
         self.writer, self.pending = ThreadPoolExecutor(1), None
+        self.write_file, self.after_step = save_atomically, lambda wait: None
         if cfg.save_sharded:
             with option("--save-sharded"):
                 from utils.sharded import save_sharded
@@ -78,9 +78,11 @@ class Checkpointer:
         newest = None
         with fail_together():
             if is_main_process():
-                _claim(self.folder)
-                if self.cfg.resume == "never" and os.environ.get(RESTARTS, "0") == "0":
-                    _set_aside(self.folder)
+                if self.cfg.resume == "never" or find_spec("utils.run_folder"):
+                    with option("--resume never"):
+                        from utils.run_folder import claim
+                    claim(self.folder, self.cfg.resume)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 newest = _newest_good(self.folder)
         path = all_gather_object(newest and newest[0])[0]
         with fail_together():
@@ -95,18 +97,21 @@ class Checkpointer:
         if isinstance(model := self.state["model"], torch.nn.parallel.DistributedDataParallel):
             settle_ddp_buckets(model)
         self._compare_replicas()
+        if hasattr(self.cfg, "tolerate"):  # utils/tolerance.py
+            self.cfg.tolerate(self)
         return self.epoch
 
     def step(self):
         """Call after each optimizer step: saves within the epoch when a save is due."""
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
+        last = step == len(loader)  # the script saves at the end of the epoch
         due = cfg.save_minutes > 0 and self.interrupts.due()
-        if step == len(loader):
-            return  # the script saves at the end of the epoch
-        if every > 0 and step % every == 0:
+        due = due or (cfg.save_steps and step % cfg.save_steps == 0)
+        self.after_step(wait=last or due)
+        if every > 0 and step % every == 0 and not last:
             self._compare_replicas(between_steps=True)
-        if due or (cfg.save_steps and step % cfg.save_steps == 0):
+        if due and not last:
             self.save(self.epoch, between_steps=True)
 
     def save(self, epoch, is_best=False, between_steps=False):
@@ -122,9 +127,9 @@ class Checkpointer:
         whole = not self.cfg.save_sharded
         options = dsd.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
-        with fail_together():  # ranks other than 0 have empty dicts, unless sharded
-            _refuse_non_finite(model, optimizer.get("state", {}))
         checkpoint |= {"model": model, "optimizer": optimizer}
+        with fail_together():  # ranks other than 0 have empty dicts, unless sharded
+            _refuse_non_finite(checkpoint)
         for name, value in self.others.items():
             checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
         if not whole:
@@ -148,7 +153,7 @@ class Checkpointer:
     def _write(self, checkpoint, name, links):
         path = self.folder / name
         try:
-            save_atomically(checkpoint, path)
+            self.write_file(checkpoint, path)
             for link in links:
                 _link(self.folder / link, path)
             for old in _by_epoch(self.folder)[: -self.cfg.keep_last]:
@@ -162,7 +167,12 @@ class Checkpointer:
             reason = error if isinstance(error, OSError) else error.__context__
             if not isinstance(reason, OSError):
                 raise
-            raise UserError(f"cannot save {path}: {reason.strerror}") from None
+            text = f"cannot save {path}: {reason.strerror}"
+            if reason.errno == errno.ENOSPC:
+                needed = sum(getattr(value, "nbytes", 0) for value in _values(checkpoint))
+                free = shutil.disk_usage(self.folder).free
+                text += f" ({needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free)"
+            errors.save_failed(text)
 
     def _compare_replicas(self, between_steps=False):
         if self.replicas:
@@ -210,8 +220,14 @@ class Checkpointer:
         self.epoch = checkpoint["epoch"]
 
 
-def _refuse_non_finite(model, states):
-    for value in (*model.values(), *(v for state in states.values() for v in state.values())):
+def _values(checkpoint):
+    """The tensors and numbers of the model and the optimizer."""
+    states = checkpoint["optimizer"].get("state", {}).values()
+    return [*checkpoint["model"].values(), *(value for s in states for value in s.values())]
+
+
+def _refuse_non_finite(checkpoint):
+    for value in _values(checkpoint):
         value = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
         if not value.isfinite().all():
             raise UserError("the model is no longer finite: try a smaller --lr, or --clip-norm 1")
@@ -307,29 +323,6 @@ def _differences(mine, theirs):
         if name in theirs and mine[name] != theirs[name]
     )
     return textwrap.shorten("; ".join(texts), 500)
-
-
-def _claim(folder):
-    """Create the folder, and lock it against a second run for as long as this process lives."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for leftover in folder.glob("*.pt.tmp"):  # of a run that was killed
-            leftover.unlink()
-    except BlockingIOError:
-        raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
-    except OSError as error:
-        raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
-
-
-def _set_aside(folder):
-    old = [path for pattern in WRITTEN for path in folder.glob(pattern)]
-    if old:
-        aside = folder / time.strftime("previous-%Y%m%d-%H%M%S")
-        aside.mkdir()
-        for path in old:
-            path.rename(aside / path.name)
 
 
 def _link(name, path):

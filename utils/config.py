@@ -19,6 +19,8 @@ import yaml
 
 from utils.errors import UserError, option, report_errors
 
+TOLERANCE = {"max_skipped_steps", "save_errors", "verify_saves"}
+
 
 class ConfigError(UserError):
     """A mistake in a config file or a flag."""
@@ -92,7 +94,7 @@ class Config:
         "after the warmup; step divides lr by 10 after 1/3 and 2/3 of the epochs",
         choices=("cosine", "linear", "step", "constant"),
     )
-    clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping")
+    clip_norm: float = setting(0.0, "maximum L2 norm of gradients; 0: any; or --max-skipped-steps")
     output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
     seed: int = setting(0, "seed of weights, sample order and augmentation")
     device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
@@ -104,7 +106,7 @@ class Config:
         free=True,
     )
     allow_config_change: bool = setting(False, "resume with changed settings", free=True)
-    save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
+    save_steps: int = setting(0, "also save every N steps (see --save-errors)", free=True)
     save_minutes: float = setting(
         -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1, free=True
     )
@@ -157,8 +159,8 @@ class Config:
 def load_config(kind=Config, argv=None):
     """A checked and resolved `kind`, from its defaults, then --config FILE, then the flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", "dataset", "weights", "per_process_batch_size"):
-        early.add_argument(_flag(name))
+    for name in ("config", "dataset", "weights", "per_process_batch_size", *TOLERANCE):
+        early.add_argument(_flag(name), nargs="?", const=name in TOLERANCE)
     early_texts = {k: text for k, text in vars(early.parse_known_args(argv)[0]).items() if text}
     texts = _read_yaml(early_texts["config"]) if "config" in early_texts else {}
     kind = _with_options(kind, {name: text for name, (text, _) in texts.items()} | early_texts)
@@ -186,6 +188,10 @@ def _with_options(kind, texts):
     if texts.get("per_process_batch_size", "0") != "0":
         with option("--per-process-batch-size"):
             from utils.per_process import Settings
+        options.append(Settings)
+    if texts.keys() & TOLERANCE:
+        with option("--max-skipped-steps, --save-errors and --verify-saves"):
+            from utils.tolerance import Settings
         options.append(Settings)
     return dataclass(frozen=True)(type("Config", (*options, kind), {})) if options else kind
 

@@ -134,13 +134,11 @@ class Loader:
 
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
-        if images.dtype == torch.uint8 and images.dim() == 4:
-            images = images.to(self.dtype, memory_format=torch.channels_last)
-            return images.mul_(self.scale).add_(self.shift)
-        if images.is_floating_point():  # others, such as the indices of words, stay as they are
+        pixels = images.dtype == torch.uint8 and images.dim() == 4
+        if pixels or images.is_floating_point():  # others, such as the indices of words, stay
             layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
             images = images.to(self.dtype, memory_format=layout)
-        return images
+        return images.mul_(self.scale).add_(self.shift) if pixels else images
 
     def state_dict(self):
         """How far the epoch is, in global batches; all ranks call it together."""
@@ -202,9 +200,8 @@ class _Batches:
     def __getitem__(self, batch):
         epoch, indices = batch
         try:
-            if hasattr(self.dataset, "get_batch"):
-                return *self.dataset.get_batch(indices, epoch), indices
-            return *self._collate(indices, epoch), indices
+            make = getattr(self.dataset, "get_batch", self._collate)
+            return *make(indices, epoch), indices
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
 

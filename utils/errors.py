@@ -23,6 +23,11 @@ class PeerError(Exception):
     """Another rank has reported the error; this rank exits silently."""
 
 
+def save_failed(text):
+    """Called when a checkpoint or metrics cannot be written. --save-errors warn replaces it."""
+    raise UserError(text)
+
+
 def report_errors(function):
     """Decorator for main(): the first rank to fail reports its error, and every rank exits.
 

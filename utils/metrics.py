@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
+from utils import errors
 from utils.distributed import all_gather_object, all_reduce, dp_rank, dp_world_size, is_main_process
 from utils.errors import UserError
 
@@ -146,7 +147,7 @@ def write_rows(path, rows):
             temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        errors.save_failed(f"cannot write {path}: {error.strerror}")
 
 
 def read_metrics(path):

@@ -1,0 +1,57 @@
+"""One run at a time in an output folder; --resume never moves an earlier run's files aside."""
+
+import errno
+import fcntl
+import os
+import sys
+import time
+
+from utils.errors import UserError
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
+WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
+_locks = {}  # {folder: file}, held while this process lives
+
+
+def claim(folder, resume):
+    """Create the folder, and lock it against a second run for as long as this process lives.
+
+    resume: cfg.resume; with "never", what a run wrote moves to folder/previous-TIME, unless
+    torchrun has restarted the ranks of a run that began like that. Raises UserError if another run
+    holds the lock, or the folder cannot be written. Only the main process calls it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        for leftover in folder.glob("*.pt.tmp"):  # of a run that was killed
+            leftover.unlink()
+        if resume == "never" and os.environ.get(RESTARTS, "0") == "0":
+            _set_aside(folder)
+    except BlockingIOError:
+        raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
+    except OSError as error:
+        raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
+
+
+def _lock(folder):
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(
+            f"warning: the file system of {folder} has no locks ({error.strerror}): make sure that "
+            f"no other run uses this --output-dir",
+            file=sys.stderr,
+        )
+
+
+def _set_aside(folder):
+    old = [path for pattern in WRITTEN for path in folder.glob(pattern)]
+    if old:
+        aside = folder / time.strftime("previous-%Y%m%d-%H%M%S")
+        aside.mkdir()
+        for path in old:
+            path.rename(aside / path.name)
