@@ -21,7 +21,7 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
 from utils.runtime import configure_torch, log_summary, progress
-from utils.spawn import SpawnConfig, host_store, set_environment, wait_for_ranks
+from utils.spawn import SpawnConfig, host_store, set_environment, shield_tracker, wait_for_ranks
 
 
 def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
@@ -103,5 +103,6 @@ def run_rank(local_rank, world_size, port):
 if __name__ == "__main__":
     world_size = load_config(SpawnConfig).spawn_processes or max(1, torch.cuda.device_count())
     store = host_store()  # on a free port
+    shield_tracker()  # a process of mp.spawn, which SIGUSR1 to all processes would end
     ranks = mp.spawn(run_rank, (world_size, store.port), world_size, join=False)
     wait_for_ranks(ranks)  # the first failure ends them all; passes signals on

@@ -83,18 +83,24 @@ def test_signal_to_one_rank_stops_all_at_one_step(number, rank, at, saved, strai
     assert without_seconds(resumed.rows) == without_seconds(straight.rows)
 
 
-def test_signal_to_all_processes_of_a_job(tmp_path):
-    """As from SLURM: to torchrun, the ranks, and the workers, which torchrun then signals again."""
+@pytest.mark.parametrize(
+    ("script", "nproc", "number"),
+    [("train_ddp.py", 2, signal.SIGTERM), ("train_ddp_spawn.py", None, signal.SIGUSR1)],
+)
+def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):
+    """As from SLURM: to the launcher, the ranks, and the workers; the launcher then repeats it."""
     flags = FLAGS | {"output_dir": tmp_path / "run", "num_workers": 1, "loader": "workers"}
     flags["epochs"] = 10**6
-    process = start_script("train_ddp.py", 2, **flags)
+    flags |= {} if nproc else {"spawn_processes": 2}
+    process = start_script(script, nproc, **flags)
     wait_until((tmp_path / "run" / "last.pt").exists)
     for pid in family(process.run_tag):
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
     run = finish_run(process, flags["output_dir"])
-    assert "stopped by SIGTERM after epoch" in run.stderr
-    assert "DataLoader" not in run.stderr and "killed" not in run.stderr, run.stderr
+    assert f"stopped by {number.name} after epoch" in run.stderr
+    for text in ("DataLoader", "killed", "resource_tracker"):
+        assert text not in run.stderr, run.stderr
     assert run.stderr.count("stopped by") == 1
     checkpoint = read_checkpoint(tmp_path / "run" / "last.pt")
     place = f"after epoch {checkpoint['epoch']}, step {checkpoint['loader']['step']}, and saved"

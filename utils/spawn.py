@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -23,6 +24,17 @@ class SpawnConfig(Config):
 def host_store():
     """Create the store through which the ranks find each other, on a free port. Keep it alive."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def shield_tracker():
+    """Start multiprocessing's helper process so that it outlives SIGUSR1, as it does SIGTERM.
+
+    Schedulers signal all processes of a job. If the helper dies, its successor prints an error for
+    every semaphore.
+    """
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # it inherits what is ignored
+    signal.signal(signal.SIGUSR1, handler)
 
 
 def set_environment(local_rank, world_size, port):

@@ -10,7 +10,7 @@ import torch
 import torchvision
 
 import train_ddp_amp
-from tests.launch import run_script
+from tests.launch import planted, run_script
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
 from utils.amp import AmpConfig
@@ -124,6 +124,21 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
         zeros.append(outputs.round() == 0)
     assert train_step.graph is not None
     assert torch.equal(zeros[0], zeros[5]) and not torch.equal(zeros[3], zeros[4])
+
+
+@pytest.mark.parametrize("script", ["train_1gpu.py", "train_1gpu_graph.py"])
+def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
+    """Also in a graph, which is replayed by then."""
+    loop, runs = "    for images, labels in progress(loader):", []
+    bad = f"{loop}\n        images = images * (float('nan') if loader.step == 6 else 1.0)  #"
+    copy = planted(tmp_path, script, loop, bad)
+    for device in ("cpu", "cuda"):
+        flags = {"device": device, "dtype": "float64", "max_skipped_steps": 2}
+        run = run_script(copy, output_dir=tmp_path / device, **flags)
+        assert run.stderr.count("warning: step 6 of epoch") == 2
+        runs.append(run)
+    assert [row["train_samples"] for row in runs[1].rows] == [84, 84]  # of 96
+    assert numbers(runs[1]) == pytest.approx(numbers(runs[0]), rel=1e-7)
 
 
 class OneBatch(list):
