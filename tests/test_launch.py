@@ -78,6 +78,7 @@ def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     assert error.strip().splitlines()[-1].startswith(last), error
+    assert ("memory was exhausted" in error) == (mode == "kill")
     assert error.count("Traceback") == (mode == "bug")  # the script's own, none of torchrun's
 
 

@@ -51,7 +51,7 @@ def test_one_run_per_folder(tmp_path):
     process = FORK.Process(target=other_run)
     process.start()
     assert loaded.wait(30)
-    with pytest.raises(UserError, match="another run is writing to"):
+    with pytest.raises(UserError, match=rf"process {process.pid} on \S+ is writing to"):
         checkpointer(tmp_path).load()
     process.kill()
     process.join()

@@ -11,6 +11,7 @@ cannot reach the rendezvous for a minute gives up, whereas torchrun would never 
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
+OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 
 
@@ -33,7 +35,8 @@ def root_cause(error):
     if isinstance(failure.message, dict):
         return code, failure.message["message"].rstrip()
     if failure.exitcode < 0:
-        return code, f"error (rank {rank}): {failure.message}"
+        hint = OUT_OF_MEMORY if failure.exitcode == -signal.SIGKILL else ""
+        return code, f"error (rank {rank}): {failure.message}{hint}"
     return code, f"error (rank {rank}): exit code {code}; see the output above"
 
 

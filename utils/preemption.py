@@ -144,5 +144,6 @@ def _report(text):
         os.write(2, f"{text}\n".encode())
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # for torchrun's report
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with open(path, "w") as file:
+        with open(f"{path}.tmp", "w") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
+        os.replace(f"{path}.tmp", path)  # the launcher may read it at any moment

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import socket
 import sys
 import time
 
@@ -29,7 +30,8 @@ def claim(folder, resume):
         if resume == "never" and os.environ.get(RESTARTS, "0") == "0":
             _set_aside(folder)
     except BlockingIOError:
-        raise UserError(f"another run is writing to {folder}: pass another --output-dir") from None
+        owner = (folder / ".lock").read_text() or "another run"
+        raise UserError(f"{owner} is writing to {folder}: pass another --output-dir") from None
     except OSError as error:
         raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
 
@@ -38,6 +40,7 @@ def _lock(folder):
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
