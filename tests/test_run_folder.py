@@ -14,14 +14,15 @@ from tests.test_checkpoint import checkpointer, make_state, save
 from utils.errors import UserError
 
 
-def test_restart_by_torchrun_resumes_even_a_run_that_started_over(tmp_path, monkeypatch):
-    """--resume never under --max-restarts: a restart is part of the same job."""
+@pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_restarted_job_resumes_even_a_run_that_started_over(count, tmp_path, monkeypatch):
+    """--resume never under --max-restarts or --requeue: a restart is part of the same job."""
     state = make_state()
     checkpointer(tmp_path, state, resume="never").load()
     save(tmp_path, state)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv(count, "1")
     assert checkpointer(tmp_path, state, resume="never").load() == 1
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv(count, "0")
     assert checkpointer(tmp_path, state, resume="never").load() == 0
 
 

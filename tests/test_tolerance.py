@@ -1,8 +1,10 @@
 """Faults that a run may outlive: steps that are not finite, saves that fail or are damaged."""
 
 import errno
+import fcntl
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ import torch
 from tests.forked import FIVE_STEPS, fork_script, largest_difference, without_seconds
 from tests.test_checkpoint import Steps, make_state
 from utils import errors
+from utils.amp import AmpConfig
 from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.config import ConfigError, load_config
 from utils.data import Loader
 from utils.distributed import dp_rank
 from utils.errors import UserError
 from utils.metrics import Meter, MetricLogger
-from utils.preemption import _restore_handlers
+from utils.preemption import Preempted, _restore_handlers
 
 SKIP = FIVE_STEPS | {"dtype": "float64", "max_skipped_steps": 2}
 VIT = {"model": "vit_tiny", "image_size": 16}
@@ -62,10 +65,9 @@ def test_skipped_step_changes_nothing(one_process):
     assert first.startswith("warning: step 2 of epoch 0 was skipped, as the loss on rank 0, of ")
     assert first.endswith("is not finite") and "step 5 of epoch 1" in second
     checkpoint = read_checkpoint(run.output_dir / "last.pt")
-    tensors = checkpoint["model"].values()
-    assert all(tensor.isfinite().all() for tensor in tensors)
-    steps = [tensor for name, tensor in checkpoint["model"].items() if "num_batches" in name]
-    assert all(0.0 < row["train_loss"] < 10.0 for row in run.rows) and steps
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+    assert checkpoint["model"]["bn1.num_batches_tracked"] == 8  # of 10
+    assert all(0.0 < row["train_loss"] < 10.0 for row in run.rows)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ def test_all_scripts_skip_the_same_steps(script, nproc, reference, flags, tmp_pa
     run = fork_script(script, nproc, places, output_dir=tmp_path / "run", **SKIP | flags)
     assert run.code == 0, run.stderr
     assert run.stderr.count("was skipped, as the loss on rank") == 2
+    assert run.stderr.count("of samples [") == 2 * replicas ** (script != "train_ddp_accum.py")
     theirs = one_process[reference]
     paths = run.output_dir / "last.pt", theirs.output_dir / "last.pt"
     ours, expected = (read_checkpoint(path)["model"] for path in paths)
@@ -133,20 +136,13 @@ def test_gradient_without_a_loss_that_is_not_finite(tmp_path):
     assert run.code == 1 and "step 1 of epoch 0 was skipped, as a gradient is not" in run.stderr
 
 
-def test_grad_scaler_decides_by_itself(tmp_path):
-    """The first scale of float16 is meant to overflow; such steps do not count."""
-    flags = SKIP | {"dtype": "float32", "amp_dtype": "float16", "max_skipped_steps": 0}
-    flags |= {"image_size": 32}
-
-    def before():
-        real = torch.amp.GradScaler.__init__
-        torch.amp.GradScaler.__init__ = lambda scaler, device, enabled: real(
-            scaler, device, init_scale=2.0**40, enabled=enabled
-        )
-
-    run = fork_script("train_ddp_amp.py", 1, before, output_dir=tmp_path / "run", **flags)
-    assert (run.code, run.stderr) == (0, "")
-    assert read_checkpoint(run.output_dir / "last.pt")["scaler"]["scale"] < 2.0**40
+def test_gradscaler_has_the_decision(capfd):
+    """The first scale of float16 is meant to overflow; such steps would count."""
+    argv = ["--amp-dtype", "float16", "--max-skipped-steps", "3"]
+    with pytest.raises(SystemExit):
+        load_config(AmpConfig, argv)
+    assert "where the GradScaler skips steps" in capfd.readouterr().err
+    assert load_config(AmpConfig, ["--max-skipped-steps", "3"]).max_skipped_steps == 3
 
 
 def test_resumed_run_skips_and_counts_as_an_uninterrupted_one(tmp_path):
@@ -232,14 +228,32 @@ def test_metrics_that_cannot_be_written_are_a_warning(tmp_path, full_disk, monke
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_save_before_a_stop_must_succeed(tmp_path, full_disk):
-    """Otherwise, exit code 75 would claim that the run is saved."""
+def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):
+    """Otherwise, exit code 75 would claim that the run is saved. An earlier save need not."""
     checkpoint = checkpointer(tmp_path, "--save-errors", "warn", "--save-minutes", "5")
     _restore_handlers()
-    checkpoint.interrupts.agreed = 15
     full_disk.append(True)
+    checkpoint.save(0, between_steps=True)
+    checkpoint.interrupts.agreed = 15
     with pytest.raises(UserError, match="No space left on device"):
         checkpoint.save(0, between_steps=True)
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_stop_is_saved_in_spite_of_a_failed_save_before(tmp_path, full_disk, capsys):
+    checkpoint = checkpointer(tmp_path, "--save-errors", "warn", "--save-minutes", "5")
+    _restore_handlers()
+    full_disk.append(True)
+    blocked = threading.Event()
+    checkpoint.writer.submit(blocked.wait)  # so that the first save fails when the second is due
+    checkpoint.save(1)
+    checkpoint.writer.submit(full_disk.clear)
+    checkpoint.interrupts.agreed = 15
+    threading.Timer(0.2, blocked.set).start()
+    with pytest.raises(Preempted):
+        checkpoint.save(1, between_steps=True)
+    assert "warning: cannot save" in capsys.readouterr().err
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
 
 
 def test_deleted_folder_is_created_again(tmp_path):
@@ -257,7 +271,16 @@ def test_deleted_folder_is_created_again(tmp_path):
     run = fork_script("train_ddp.py", 2, before, output_dir=tmp_path / "run", **flags)
     assert run.code == 0 and run.stderr.count("warning: cannot save") == 1
     assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 2
-    assert len(run.rows) == 2
+    assert len(run.rows) == 2 and (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_folder_that_is_created_again_is_locked(tmp_path, full_disk):
+    checkpoint = checkpointer(tmp_path / "run", "--save-errors", "warn")
+    shutil.rmtree(tmp_path / "run")
+    checkpoint.save(1)
+    checkpoint.wait()
+    with open(tmp_path / "run" / ".lock") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def truncate(file, *_):
@@ -286,9 +309,12 @@ def test_what_is_read_back_comes_from_the_disk(tmp_path, monkeypatch):
     assert advice == [(0, 0, os.POSIX_FADV_DONTNEED)]
 
 
-def test_sharded_saves_cannot_be_skipped():
+@pytest.mark.parametrize("flags", [["--save-errors", "warn"], ["--verify-saves"]], ids=str)
+def test_sharded_saves_are_not_covered(flags, capfd):
+    load_config(argv=flags)
     with pytest.raises(SystemExit):
-        load_config(argv=["--save-errors", "warn", "--save-sharded"])
+        load_config(argv=[*flags, "--save-sharded"])
+    assert "not --save-sharded, nor train_pp.py" in capfd.readouterr().err
 
 
 def test_options_may_come_from_a_file(tmp_path):

@@ -20,6 +20,8 @@ import yaml
 from utils.errors import UserError, option, report_errors
 
 TOLERANCE = {"max_skipped_steps", "save_errors", "verify_saves"}
+MORE = """These add settings: --dataset imagefolder, --weights NAME, --per-process-batch-size N,
+--max-skipped-steps N, --save-errors warn, --verify-saves. Append --help to see them."""
 
 
 class ConfigError(UserError):
@@ -94,7 +96,7 @@ class Config:
         "after the warmup; step divides lr by 10 after 1/3 and 2/3 of the epochs",
         choices=("cosine", "linear", "step", "constant"),
     )
-    clip_norm: float = setting(0.0, "maximum L2 norm of gradients; 0: any; or --max-skipped-steps")
+    clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping")
     output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
     seed: int = setting(0, "seed of weights, sample order and augmentation")
     device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
@@ -106,7 +108,7 @@ class Config:
         free=True,
     )
     allow_config_change: bool = setting(False, "resume with changed settings", free=True)
-    save_steps: int = setting(0, "also save every N steps (see --save-errors)", free=True)
+    save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
     save_minutes: float = setting(
         -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1, free=True
     )
@@ -207,7 +209,7 @@ def _flag(name):
 
 
 def _parser(kind):
-    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, epilog=MORE)
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the names below")
     for f in fields(kind):
         text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")

@@ -110,13 +110,9 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     devices = devices or [get_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
     device_id = devices[0] if nccl and len(devices) == 1 else None
+    backend, one_node = "nccl" if nccl else "gloo", local_world_size == world_size
     try:
-        _join(
-            "nccl" if nccl else "gloo",
-            device_id,
-            timedelta(seconds=timeout),
-            local_world_size == world_size,
-        )
+        _join(backend, device_id, timedelta(seconds=timeout), one_node)
     except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1
         raise UserError(
             f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="

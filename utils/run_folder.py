@@ -9,25 +9,25 @@ import time
 
 from utils.errors import UserError
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # by torchrun --max-restarts
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
 WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
-_locks = {}  # {folder: file}, held while this process lives
+locks = {}  # {folder: file}, held while this process lives
 
 
 def claim(folder, resume):
     """Create the folder, and lock it against a second run for as long as this process lives.
 
     resume: cfg.resume; with "never", what a run wrote moves to folder/previous-TIME, unless
-    torchrun has restarted the ranks of a run that began like that. Raises UserError if another run
+    torchrun or SLURM has restarted a job that began like that. Raises UserError if another run
     holds the lock, or the folder cannot be written. Only the main process calls it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        for leftover in folder.glob("*.pt.tmp"):  # of a run that was killed
+        for leftover in folder.glob("*.pt.tmp*"):  # of a run that was killed
             leftover.unlink()
-        if resume == "never" and os.environ.get(RESTARTS, "0") == "0":
+        if resume == "never" and all(os.environ.get(name, "0") == "0" for name in RESTARTS):
             _set_aside(folder)
     except BlockingIOError:
         owner = (folder / ".lock").read_text() or "another run"
@@ -39,7 +39,7 @@ def claim(folder, resume):
 def _lock(folder):
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(_locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except OSError as error:
         if error.errno not in NO_LOCKS:

@@ -5,6 +5,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from utils import errors
 from utils.checkpoint import read_checkpoint, save_atomically
 from utils.config import ConfigError, setting
-from utils.distributed import all_gather_object, is_main_process
+from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError
 
 
@@ -39,9 +40,17 @@ class Settings:
     )
 
     def resolved(self):
-        """The config. Raises ConfigError where --save-errors cannot have an effect."""
-        if self.save_sharded and self.save_errors == "warn":
-            raise ConfigError("--save-errors warn needs whole checkpoints: omit --save-sharded")
+        """The config. Raises ConfigError where an option cannot have an effect."""
+        if self.save_sharded and (self.save_errors == "warn" or self.verify_saves):
+            raise ConfigError(
+                "--save-errors warn and --verify-saves need a checkpoint that rank 0 writes alone: "
+                "not --save-sharded, nor train_pp.py"
+            )
+        if self.max_skipped_steps >= 0 and getattr(self, "amp_dtype", "") == "float16":
+            raise ConfigError(
+                "--max-skipped-steps does not work with --amp-dtype float16, where the GradScaler "
+                "skips steps: use bfloat16"
+            )
         return super().resolved()
 
     def tolerate(self, checkpoint):
@@ -49,7 +58,7 @@ class Settings:
         if self.max_skipped_steps >= 0:
             checkpoint.after_step = SkippedSteps(checkpoint, self.max_skipped_steps).after_step
         if self.save_errors == "warn":
-            errors.save_failed = SaveErrors(checkpoint).report
+            SaveErrors(checkpoint)
         if self.verify_saves:
             checkpoint.write_file = save_verified
 
@@ -58,17 +67,31 @@ class SaveErrors:
     """Turns errors of saves into warnings, except for the last save of a run."""
 
     def __init__(self, checkpoint):
-        self.checkpoint = checkpoint
+        self.checkpoint, self.real_wait, self.stopping = checkpoint, checkpoint.wait, False
+        checkpoint.wait = self.wait
+        errors.save_failed = self.report
+
+    def wait(self):
+        """Instead of Checkpointer.wait(): the next save, if any, is that of the current step."""
+        self.real_wait()
+        cfg = self.checkpoint.cfg
+        self.stopping = cfg.save_minutes > 0 and self.checkpoint.interrupts.agreed > 1
 
     def report(self, text):
         """Instead of errors.save_failed()."""
-        checkpoint = self.checkpoint
-        stops = checkpoint.cfg.save_minutes > 0 and checkpoint.interrupts.agreed > 1
-        if stops or checkpoint.epoch == checkpoint.cfg.epochs:
+        checkpoint, folder = self.checkpoint, self.checkpoint.folder
+        if self.stopping or checkpoint.epoch == checkpoint.cfg.epochs:
             raise UserError(text)
-        print(f"warning: {text}; the run continues, and tries again later", file=sys.stderr)
-        with suppress(OSError):  # it may have been deleted
-            checkpoint.folder.mkdir(parents=True, exist_ok=True)
+        print(f"warning: {text}; the run continues", file=sys.stderr)
+        if not folder.exists():  # it was deleted
+            with suppress(OSError):
+                folder.mkdir(parents=True)
+                (folder / "config.yaml").write_text(checkpoint.cfg.dump())
+            if find_spec("utils.run_folder"):
+                from utils.run_folder import claim, locks
+
+                locks.pop(folder.resolve(), None)
+                claim(folder, "auto")
 
 
 def save_verified(checkpoint, path):
@@ -79,13 +102,17 @@ def save_verified(checkpoint, path):
     unverified = path.with_name(f"{path.stem}.unverified.pt.tmp")
     try:
         save_atomically(checkpoint, unverified)
-        with open(unverified, "rb") as file:  # the system's cache may hold what the disk does not
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):  # the system's memory may hold what the disk does not
+            with open(unverified, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             read_checkpoint(unverified)
         except UserError as error:
             raise OSError(errno.EIO, f"the file differs when it is read back: {error}") from None
         os.replace(unverified, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename itself
+        os.close(folder)
     finally:
         unverified.unlink(missing_ok=True)
 
@@ -95,8 +122,7 @@ class SkippedSteps:
 
     A fused optimizer skips on the device, as after a GradScaler's overflow, and the CPU reads the
     outcome one step later, so that it does not wait for the GPU; with others, it waits. A skipped
-    step changes no parameter, optimizer state, buffer or metric; the learning rate moves on. Where
-    a GradScaler skips steps, nothing else does.
+    step changes no parameter, optimizer state, buffer or metric; the learning rate moves on.
     """
 
     def __init__(self, checkpoint, limit):
@@ -104,8 +130,7 @@ class SkippedSteps:
         self.loader, self.meter, self.limit = state["loader"], state["meter"], limit
         self.count, self.pending, self.buffers = 0, None, {}  # {(device, dtype): buffers}
         for buffer in checkpoint.model.buffers():
-            if buffer.is_floating_point():
-                self.buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            self.buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         self._remember(self.meter.sums.clone(), self.meter.samples)
         self.found = torch.zeros((), device=self.meter.device)  # 1: skip this step
         checkpoint.optimizer.register_step_pre_hook(self._before)
@@ -113,8 +138,6 @@ class SkippedSteps:
 
     def _before(self, optimizer, args, kwargs):
         self.found = torch.zeros((), device=self.meter.device)
-        if hasattr(optimizer, "found_inf"):  # set by a GradScaler
-            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = get_total_norm([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
@@ -127,7 +150,7 @@ class SkippedSteps:
             optimizer.zero_grad()  # without gradients, the step does nothing
 
     def _after(self, optimizer, args, kwargs):
-        if getattr(optimizer, "found_inf", None) is self.found:
+        if hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
 
     def after_step(self, wait):
@@ -178,7 +201,12 @@ class SkippedSteps:
         self.count += 1
         self.meter.samples -= samples
         ranks = all_gather_object([] if loss_is_finite else indices.tolist())
-        losses = [f"the loss on rank {r}, of samples {ids}" for r, ids in enumerate(ranks) if ids]
+        one_of_each_replica = range(0, len(ranks), len(ranks) // dp_world_size())
+        losses = [
+            f"the loss on rank {rank}, of samples {ranks[rank]}"
+            for rank in one_of_each_replica
+            if ranks[rank]
+        ]
         text = f"{place} was skipped, as {' and '.join(losses) or 'a gradient'} is not finite"
         if self.count > self.limit:
             raise UserError(
