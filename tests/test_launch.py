@@ -24,10 +24,15 @@ sys.path.insert(0, {root!r})
 from utils.errors import UserError, report_errors
 rank = os.environ["RANK"]
 
+def cannot_save(*_):
+    raise UserError("cannot save last.pt: No space left on device")
+
 @report_errors
 def main():
     print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
-    if sys.argv[1] == "sleep":
+    if sys.argv[1] == "unsaved":
+        signal.signal(signal.SIGTERM, cannot_save)
+    if sys.argv[1] in ("sleep", "unsaved"):
         time.sleep(60)
     if rank == "1":
         time.sleep(30)
@@ -103,6 +108,18 @@ def test_exit_code_tells_saved_from_killed(number, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
     assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
+
+
+def test_save_that_fails_after_a_signal_is_reported(launch):
+    process = launch("unsaved", nproc=1)
+    assert process.stdout.readline().startswith("rank 0")
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.strip().splitlines()[-1] == (
+        "error (rank 0): cannot save last.pt: No space left on device"
+    )
 
 
 def test_ctrl_c_prints_no_traceback(launch):

@@ -83,6 +83,13 @@ def test_signal_to_one_rank_stops_all_at_one_step(number, rank, at, saved, strai
     assert without_seconds(resumed.rows) == without_seconds(straight.rows)
 
 
+def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
+    flags = FLAGS | {"output_dir": tmp_path / "run", "resume": "never"}
+    run = fork_script("train_1gpu.py", None, signalled(signal.SIGTERM, 0, 1, 0), **flags)
+    assert run.code == 75
+    assert run.stderr.endswith(": the same command, without --resume never, continues the run\n")
+
+
 @pytest.mark.parametrize(
     ("script", "nproc", "number"),
     [("train_ddp.py", 2, signal.SIGTERM), ("train_ddp_spawn.py", None, signal.SIGUSR1)],

@@ -3,10 +3,10 @@
     python -m tools.launch --standalone --nproc_per_node=4 train_ddp.py --epochs 3
 
 The arguments are torchrun's. The exit code is that of the first rank to fail. After a signal, it is
-75 if the ranks have saved before they stopped, otherwise 128 plus the signal's number. The ranks
-also receive SIGUSR1. With a c10d rendezvous over several nodes, two things differ from torchrun: a
-restart creates a new store, because the old one holds the addresses of dead ranks; and a node that
-cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
+75 if the ranks have saved before they stopped, 1 if they could not, otherwise 128 plus the signal's
+number. The ranks also receive SIGUSR1. With a c10d rendezvous over several nodes, two things differ
+from torchrun: a restart creates a new store, because the old one holds the addresses of dead ranks;
+and a node that cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
 """
 
 import json
@@ -40,12 +40,11 @@ def root_cause(error):
     return code, f"error (rank {rank}): exit code {code}; see the output above"
 
 
-def stopped_and_saved(folder, since):
-    """Whether a rank has reported so (utils/preemption.py) in a file below `folder`, written after
-    `since`, in seconds since 1970."""
+def reports(folder, since):
+    """What ranks have reported in files below `folder`, written after `since`, in seconds since
+    1970: errors, or that the run is saved and stopped (utils/preemption.py)."""
     files = [path for path in Path(folder).rglob("error.json") if path.stat().st_mtime >= since]
-    messages = [json.loads(path.read_text())["message"]["message"] for path in files]
-    return any(message.startswith("stopped by ") for message in messages)
+    return [json.loads(path.read_text())["message"]["message"].rstrip() for path in files]
 
 
 def watch_rendezvous(endpoint, patience=PATIENCE):
@@ -84,7 +83,13 @@ def main():
             print(text, file=sys.stderr)
             sys.exit(code)
         except SignalException as error:
-            sys.exit(75 if stopped_and_saved(args.log_dir, start) else 128 + error.sigval)
+            messages = reports(args.log_dir, start)
+            if any(message.startswith("stopped by ") for message in messages):
+                sys.exit(75)
+            if errors := [message for message in messages if not message.endswith("interrupted")]:
+                print(errors[0], file=sys.stderr)
+                sys.exit(1)
+            sys.exit(128 + error.sigval)
         except KeyboardInterrupt:
             sys.exit(130)
 

@@ -95,10 +95,11 @@ class Interrupts:
             _restore_handlers()
         elif self.agreed > CLOCK:
             checkpoint.wait()
+            without = ", without --resume never," if checkpoint.cfg.resume == "never" else ""
             _report(
                 f"stopped by {signal.Signals(self.agreed).name} after epoch {checkpoint.epoch}, "
                 f"step {checkpoint.state['loader'].step}, and saved in {checkpoint.folder}: the "
-                f"same command continues the run"
+                f"same command{without} continues the run"
             )
             raise Preempted
 
