@@ -1,6 +1,6 @@
 """Train a vision transformer in two dimensions: FSDP2 across replicas, tensor parallel within.
 
-    torchrun --standalone --nproc_per_node=8 train_fsdp_tp.py --model vit_b_16 --fsdp-size 4
+    torchrun --standalone --nproc_per_node=8 train_fsdp_tp.py --model vit_tiny --fsdp-size 4
 
 Changes from train_fsdp.py: it takes one dimension of a mesh of ranks; train_tp.py takes the other.
 """

@@ -120,6 +120,12 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
             2,
             "4 processes cannot be divided by fsdp_size 3",
         ),
+        (
+            "train_fsdp_tp.py --fsdp-size=2",
+            {"WORLD_SIZE": "1"},
+            2,
+            "1 processes cannot be divided by fsdp_size 2",
+        ),
         ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
         ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
         ("train_mp.py --lrr=1", {}, 2, "(did you mean '--lr'?)"),

@@ -134,7 +134,7 @@ def test_ranks_draw_different_random_numbers_in_each_step():
     [
         (
             {"micro_batches": 4},
-            "batches of 6 samples not evenly into 4 micro-batches",
+            "6 samples are not 4 equal micro-batches",
         ),
         ({"micro_batches": 6, "schedule": "Interleaved1F1B"}, "6 layers cannot be cut into 8 st"),
         ({"micro_batches": 2, "schedule": "1F1B"}, "--schedule 1F1B on 4 ranks: .*2.*4"),

@@ -48,8 +48,8 @@ class FsdpConfig(Config):
                 "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
                 "pass --clip-norm 0, or --no-fsdp-offload"
             )
-        ranks = int(os.environ.get("WORLD_SIZE") or 1)
-        if ranks > 1 and ranks % (self.fsdp_size or ranks):
+        ranks = os.environ.get("WORLD_SIZE")
+        if ranks and int(ranks) % (self.fsdp_size or 1):
             raise ConfigError(f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}")
         return super().resolved()
 

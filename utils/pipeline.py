@@ -68,11 +68,10 @@ class Pipeline(nn.Module):
         single = cfg.schedule in SCHEDULES[:2]
         numbers = [rank] if single else [rank, ranks + rank]  # of its stages
         count = ranks * len(numbers)
-        if len(layers) < count or outputs[0] % cfg.micro_batches:
-            raise UserError(
-                f"{len(layers)} layers cannot be cut into {count} stages, or batches of "
-                f"{outputs[0]} samples not evenly into {cfg.micro_batches} micro-batches"
-            )
+        if len(layers) < count:
+            raise UserError(f"{len(layers)} layers cannot be cut into {count} stages")
+        if outputs[0] % cfg.micro_batches:
+            raise UserError(f"{outputs[0]} samples are not {cfg.micro_batches} equal micro-batches")
         cuts = [len(layers) * i // count for i in range(count + 1)]
         held = nn.ModuleList(Stage(layers[cuts[i] : cuts[i + 1]]) for i in numbers)
         _remove_others(model, {id(tensor) for tensor in (*held.parameters(), *held.buffers())})
