@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.forked import FIVE_STEPS, fork_script, largest_difference, without_seconds
 from tests.test_checkpoint import Steps, make_state
@@ -20,6 +21,7 @@ from utils.distributed import dp_rank
 from utils.errors import UserError
 from utils.metrics import Meter, MetricLogger
 from utils.preemption import Preempted, _restore_handlers
+from utils.tolerance import SkippedSteps
 
 SKIP = FIVE_STEPS | {"dtype": "float64", "max_skipped_steps": 2}
 VIT = {"model": "vit_tiny", "image_size": 16}
@@ -134,6 +136,23 @@ def test_gradient_without_a_loss_that_is_not_finite(tmp_path):
     flags = SKIP | {"max_skipped_steps": 0}
     run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path / "run", **flags)
     assert run.code == 1 and "step 1 of epoch 0 was skipped, as a gradient is not" in run.stderr
+
+
+def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
+    def before():
+        check = SkippedSteps._before
+
+        def poison_and_check(self, optimizer, args, kwargs):
+            if (dist.get_rank(), self.loader.epoch, self.loader.step) == (1, 0, 3):
+                optimizer.param_groups[0]["params"][0].grad.to_local().fill_(float("inf"))
+            check(self, optimizer, args, kwargs)
+
+        SkippedSteps._before = poison_and_check
+
+    run = fork_script("train_fsdp.py", 2, before, output_dir=tmp_path / "run", **SKIP)
+    assert run.code == 0, run.stderr
+    assert run.stderr == "warning: step 3 of epoch 0 was skipped, as a gradient is not finite\n"
+    assert [row["train_samples"] for row in run.rows] == [48, 60]
 
 
 def test_gradscaler_has_the_decision(capfd):
