@@ -1,7 +1,9 @@
 """A rank that stalls is named, and ends the job, before the others' collectives time out."""
 
 import os
+import re
 import signal
+import sys
 import time
 
 import pytest
@@ -71,6 +73,24 @@ def test_stalled_rank_is_named(stall, silent, tmp_path):
     assert "Traceback" not in text
     if silent:
         assert codes[1] == -signal.SIGKILL  # the launcher need not wait for it
+
+
+@pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["_exit", "exit"])
+def test_rank_that_exits_too_early_is_named(leave, tmp_path):
+    """With code 0: a launcher would not report it."""
+    codes, text = job(tmp_path, lambda rank: rank == 1 and leave(), limit=30)
+    assert codes == [1, 0] and text.count("Traceback") == 1
+    last = text.strip().splitlines()[-1]
+    assert re.fullmatch(r"rank 1 \(process \d+\) has exited too early", last), text
+
+
+def test_error_that_has_nothing_to_do_with_an_exit_has_no_note(tmp_path):
+    def body(rank):
+        if rank == 1:
+            raise RuntimeError("of rank 1")
+
+    codes, text = job(tmp_path, body, limit=30)
+    assert codes == [1, 1] and text.endswith("RuntimeError: of rank 1\n")
 
 
 def status(seconds=0, **counts):

@@ -3,10 +3,11 @@
 Every rank writes to the job's store, 40 times per timeout, how many collectives it has started and
 where it is. If rank 0 or 1 has waited for 0.8 of the timeout, it looks for a rank that is behind,
 or that has not written for 0.6 of it because it was stopped or its machine hangs. Shorter stalls
-are tolerated.
+are tolerated. If a rank exits too early, the error of a rank that waited for it names it.
 """
 
 import atexit
+import functools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import time
 import traceback
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -32,6 +34,7 @@ def watch(store, timeout):
     """
     store, done = store.clone(), threading.Event()
     _write(store, _collectives())  # at once, or _read_all() might wait for it
+    errors._report = functools.partial(_report_with_exits, errors._report, store.clone())
     thread = threading.Thread(target=_watch, args=(store, timeout, done), daemon=True)
     thread.start()
 
@@ -106,6 +109,26 @@ def _end_if_stalled(first, last):
             with suppress(OSError):  # SIGTERM, which the launcher will send, has no effect on it
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
+
+
+def _report_with_exits(report, store, error):
+    """report(error), with a note if ranks on this node have exited: it may have waited for them."""
+    keys = [f"watchdog/{rank}" for rank in range(dist.get_world_size())]
+    if isinstance(error, RuntimeError) and sys.platform == "linux":
+        with suppress(Exception):  # the store may have ended, too
+            statuses = _read_all(store) if store.check(keys) else []
+            time.sleep(0.05)  # a process closes its connections before it is gone
+            for rank, (*_, pid, host) in enumerate(statuses):
+                if host == socket.gethostname() and _has_exited(pid):
+                    error.add_note(f"rank {rank} (process {pid}) has exited too early")
+    report(error)
+
+
+def _has_exited(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _read_all(store):
