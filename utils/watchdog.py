@@ -38,7 +38,11 @@ def watch(store, timeout):
     thread = threading.Thread(target=_watch, args=(store, timeout, done), daemon=True)
     thread.start()
 
+    rank = dist.get_rank()
+
     def stop():
+        with suppress(RuntimeError):  # rank 0, which holds the store, has ended
+            store.set(f"watchdog/exited/{rank}", "")
         done.set()
         thread.join(1)  # it may be using the store
 
@@ -112,14 +116,15 @@ def _end_if_stalled(first, last):
 
 
 def _report_with_exits(report, store, error):
-    """report(error), with a note if ranks on this node have exited: it may have waited for them."""
+    """report(error), with a note if ranks have exited, for which this one may have waited."""
     keys = [f"watchdog/{rank}" for rank in range(dist.get_world_size())]
     if isinstance(error, RuntimeError) and sys.platform == "linux":
         with suppress(Exception):  # the store may have ended, too
             statuses = _read_all(store) if store.check(keys) else []
             time.sleep(0.05)  # a process closes its connections before it is gone
             for rank, (*_, pid, host) in enumerate(statuses):
-                if host == socket.gethostname() and _has_exited(pid):
+                local = host == socket.gethostname()
+                if store.check([f"watchdog/exited/{rank}"]) or (local and _has_exited(pid)):
                     error.add_note(f"rank {rank} (process {pid}) has exited too early")
     report(error)
 
