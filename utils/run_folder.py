@@ -12,7 +12,7 @@ from utils.errors import UserError
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
 WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
-locks = {}  # {folder: file}, held while this process lives
+_locks = {}  # {folder: file}, held while this process lives
 
 
 def claim(folder, resume):
@@ -37,9 +37,11 @@ def claim(folder, resume):
 
 
 def _lock(folder):
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    key = folder.resolve()
+    if key not in _locks or not os.fstat(_locks[key]).st_nlink:  # deleted, with its folder
+        _locks[key] = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(locks.setdefault(folder.resolve(), file), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(_locks[key], fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except OSError as error:
         if error.errno not in NO_LOCKS:

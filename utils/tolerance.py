@@ -88,9 +88,8 @@ class SaveErrors:
                 folder.mkdir(parents=True)
                 (folder / "config.yaml").write_text(checkpoint.cfg.dump())
             if find_spec("utils.run_folder"):
-                from utils.run_folder import claim, locks
+                from utils.run_folder import claim
 
-                locks.pop(folder.resolve(), None)
                 claim(folder, "auto")
 
 
@@ -131,7 +130,8 @@ class SkippedSteps:
         self.count, self.pending, self.buffers = 0, None, {}  # {(device, dtype): buffers}
         for buffer in checkpoint.model.buffers():
             self.buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self._remember(self.meter.sums.clone(), self.meter.samples)
+        self.sums, self.samples = self.meter.sums.clone(), self.meter.samples
+        self.flat = {key: _flatten(buffers) for key, buffers in self.buffers.items()}
         self.found = torch.zeros((), device=self.meter.device)  # 1: skip this step
         checkpoint.optimizer.register_step_pre_hook(self._before)
         checkpoint.optimizer.register_step_post_hook(self._after)
@@ -167,9 +167,9 @@ class SkippedSteps:
             event.record()
         meter.sums = torch.where(self.found > 0, self.sums, meter.sums)
         for key, buffers in self.buffers.items():
-            old, now = self.flat[key], _flatten(buffers)
-            kept = torch.where(self.found.to(now.device) > 0, old, now)
-            parts = kept.split([buffer.numel() for buffer in buffers])
+            skipped = self.found.to(key[0]) > 0
+            self.flat[key] = torch.where(skipped, self.flat[key], _flatten(buffers))
+            parts = self.flat[key].split([buffer.numel() for buffer in buffers])
             pairs = zip(parts, buffers, strict=True)
             torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in pairs])
         place = f"step {loader.step} of epoch {loader.epoch}"
@@ -180,14 +180,8 @@ class SkippedSteps:
             self._check(self.pending)
             self.pending = None
         ended = loader.step == len(loader)  # then the Meter starts again
-        if ended:
-            self._remember(torch.zeros_like(meter.sums), 0)
-        else:
-            self._remember(meter.sums.clone(), meter.samples)
-
-    def _remember(self, sums, samples):
-        self.sums, self.samples = sums, samples
-        self.flat = {key: _flatten(buffers) for key, buffers in self.buffers.items()}
+        self.sums = torch.zeros_like(meter.sums) if ended else meter.sums.clone()
+        self.samples = 0 if ended else meter.samples
 
     def _check(self, pending):
         if pending is None:

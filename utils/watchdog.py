@@ -32,13 +32,11 @@ def watch(store, timeout):
 
     store: the job's torch.distributed.Store. timeout: of a collective, in seconds.
     """
-    store, done = store.clone(), threading.Event()
+    store, done, rank = store.clone(), threading.Event(), dist.get_rank()
     _write(store, _collectives())  # at once, or _read_all() might wait for it
     errors._report = functools.partial(_report_with_exits, errors._report, store.clone())
     thread = threading.Thread(target=_watch, args=(store, timeout, done), daemon=True)
     thread.start()
-
-    rank = dist.get_rank()
 
     def stop():
         with suppress(RuntimeError):  # rank 0, which holds the store, has ended
@@ -117,10 +115,9 @@ def _end_if_stalled(first, last):
 
 def _report_with_exits(report, store, error):
     """report(error), with a note if ranks have exited, for which this one may have waited."""
-    keys = [f"watchdog/{rank}" for rank in range(dist.get_world_size())]
     if isinstance(error, RuntimeError) and sys.platform == "linux":
         with suppress(Exception):  # the store may have ended, too
-            statuses = _read_all(store) if store.check(keys) else []
+            statuses = _read_all(store) if store.check(_keys()) else []
             time.sleep(0.05)  # a process closes its connections before it is gone
             for rank, (*_, pid, host) in enumerate(statuses):
                 local = host == socket.gethostname()
@@ -137,5 +134,8 @@ def _has_exited(pid):
 
 
 def _read_all(store):
-    ranks = range(dist.get_world_size())
-    return [json.loads(value) for value in store.multi_get([f"watchdog/{r}" for r in ranks])]
+    return [json.loads(value) for value in store.multi_get(_keys())]
+
+
+def _keys():
+    return [f"watchdog/{rank}" for rank in range(dist.get_world_size())]
