@@ -110,25 +110,26 @@ def test_exit_code_tells_saved_from_killed(number, tmp_path):
     assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
 
 
-def test_save_that_fails_after_a_signal_is_reported(launch):
-    process = launch("unsaved", nproc=1)
+def stopped(process, number):
+    """Exit code and stderr of a launcher that receives a signal once its rank runs."""
     assert process.stdout.readline().startswith("rank 0")
     time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
+    return process.returncode, error
+
+
+def test_save_that_fails_after_a_signal_is_reported(launch):
+    code, error = stopped(launch("unsaved", nproc=1), signal.SIGTERM)
+    assert code == 1
     assert error.strip().splitlines()[-1] == (
         "error (rank 0): cannot save last.pt: No space left on device"
     )
 
 
 def test_ctrl_c_prints_no_traceback(launch):
-    process = launch("sleep", nproc=1)
-    assert process.stdout.readline().startswith("rank 0")
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    code, error = stopped(launch("sleep", nproc=1), signal.SIGINT)
+    assert code == 130
     assert "Traceback" not in error
 
 

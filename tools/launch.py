@@ -24,7 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
+from utils.spawn import OUT_OF_MEMORY
+
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 
 

@@ -13,6 +13,9 @@ import torch.multiprocessing as mp
 
 from utils.config import Config, setting
 
+# Appended to the report of a SIGKILL.
+OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
+
 
 @dataclass(frozen=True)
 class SpawnConfig(Config):
@@ -84,7 +87,6 @@ def wait_for_ranks(ranks, patience=30.0):
             print(error.msg.strip(), file=sys.stderr, flush=True)  # the rank's traceback
         elif error.signal_name:  # otherwise the rank has reported its error
             text = f"error: rank {error.error_index} was killed by {error.signal_name}"
-            if error.signal_name == "SIGKILL":
-                text += "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
+            text += OUT_OF_MEMORY if error.signal_name == "SIGKILL" else ""
             print(text, file=sys.stderr, flush=True)
         sys.exit(1)
