@@ -131,6 +131,8 @@ def test_lazy_import_is_an_option(project):
 
 def test_code_lines_leave_out_comments_docstrings_and_blank_lines(project):
     assert size(project / "train.py") == (2, 6)
+    (project / "text.py").write_text('name = f"{a:{b}} and {f(c)!r}" f"{d}"\n')
+    assert size(project / "text.py") == (1, 4)  # also where Python 3.12 splits these strings
     assert size(project / "utils" / "core.py").lines == 10
     assert total([project / "train.py", project / "utils" / "base.py"]) == (3, 9)
 

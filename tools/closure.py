@@ -3,8 +3,8 @@
     python -m tools.closure [SCRIPT ...]
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
-would hide. A module that is imported inside a function is an option: it is only needed if a setting
-selects it.
+would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
+that is imported inside a function is an option: it is only needed if a setting selects it.
 """
 
 import ast
@@ -57,11 +57,14 @@ def size(path):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None:
                 docstrings.update(range(first.lineno, first.end_lineno + 1))
-    lines, tokens = set(), 0
+    lines, tokens, nested = set(), 0, 0
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type not in LAYOUT and token.start[0] not in docstrings:
             lines.update(range(token.start[0], token.end[0] + 1))
-            tokens += 1
+            kind = tokenize.tok_name[token.type]
+            nested -= kind == "FSTRING_END"
+            tokens += not nested and kind != "FSTRING_START"
+            nested += kind == "FSTRING_START"
     return Size(len(lines), tokens)
 
 
