@@ -66,7 +66,7 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     )
     assert not alive, f"ranks {alive} of {script} did not end in {limit} s:\n{stdout}{stderr}"
     metrics = folder / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.exists() else []
+    rows = read_metrics(metrics)
     return Run(ranks[0].exitcode, stdout, stderr, 0.0, rows, folder)
 
 
@@ -79,6 +79,8 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
     faulthandler.dump_traceback_later(limit - 10)  # all threads, to stderr
     warnings.resetwarnings()
+    # Since Python 3.12, about workers of a loader, for example. Python hides it by default.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     warnings.showwarning = _show_warning  # pytest collects them, and so would this process
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
