@@ -63,7 +63,7 @@ def test_calls_have_no_positional_booleans(path):
             of_torch = isinstance(node.func, ast.Attribute) and path.parent.name == "utils"
             values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             has_boolean = any(isinstance(value, bool) for value in values)
-            is_setting = getattr(node.func, "id", "") == "setting"
+            is_setting = getattr(node.func, "id", "") in ("setting", "free_setting")
             assert not has_boolean or is_setting or of_torch, ast.unparse(node)
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def setting(default, help, choices=None, low=0, free=False):
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
 
 
+free_setting = partial(setting, free=True)
+
+
 @dataclass(frozen=True)
 class Config:
     """What to train and how. Facts about the running process, such as its rank, are not in it."""
@@ -45,7 +49,7 @@ class Config:
         "auto: cifar10 if data_dir holds it, else synthetic; imagefolder adds settings of its own",
         choices=("auto", "cifar10", "imagefolder", "synthetic", "fake"),
     )
-    data_dir: str = setting("data", "where the images are, or are downloaded to", free=True)
+    data_dir: str = free_setting("data", "where the images are, or are downloaded to")
     synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
     image_size: int = setting(0, "pixels per side of the input; 0: as --weights expect, or 32")
     augment: str = setting(
@@ -53,14 +57,13 @@ class Config:
         "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for dataset=imagefolder)",
         choices=("none", "crop_flip", "resized_crop"),
     )
-    loader: str = setting(
+    loader: str = free_setting(
         "auto",
         "device: keep the dataset on the training device; auto: if it fits (same batches)",
         choices=("auto", "workers", "device"),
-        free=True,
     )
-    num_workers: int = setting(-1, "loader processes per rank; -1: automatic", low=-1, free=True)
-    num_threads: int = setting(0, "CPU threads (changes rounding); 0: automatic", free=True)
+    num_workers: int = free_setting(-1, "loader processes per rank; -1: automatic", low=-1)
+    num_threads: int = free_setting(0, "CPU threads (changes rounding); 0: automatic")
     model: str = setting(
         "resnet18", "torchvision's, resnet20, resnet9, vit_tiny; or with _cifar, _gn"
     )
@@ -97,27 +100,26 @@ class Config:
         choices=("cosine", "linear", "step", "constant"),
     )
     clip_norm: float = setting(0.0, "maximum L2 norm of the gradients; 0: no clipping")
-    output_dir: str = setting("", "checkpoints and metrics; empty: runs/<script>", free=True)
+    output_dir: str = free_setting("", "checkpoints and metrics; empty: runs/<script>")
     seed: int = setting(0, "seed of weights, sample order and augmentation")
-    device: str = setting("auto", "auto, cpu, cuda, or one device such as cuda:0", free=True)
-    timeout: float = setting(300.0, "seconds before a waiting collective fails", low=1, free=True)
-    resume: str = setting(
+    device: str = free_setting("auto", "auto, cpu, cuda, or one device such as cuda:0")
+    timeout: float = free_setting(300.0, "seconds before a waiting collective fails", low=1)
+    resume: str = free_setting(
         "auto",
         "always: fail if there is no checkpoint; never: move old files to output_dir/previous-TIME",
         choices=("auto", "always", "never"),
-        free=True,
     )
-    allow_config_change: bool = setting(False, "resume with changed settings", free=True)
-    save_steps: int = setting(0, "also save every N steps; 0: never", free=True)
-    save_minutes: float = setting(
-        -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1, free=True
+    allow_config_change: bool = free_setting(False, "resume with changed settings")
+    save_steps: int = free_setting(0, "also save every N steps; 0: never")
+    save_minutes: float = free_setting(
+        -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1
     )
-    save_sharded: bool = setting(False, "each rank saves its own part of the tensors", free=True)
-    keep_last: int = setting(2, "number of epoch checkpoints to keep", low=1, free=True)
-    check_replicas_every: int = setting(
-        0, "steps between comparisons of ranks; 0: only at saves; -1: never", low=-1, free=True
+    save_sharded: bool = free_setting(False, "each rank saves its own part of the tensors")
+    keep_last: int = free_setting(2, "number of epoch checkpoints to keep", low=1)
+    check_replicas_every: int = free_setting(
+        0, "steps between comparisons of ranks; 0: only at saves; -1: never", low=-1
     )
-    audit: bool = setting(False, "report which samples each epoch trained on", free=True)
+    audit: bool = free_setting(False, "report which samples each epoch trained on")
 
     @property
     def peak_lr(self):
@@ -187,7 +189,7 @@ def _with_options(kind, texts):
         with option("--weights"):
             from utils.weights import Settings
         options.append(Settings)
-    if texts.get("per_process_batch_size", "0") != "0":
+    if texts.get("per_process_batch_size"):
         with option("--per-process-batch-size"):
             from utils.per_process import Settings
         options.append(Settings)
@@ -250,10 +252,9 @@ def _cast(f, text, where):
     This reads the text because PyYAML reads `1e-3` as a string and a bare `no` as False.
     """
     low, choices = f.metadata["low"], f.metadata["choices"]
-    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     try:
         if f.type is bool:
-            return text if isinstance(text, bool) else words[text.lower()]
+            return text if isinstance(text, bool) else yaml.SafeLoader.bool_values[text.lower()]
         value = f.type(os.path.expanduser(text))
         if f.type is float and not math.isfinite(value):
             raise ValueError

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.config import Config, ConfigError, setting
+from utils.config import Config, ConfigError, free_setting, setting
 from utils.distributed import all_gather_object
 from utils.errors import UserError
 
@@ -27,12 +27,11 @@ class FsdpConfig(Config):
         "in float32",
         choices=("none", "bfloat16"),
     )
-    fsdp_offload: bool = setting(False, "keep the shards in the CPU's memory", free=True)
-    fsdp_size: int = setting(
+    fsdp_offload: bool = free_setting(False, "keep the shards in the CPU's memory")
+    fsdp_size: int = free_setting(
         0,
         "ranks that divide each parameter; 0: all; with fewer, every group of that size has all "
         "shards (HSDP), or train_fsdp_tp.py divides the layers among the others",
-        free=True,
     )
 
     @property

@@ -28,7 +28,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.augment import CropFlip
-from utils.config import ConfigError, setting
+from utils.config import ConfigError, free_setting, setting
 from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError
 
@@ -60,8 +60,8 @@ class Settings:
         "images that cannot be decoded; skip: check all files first and leave bad ones out",
         choices=("error", "skip"),
     )
-    cache_dir: str = setting(
-        "", "for decoded images and lists of bad files; empty: data_dir/.cache", free=True
+    cache_dir: str = free_setting(
+        "", "for decoded images and lists of bad files; empty: data_dir/.cache"
     )
 
     @property

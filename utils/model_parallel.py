@@ -9,7 +9,7 @@ from functools import cache
 import torch
 import torchvision
 
-from utils.config import Config, setting
+from utils.config import Config, free_setting, setting
 from utils.errors import UserError
 
 
@@ -17,12 +17,11 @@ from utils.errors import UserError
 class StagesConfig(Config):
     """Config of train_mp.py and train_ddp_mp.py."""
 
-    devices: str = setting(
+    devices: str = free_setting(
         "auto",
         "one per stage; cuda,cuda: two GPUs for each process; auto: share the GPUs, or cpu,cpu",
-        free=True,
     )
-    split: str = setting("", "layers per stage, such as 6,4; empty: balanced", free=True)
+    split: str = free_setting("", "layers per stage, such as 6,4; empty: balanced")
     micro_batches: int = setting(
         1, "micro-batches per step of a process (changes numerics with BatchNorm)", low=1
     )

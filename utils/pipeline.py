@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from utils import distributed
-from utils.config import Config, ConfigError, setting
+from utils.config import Config, ConfigError, free_setting, setting
 from utils.errors import UserError, option
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -20,9 +20,9 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 class PipelineConfig(Config):
     """Config of train_pp.py."""
 
-    schedule: str = setting("1F1B", "order of the passes", choices=SCHEDULES, free=True)
+    schedule: str = free_setting("1F1B", "order of the passes", choices=SCHEDULES)
     micro_batches: int = setting(4, "per step (changes numerics with BatchNorm)", low=1)
-    save_sharded: bool = setting(True, "each rank saves its own stages", free=True)
+    save_sharded: bool = free_setting(True, "each rank saves its own stages")
 
     def resolved(self):
         """This config with all open values filled in. Raises ConfigError if values contradict."""

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from utils.config import Config, setting
+from utils.config import Config, free_setting
 
 # Appended to the report of a SIGKILL.
 OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
@@ -21,7 +21,7 @@ OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | t
 class SpawnConfig(Config):
     """Config of train_ddp_spawn.py."""
 
-    spawn_processes: int = setting(0, "processes to start; 0: one per visible GPU", free=True)
+    spawn_processes: int = free_setting(0, "processes to start; 0: one per visible GPU")
 
 
 def host_store():

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from utils import errors
 from utils.checkpoint import read_checkpoint, save_atomically
-from utils.config import ConfigError, setting
+from utils.config import ConfigError, free_setting
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError
 
@@ -22,21 +22,19 @@ from utils.errors import UserError
 class Settings:
     """What these options add to the Config."""
 
-    max_skipped_steps: int = setting(
+    max_skipped_steps: int = free_setting(
         -1,
         "skip up to N steps, from a start to the next, whose gradients are not finite on any rank, "
         "then fail; -1: do not look",
         low=-1,
-        free=True,
     )
-    save_errors: str = setting(
+    save_errors: str = free_setting(
         "stop",
         "warn: continue if a checkpoint cannot be written, and try again at the next one",
         choices=("stop", "warn"),
-        free=True,
     )
-    verify_saves: bool = setting(
-        False, "read each checkpoint back before it replaces the last one", free=True
+    verify_saves: bool = free_setting(
+        False, "read each checkpoint back before it replaces the last one"
     )
 
     def resolved(self):
