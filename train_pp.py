@@ -57,9 +57,8 @@ def main():
 
     # Model
     model = build_model(cfg, num_classes=len(classes)).to(device)
-    model = pipeline.Pipeline(
-        model, (batch_size, len(classes)), device, cfg
-    )  # keeps this rank's stages
+    # It keeps this rank's stages.
+    model = pipeline.Pipeline(model, (batch_size, len(classes)), device, cfg)
 
     # Optimization
     criterion = torch.nn.CrossEntropyLoss()

@@ -76,8 +76,8 @@ class Pipeline(nn.Module):
         held = nn.ModuleList(Stage(layers[cuts[i] : cuts[i + 1]]) for i in numbers)
         _remove_others(model, {id(tensor) for tensor in (*held.parameters(), *held.buffers())})
         stages = [PipelineStage(m, i, count, device) for m, i in zip(held, numbers, strict=True)]
-        stages = stages[0] if single else stages
         self.is_first, self.is_last, self.last_rank = rank == 0, rank == ranks - 1, ranks - 1
+        stages = stages[0] if single else stages
         try:
             kind = get_schedule_class(cfg.schedule)
             self.schedule = kind(stages, cfg.micro_batches, loss_fn=lambda *x: self.criterion(*x))
@@ -89,7 +89,11 @@ class Pipeline(nn.Module):
 
     def step(self, images, labels, criterion):
         """Forward and backward of all micro-batches: gradients of the mean loss of the batch."""
-        self.criterion = criterion
+        is_first_step, self.criterion = not hasattr(self, "criterion"), criterion
+        if is_first_step:  # torch 2.11 infers shapes by a pass, which BatchNorm must not see
+            self.eval()
+            self._run(self.schedule.step, images, labels)
+            self.train().zero_grad()
         torch.manual_seed(hash((torch.initial_seed(), dist.get_rank())))  # dropout of its layers
         return self._run(self.schedule.step, images, labels)
 
@@ -100,9 +104,8 @@ class Pipeline(nn.Module):
 
     def _run(self, schedule, images, labels):
         outputs = schedule(*[images] * self.is_first, target=labels if self.is_last else None)
-        if not self.is_last:
-            outputs = images.new_empty(self.outputs)
-        dist.broadcast(outputs.detach_(), self.last_rank)
+        outputs = outputs.detach() if self.is_last else images.new_empty(self.outputs)
+        dist.broadcast(outputs, self.last_rank)
         return outputs
 
 
