@@ -642,8 +642,7 @@ def test_values_that_are_not_finite_are_never_saved(place, tmp_path):
         tensor.view(-1)[-1] = float("inf" if place == "weight" else "nan")
         return outcome(lambda: save(tmp_path, state))
 
-    kinds = [kind for kind, _ in run_ranks(body, 2)]
-    assert kinds == [UserError, PeerError]  # rank 0 holds the copies
+    assert [kind for kind, _ in run_ranks(body, 2)] == [UserError] * 2
     assert not list(tmp_path.glob("*.pt"))
 
 
@@ -658,6 +657,80 @@ def test_saves_when_steps_are_over_but_not_at_the_end_of_an_epoch(tmp_path, monk
     state["loader"].length = 4
     writer.step()  # the end of the epoch, where the script saves
     assert saved == [2, 4]
+
+
+def test_epochs_are_left_out_unless_they_are_due_the_best_or_the_last(tmp_path):
+    state = make_state()
+    writer = checkpointer(tmp_path, state, save_epochs=3, epochs=7, keep_last=9, save_steps=2)
+    for epoch in range(1, 8):
+        writer.save(epoch, is_best=epoch in (2, 3))
+    writer.wait()
+    files = sorted(path.name for path in tmp_path.glob("epoch-*"))
+    assert files == [f"epoch-000{epoch}.pt" for epoch in (2, 3, 6, 7)]
+    assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 3
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 7
+
+
+def test_save_within_an_epoch_follows_one_that_was_left_out(tmp_path):
+    """As a stop does: if its signal arrives at the end of an epoch without a save."""
+    state = make_state()
+    writer = checkpointer(tmp_path, state, save_epochs=3, epochs=7)
+    asked = []
+    writer.is_due = lambda: asked.append(True) or True
+    state["loader"].step = 5  # the last one
+    writer.step()
+    writer.save(1)
+    assert asked and not list(tmp_path.iterdir())
+    state["loader"].step = 1
+    writer.step()
+    writer.wait()
+    last = read_checkpoint(tmp_path / "last.pt")
+    assert (last["epoch"], last["loader"]["step"]) == (1, 1)
+
+
+def test_main_process_decides_which_epoch_is_the_best(tmp_path):
+    """The others do not know it, and must not wait for a save that it leaves out."""
+
+    def body(rank):
+        writer = checkpointer(tmp_path, save_epochs=3)
+        for epoch, is_best in ((1, rank == 1), (2, rank == 0)):
+            writer.save(epoch, is_best=is_best)
+        writer.wait()
+        return writer.epoch
+
+    assert run_ranks(body, 2) == [2, 2]
+    assert [path.name for path in tmp_path.glob("epoch-*")] == ["epoch-0002.pt"]
+
+
+def test_cuda_tensors_are_copied_without_waiting_for_each(tmp_path, monkeypatch):
+    """On the CPU, with tensors that claim to be on a GPU and copies that are off by one."""
+    state, order = make_state(), []
+    writer = checkpointer(tmp_path, state)
+    expected = [tensor + 1 for tensor in state["model"].state_dict().values()]
+    get_total_norm, real_to = torch.nn.utils.get_total_norm, torch.Tensor.to
+
+    def copy_to(tensor, *args, **options):
+        if options != {"non_blocking": True}:
+            return real_to(tensor, *args, **options)
+        order.append(*args)
+        return tensor + 1
+
+    def check(*args):
+        order.append("waits")
+        return get_total_norm(*args)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", check)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.Tensor, "to", copy_to)
+        writer.save(1)
+    writer.wait()
+    assert order == ["cpu"] * 11 + ["waits"]  # 7 of the model, 4 momentum buffers
+    saved = read_checkpoint(tmp_path / "last.pt")
+    assert all(torch.equal(a, b) for a, b in zip(saved["model"].values(), expected, strict=True))
+    momentum = state["optimizer"].state[state["model"][0].weight]["momentum_buffer"]
+    states = saved["optimizer"]["state"]
+    assert torch.equal(states["0.weight"]["momentum_buffer"], momentum + 1)
 
 
 def test_settling_buckets_leaves_forward_and_hooks_of_the_model_alone(tmp_path):

@@ -100,7 +100,7 @@ def finish_run(process, output_dir, limit=180):
     left = wait_for_family(process.run_tag)
     assert not left, f"{process.args} left processes behind: {left}"
     metrics = Path(output_dir) / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.exists() else []
+    rows = read_metrics(metrics)
     return Run(process.returncode, stdout, stderr, seconds, rows, Path(output_dir))
 
 

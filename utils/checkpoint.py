@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import textwrap
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -57,9 +56,11 @@ class Checkpointer:
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
-        self.epoch, self.saved_at = 0, time.monotonic()
+        self.sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
+        self.epoch = 0
         self.writer, self.pending = ThreadPoolExecutor(1), None
         self.write_file, self.after_step = save_atomically, lambda wait: None
+        self.is_due = self.after_save = lambda: False
         if cfg.save_sharded:
             with option("--save-sharded"):
                 from utils.sharded import save_sharded
@@ -106,8 +107,7 @@ class Checkpointer:
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
         last = step == len(loader)  # the script saves at the end of the epoch
-        due = cfg.save_minutes > 0 and self.interrupts.due()
-        due = due or (cfg.save_steps and step % cfg.save_steps == 0)
+        due = self.is_due() or (cfg.save_steps and step % cfg.save_steps == 0)
         self.after_step(wait=last or due)
         if every > 0 and step % every == 0 and not last:
             self._compare_replicas(between_steps=True)
@@ -116,19 +116,27 @@ class Checkpointer:
 
     def save(self, epoch, is_best=False, between_steps=False):
         """Save the state after `epoch` epochs. Returns once it is copied; a thread writes the file.
+        Does nothing if cfg.save_epochs leaves this epoch out and it is not the best.
 
         If writing fails, the next save raises UserError; the last save of a run raises it itself.
         between_steps: the save is within the next epoch, and writes only last.pt.
         """
+        self.epoch = epoch
+        due = between_steps or epoch == self.cfg.epochs or not epoch % self.cfg.save_epochs
+        if not due and not all_gather_object(is_best)[0]:
+            return
         self._compare_replicas(between_steps)
         self.wait()
-        self.epoch, self.saved_at = epoch, time.monotonic()
         checkpoint = {"format": FORMAT, "epoch": epoch, "config": vars(self.cfg)}
         whole = not self.cfg.save_sharded
-        options = dsd.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
-        model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
-        checkpoint |= {"model": model, "optimizer": optimizer}
-        with fail_together():  # ranks other than 0 have empty dicts, unless sharded
+        # Shards are gathered on rank 0's CPU, one tensor after another.
+        options = dsd.StateDictOptions(full_state_dict=whole, cpu_offload=whole and self.sharded)
+        state_dicts = dsd.get_state_dict(self.model, self.optimizer, options=options)
+        checkpoint["model"], checkpoint["optimizer"] = state_dicts
+        # CUDA tensors are copied to pinned memory, without waiting; deepcopy takes these copies.
+        tensors = _tensors(checkpoint) if whole and is_main_process() else []
+        copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if t.is_cuda}
+        with fail_together():  # reads a value from each device, and so waits for the copies, too
             _refuse_non_finite(checkpoint)
         for name, value in self.others.items():
             checkpoint[name] = value.state_dict() if hasattr(value, "state_dict") else value
@@ -137,11 +145,11 @@ class Checkpointer:
         if is_main_process():
             name = "last.pt" if between_steps else f"epoch-{epoch:04d}.pt"
             links = [] if between_steps else ["last.pt", "best.pt"][: 1 + is_best]
-            self.pending = self.writer.submit(self._write, copy.deepcopy(checkpoint), name, links)
+            checkpoint = copy.deepcopy(checkpoint, copies)
+            self.pending = self.writer.submit(self._write, checkpoint, name, links)
         if epoch == self.cfg.epochs:
             self.wait()
-        if self.cfg.save_minutes > 0:
-            self.interrupts.after_save()  # a run that was asked to stop ends here
+        self.after_save()  # a run that was asked to stop ends here
 
     def wait(self):
         """Wait until the last save is on the disk; raise its error, if any."""
@@ -169,7 +177,7 @@ class Checkpointer:
                 raise
             text = f"cannot save {path}: {reason.strerror}"
             if reason.errno == errno.ENOSPC:
-                needed = sum(getattr(value, "nbytes", 0) for value in _values(checkpoint))
+                needed = sum(tensor.nbytes for tensor in _tensors(checkpoint))
                 free = shutil.disk_usage(self.folder).free
                 text += f" ({needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free)"
             errors.save_failed(text)
@@ -190,15 +198,13 @@ class Checkpointer:
             with option(f"reading {path}"):
                 from utils.sharded import load_sharded
             checkpoint = load_sharded(path, checkpoint, (model, optimizer))
-        optimizer["state"] = checkpoint["optimizer"]["state"]
-        if checkpoint["config"]["optimizer"] != self.cfg.optimizer:
-            optimizer["state"] = {}  # of another kind of optimizer
+        same = checkpoint["config"]["optimizer"] == self.cfg.optimizer  # the kind of optimizer
+        optimizer["state"] = checkpoint["optimizer"]["state"] if same else {}
         groups = optimizer["param_groups"], checkpoint["optimizer"]["param_groups"]
         for group, saved in zip(*groups, strict=True):
             group["lr"] = saved["lr"]  # some schedulers compute the next value from it
         # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
-        distributed = any(hasattr(t, "full_tensor") for t in model.values())
-        whole = distributed and "parts" not in checkpoint
+        whole = self.sharded and "parts" not in checkpoint
         options = dsd.StateDictOptions(full_state_dict=whole)
         try:
             if missing := model.keys() - checkpoint["model"]:  # PyTorch ignores it with FSDP
@@ -220,17 +226,17 @@ class Checkpointer:
         self.epoch = checkpoint["epoch"]
 
 
-def _values(checkpoint):
-    """The tensors and numbers of the model and the optimizer."""
+def _tensors(checkpoint):
+    """The values of the model and the optimizer: tensors, this rank's shards, and numbers."""
     states = checkpoint["optimizer"].get("state", {}).values()
-    return [*checkpoint["model"].values(), *(value for s in states for value in s.values())]
+    values = [*checkpoint["model"].values(), *(value for s in states for value in s.values())]
+    return [v.to_local() if hasattr(v, "to_local") else torch.as_tensor(v) for v in values]
 
 
 def _refuse_non_finite(checkpoint):
-    for value in _values(checkpoint):
-        value = value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
-        if not value.isfinite().all():
-            raise UserError("the model is no longer finite: try a smaller --lr, or --clip-norm 1")
+    values = [v for v in _tensors(checkpoint) if v.is_floating_point() and v.numel()]
+    if not torch.nn.utils.get_total_norm(values, torch.inf).isfinite():  # waits once per device
+        raise UserError("the model is no longer finite: try a smaller --lr, or --clip-norm 1")
 
 
 def settle_ddp_buckets(model):

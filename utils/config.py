@@ -115,6 +115,9 @@ class Config:
         -1, "also save every N minutes and on SIGTERM; 0: neither; -1: automatic", low=-1
     )
     save_sharded: bool = free_setting(False, "each rank saves its own part of the tensors")
+    save_epochs: int = free_setting(
+        1, "save after every N epochs, the last one, and each that is the best so far", low=1
+    )
     keep_last: int = free_setting(2, "number of epoch checkpoints to keep", low=1)
     check_replicas_every: int = free_setting(
         0, "steps between comparisons of ranks; 0: only at saves; -1: never", low=-1

@@ -43,7 +43,7 @@ def _fake(cfg):
         FakeData(n, (3, cfg.image_size, cfg.image_size), 10, ToTensor(), random_offset=cfg.seed + n)
         for n in (cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4))
     )
-    return train, val, [str(label) for label in range(10)]
+    return train, val, list("0123456789")
 
 
 def describe_data(train_set, val_set, classes):

@@ -106,8 +106,7 @@ class MetricLogger:
 
     def __init__(self, output_dir, start_epoch=0):
         self.path = Path(output_dir) / "metrics.jsonl"
-        rows = read_metrics(self.path) if self.path.exists() else []
-        self.rows = [row for row in rows if row["epoch"] < start_epoch]
+        self.rows = [row for row in read_metrics(self.path) if row["epoch"] < start_epoch]
         write_rows(self.path, self.rows)
 
     def log(self, epoch, train, val, lr):
@@ -151,11 +150,9 @@ def write_rows(path, rows):
 
 
 def read_metrics(path):
-    """The rows of a metrics.jsonl, up to the first line that a crash has truncated."""
+    """The rows of a metrics.jsonl, if any, up to the first line that a crash has truncated."""
     rows = []
-    for line in Path(path).read_text().splitlines():
-        try:
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        for line in Path(path).read_text().splitlines():
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return rows

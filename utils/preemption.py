@@ -42,7 +42,9 @@ class Interrupts:
 
     def __init__(self, checkpoint):
         self.checkpoint = weakref.proxy(checkpoint)  # the thread outlives it
+        checkpoint.is_due, checkpoint.after_save = self.due, self.after_save
         self.signal, self.received = 0, 0.0  # of this rank
+        self.saved_at = time.monotonic()
         self.reason, self.work, self.agreed = torch.tensor(0), None, 0  # of all ranks
         atexit.register(setattr, self, "work", None)  # or the thread would keep its group alive
         if threading.current_thread() is not threading.main_thread():
@@ -77,7 +79,7 @@ class Interrupts:
         if self.work:
             self.work.wait()
         self.agreed = self.reason.item()
-        seconds = 0 if self.agreed else time.monotonic() - self.checkpoint.saved_at
+        seconds = 0 if self.agreed else time.monotonic() - self.saved_at
         late = seconds >= 60 * self.checkpoint.cfg.save_minutes
         self.reason = torch.tensor(max(self.signal, CLOCK * late))
         if dist.is_initialized():
@@ -90,7 +92,7 @@ class Interrupts:
 
         Raises Preempted, once the file is on the disk.
         """
-        checkpoint = self.checkpoint
+        checkpoint, self.saved_at = self.checkpoint, time.monotonic()
         if checkpoint.epoch == checkpoint.cfg.epochs:  # the run is over: signals act as before it
             _restore_handlers()
         elif self.agreed > CLOCK:

@@ -73,12 +73,13 @@ class SaveErrors:
         """Instead of Checkpointer.wait(): the next save, if any, is that of the current step."""
         self.real_wait()
         cfg = self.checkpoint.cfg
-        self.stopping = cfg.save_minutes > 0 and self.checkpoint.interrupts.agreed > 1
+        signaled = cfg.save_minutes > 0 and self.checkpoint.interrupts.agreed > 1
+        self.stopping = signaled or self.checkpoint.epoch == cfg.epochs
 
     def report(self, text):
         """Instead of errors.save_failed()."""
         checkpoint, folder = self.checkpoint, self.checkpoint.folder
-        if self.stopping or checkpoint.epoch == checkpoint.cfg.epochs:
+        if self.stopping:
             raise UserError(text)
         print(f"warning: {text}; the run continues", file=sys.stderr)
         if not folder.exists():  # it was deleted

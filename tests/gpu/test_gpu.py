@@ -14,7 +14,7 @@ from tests.launch import planted, run_script
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
 from utils.amp import AmpConfig
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.config import Config, load_config
 from utils.data import build_datasets, build_loader
 from utils.graph import GraphedStep
@@ -221,6 +221,40 @@ def test_our_sync_batchnorm_matches_pytorch(tmp_path):
     (tmp_path / "script.py").write_text(SYNC_BATCHNORM.format(root=str(ROOT)))
     run = finish_run(start_run(tmp_path / "script.py", 2, {}), tmp_path)
     assert run.code == 0, run.stderr
+
+
+@pytest.mark.parametrize("devices", [["cuda"], ["cuda", "cpu"]], ids=str)
+def test_checkpoint_holds_the_values_at_the_save(devices, tmp_path):
+    """Training changes them at once, and the copies, in pinned memory, do not wait for the GPU."""
+    layers = [torch.nn.Linear(2048, 2048, device=device) for device in devices]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpoint = Checkpointer(
+        Config(output_dir=str(tmp_path), save_minutes=0),
+        {"model": model, "optimizer": optimizer, "loader": None},
+    )
+    pinned, write = [], checkpoint.write_file
+
+    def write_file(saved, path):
+        pinned.extend(tensor.is_pinned() for tensor in saved["model"].values())
+        write(saved, path)
+
+    checkpoint.write_file = write_file
+    busy = torch.randn(4096, 4096, device="cuda")
+    for epoch in (1, 2):
+        for _ in range(100):  # work that the GPU has yet to do
+            busy = (busy @ busy).clamp(-1, 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(epoch).add_(0 * busy[0, 0].to(parameter.device))
+        checkpoint.save(epoch)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        checkpoint.wait()
+        saved = read_checkpoint(tmp_path / "last.pt")["model"]
+        assert all((value == epoch).all() for value in saved.values())
+    assert pinned == [True, True, *[False] * (2 * len(devices) - 2)] * 2
 
 
 def test_channels_last_changes_nothing():
