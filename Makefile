@@ -24,7 +24,7 @@ SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-gpu test-slurm test-kubernetes doctor verify verify-all chaos \
+.PHONY: help train test test-all test-gpu gpu test-slurm test-kubernetes doctor verify verify-all chaos \
     bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
@@ -47,6 +47,9 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)
+
+gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--data cifar10.tar"
+	$(python) -m tools.gpu $(ARGS)
 
 test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
 	$(python) -m pytest tests/test_slurm.py -rs $(ARGS)

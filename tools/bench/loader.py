@@ -6,7 +6,8 @@ JPEG files, decode + RandomResizedCrop(224) + flip, on one core and with one wor
 against ImageFolder, Pillow and the v1 transforms, whose workers also normalize. Ours is timed up to
 the uint8 batch, which is what is copied to a GPU ("to uint8"), and up to normalized floats on the
 CPU. Then 32x32 images in memory, pad + crop + flip + normalization on one core, against the
-tutorial's pipeline. All runs are interleaved; medians of --repeats.
+tutorial's pipeline. With a GPU, workers on all cores also run against torchvision's decoder on the
+GPU. All runs are interleaved; medians of --repeats.
 
     --data-dir DIR   a folder with train/<class>/ and val/<class>/; default: synthetic photographs
 """
@@ -24,6 +25,8 @@ import torchvision
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
+from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from torchvision.transforms.v2 import RandomResizedCrop
 
 from tools.bench.peer import PillowImages
 from tools.bench.report import interval, markdown_table, spread, write_table
@@ -35,6 +38,7 @@ from utils.sampler import EpochSampler
 
 CPU = torch.device("cpu")
 CLASSES = 4
+ON_GPU = "JPEG to uint8 (reference: decoded on the GPU)"
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
@@ -83,6 +87,22 @@ def reference(flags, workers):
     return loader, batch * len(loader)
 
 
+class DecodedOnDevice:
+    """Batches of uint8 (64, 3, 224, 224), of JPEG files that a GPU decodes and crops."""
+
+    def __init__(self, root, device="cuda"):
+        self.paths = sorted(map(str, (Path(root) / "train").rglob("*.jpg")))
+        self.device, self.crop = device, RandomResizedCrop(224, antialias=True)
+
+    def __iter__(self):
+        for i in range(0, len(self.paths) - 63, 64):
+            files = [read_file(path) for path in self.paths[i : i + 64]]
+            images = decode_jpeg(files, ImageReadMode.RGB, device=self.device)
+            yield torch.stack([self.crop(image) for image in images])
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
 def images_per_second(loader, images):
     """The speed of one epoch of `images` images."""
     start = time.perf_counter()
@@ -126,9 +146,12 @@ def main():
             ("JPEG to float, loader=workers", jpeg, 0, True),
             ("JPEG to float, loader=workers", jpeg, available_cores(), True),
             ("32x32 to float, loader=device", small, 0, True),
+            *[(ON_GPU, jpeg, available_cores(), False)] * torch.cuda.is_available(),
         ):
             os.sched_setaffinity(0, cores if workers else cores[-1:])
-            loaders = ours(flags, workers, normalized=normalized), reference(flags, workers)
+            loaders = [ours(flags, workers, normalized=normalized), reference(flags, workers)]
+            if name == ON_GPU:
+                loaders[1] = DecodedOnDevice(root), loaders[0][1]
             speeds = compare(*loaders, args.repeats)
             ratio = interval(speeds["reference"], speeds["ours"])
             medians = [f"{statistics.median(s):,.0f}" for s in speeds.values()]

@@ -59,11 +59,12 @@ class Runner:
     """Runs scripts on this machine, all with the same settings.
 
     flags: settings of every row; a row's own take precedence. steps: of an epoch of synthetic
-    images.
+    images. limit: seconds that a run may take.
     """
 
-    def __init__(self, flags, folder, steps):
+    def __init__(self, flags, folder, steps, limit=TIME_LIMIT):
         self.flags, self.folder, self.steps, self.count = flags, Path(folder), steps, 0
+        self.limit = limit
         self.cores = sorted(os.sched_getaffinity(0))
 
     def row(self, row):
@@ -87,6 +88,24 @@ class Runner:
             "threads": ranks[0]["threads"],
             "start_up": max(rank["first_step"] for rank in ranks) - started,
             "device": ranks[0]["device"],
+        }
+
+    def epochs(self, row, count):
+        """One run of a row of one process, `count` epochs long: without the first one, the median
+        seconds of training alone, and of whole epochs (tools/bench/epochs.py)."""
+        flags, _ = self._settings(row)
+        nproc = None if row.script in ONE_PROCESS else 1
+        flags["epochs"] = count
+        run, results, _ = self._run("tools.bench.epochs", row.name, nproc, [row.script], flags)
+        return {
+            "train": statistics.median(metrics["train_seconds"] for metrics in run.rows[1:]),
+            "whole": statistics.median(results[0]["seconds"][1:]),
+            "total": sum(results[0]["seconds"]),
+            "samples": run.rows[0]["train_samples"],
+            "val_samples": run.rows[0]["val_samples"],
+            "train_accuracy": run.rows[-1]["train_accuracy"],
+            "val_accuracy": run.rows[-1]["val_accuracy"],
+            "memory": results[0]["memory"],
         }
 
     def limits(self, row):
@@ -133,11 +152,20 @@ class Runner:
             cores=self.cores,
             launcher="tools.launch",
         )
-        run = finish_run(process, out / "run", TIME_LIMIT)
+        run = finish_run(process, out / "run", self.limit)
         if run.code:
             raise RuntimeError(f"{name} failed with exit code {run.code}:\n{run.stderr}")
         ranks = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
         return run, ranks, started
+
+
+def output_of(*command):
+    """What a command prints, or "" if it fails or is not installed."""
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return run.stdout.strip()
 
 
 def machine():
@@ -147,9 +175,7 @@ def machine():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.split(": ")[1] for line in lines if line.startswith("model name")]
         model = names[0] if names else model
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+    commit = output_of("git", "rev-parse", "--short", "HEAD")
     return {
         "cpu": model,
         "cores": available_cores(),
@@ -157,7 +183,7 @@ def machine():
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
-        "commit": commit.stdout.strip() or "no git",
+        "commit": commit or "no git",
         "load": os.getloadavg()[0],  # of other programs, at the start
         "command": " ".join(sys.argv[1:]),
     }

@@ -1,0 +1,137 @@
+"""Measure what only a GPU can show, in calls of limited length.
+
+    python -m tools.gpu --minutes 9
+
+The stages, most valuable first: the GPU tests; `make verify` on the GPU; seconds per epoch in each
+precision, eager, compiled and as CUDA graphs, and of plain PyTorch, with a profile of each model;
+the recipe for 94 % over five seeds; loading JPEG files and saving checkpoints; memory. Then the
+speeds are measured again, in turns.
+
+A call starts no job that is likely to outlast it. The next call with the same --output continues,
+until everything is measured; --output then holds gpu.md, gpu.json and the reports of the stages.
+Nothing has to be installed besides what the scripts need, and pytest.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.bench.runner import machine
+from tools.gpu.jobs import Jobs, dataset_flags
+from tools.gpu.report import driver, write
+from tools.lessons import ROOT
+from tools.runs import last_line
+
+TURNS = 3  # of the stage "speed"
+ATTEMPTS = 2  # of a job that a call has had to stop
+
+
+class Results:
+    """Samples and errors of the jobs, kept in a file. Keys are "stage: name"."""
+
+    def __init__(self, path):
+        self.path, self.data = path, {"samples": {}, "errors": {}, "stopped": {}}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+
+    def samples(self, job):
+        """The samples of a job so far."""
+        return self.data["samples"].get(f"{job.stage}: {job.name}", [])
+
+    def needs(self, job, turn):
+        """Whether this turn of the job has not been measured yet."""
+        failed = f"{job.stage}: {job.name}" in self.data["errors"]
+        return not failed and len(self.samples(job)) <= turn
+
+    def seconds(self, job):
+        """How long the job is likely to take."""
+        return max((sample["job_seconds"] for sample in self.samples(job)), default=job.seconds)
+
+    def run(self, job, limit):
+        """Run a job, and keep its sample or its error. Returns what to print."""
+        key, start = f"{job.stage}: {job.name}", time.monotonic()
+        try:
+            sample = job.run(limit)
+        except AssertionError as error:  # it takes too long
+            count = self.data["stopped"][key] = self.data["stopped"].get(key, 0) + 1
+            if count == ATTEMPTS:
+                self.data["errors"][key] = str(error)
+            text = f"stopped after {limit:.0f} s"
+        except (Exception, SystemExit) as error:
+            self.data["errors"][key] = str(error)
+            text = f"failed: {last_line(str(error))}"
+        else:
+            sample["job_seconds"] = time.monotonic() - start
+            self.data["samples"].setdefault(key, []).append(sample)
+            text = f"{sample['job_seconds']:.0f} s"
+        self.save()
+        return f"{key}: {text}"
+
+    def save(self):
+        """Write the file, which a crash leaves complete."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.data))
+        temporary.replace(self.path)
+
+
+def plan(jobs, turns):
+    """(job, turn) in the order in which they run: everything once, then the speeds again."""
+    repeated = [(job, turn) for turn in range(1, turns) for job in jobs if job.stage == "speed"]
+    return [(job, 0) for job in jobs] + repeated
+
+
+def run_call(jobs, turns, results, seconds):
+    """Run what is missing and fits into the rest of this call. Returns the number of jobs left."""
+    end = time.monotonic() + seconds
+    for job, turn in plan(jobs, turns):
+        left = end - time.monotonic()
+        if results.needs(job, turn) and results.seconds(job) <= left:
+            print(results.run(job, left), flush=True)
+    return sum(results.needs(job, turn) for job, turn in plan(jobs, turns))
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: 9)")
+    parser.add_argument(
+        "--data",
+        help="CIFAR-10: a folder of images per class, one with cifar-10-batches-py, or a .tar of "
+        "either; without it, images are synthetic and the recipe is left out",
+    )
+    parser.add_argument("--output", default="runs/gpu", help="folder of the results")
+    parser.add_argument("--retry", action="store_true", help="also run what has failed before")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny jobs, to try the command; also without a GPU"
+    )
+    args = parser.parse_args()
+    start, folder = time.monotonic(), Path(args.output).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = machine() | {"driver": driver()}
+    if not facts["gpus"] and not args.small:
+        sys.exit("error: no GPU is visible (nvidia-smi lists them); --small runs without one")
+    results = Results(folder / "gpu.json")
+    results.data["machine"] = facts
+    if args.retry:
+        results.data |= {"errors": {}, "stopped": {}}
+    jobs = Jobs(folder, dataset_flags(args.data, ROOT / "data"), small=args.small)
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        everything = list(jobs.all(scratch))
+        turns = 1 if args.small else TURNS
+        seconds = 60 * args.minutes - (time.monotonic() - start) - 5  # to write the report
+        left = run_call(everything, turns, results, seconds)
+    results.save()
+    write(results.data, folder)
+    errors = results.data["errors"]
+    print(f"{folder}/gpu.md: {len(errors)} failed, {left} left")
+    if left:
+        print("run the same command again to continue")
+    if errors:
+        sys.exit(f"error: these failed: {', '.join(errors)} (gpu.md shows why)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What tools.gpu runs: jobs of about a minute, each in processes of its own."""
+
+import os
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+
+from tools.bench import peers
+from tools.bench.peers import Contestant
+from tools.bench.report import EPOCH
+from tools.bench.rows import Row
+from tools.bench.runner import Runner
+from tools.lessons import ONE_PROCESS, ROOT
+from tools.runs import finish_run, last_line, start_run
+from utils.distributed import available_cores
+
+BATCH, SEEDS, EPOCHS = 256, 5, 5
+MODES = {"eager": "none", "compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
+SECONDS = {"none": 30, "default": 70, "reduce-overhead": 80}  # that a run may take, by mode
+
+
+@dataclass(frozen=True)
+class Job:
+    """A measurement. run(limit): returns a dict; raises RuntimeError if it fails, AssertionError if
+    it takes more than `limit` seconds. seconds: an estimate of how long it takes."""
+
+    stage: str
+    name: str
+    seconds: float
+    run: Callable[[float], dict]
+
+
+class Jobs:
+    """The jobs for this machine. folder: for reports; data: flags of the dataset; small: tiny."""
+
+    def __init__(self, folder, data, *, small):
+        self.folder, self.data, self.small = folder, data, small
+        self.device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        self.models = ("resnet18",) if small else ("resnet50", "resnet18")
+        self.steps = 3 if small else EPOCH // BATCH
+
+    def all(self, scratch):
+        """Every Job, the most valuable first. scratch: a temporary folder."""
+        jobs = [self.tests(), self.verify()]
+        for i, model in enumerate(self.models):
+            jobs += self.speeds(model, scratch)
+            jobs += [] if i else self.recipe(scratch)
+            jobs += self.profiles(model, scratch)
+        return [*jobs, *self.reports(), *self.memory(scratch)]
+
+    def tests(self):
+        """tests/gpu, but for the test that runs tools.verify."""
+        arguments = ["-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"]
+        arguments += ["-k", "channels_last" if self.small else "not verify_passes"]
+        if find_spec("xdist"):
+            arguments += ["-n", max(1, available_cores() // 2)]
+        return Job("tests", "tests/gpu", 180, partial(self._command, arguments))
+
+    def verify(self):
+        """All scripts train the same model, on the GPU."""
+        arguments = ["-m", "tools.verify", "--device", self.device]
+        arguments += ["--write", self.folder / "verify.md", *["--only", "1gpu"] * self.small]
+        return Job("verify", "make verify", 120, partial(self._command, arguments))
+
+    def speeds(self, model, scratch):
+        """Seconds per epoch: of the scripts in each precision, and of plain PyTorch."""
+        flags = {"config": ROOT / "configs" / "bench.yaml", "model": model} | self.data
+        graph = "whole step as one CUDA graph"
+        rows = [
+            *self._modes("bfloat16", "train_ddp_amp.py", {"amp_dtype": "bfloat16"}),
+            *self._modes("float32 (TF32 convolutions)", "train_1gpu.py", {"dtype": "float32"}),
+            (f"float32 (TF32 convolutions), {graph}", "train_1gpu_graph.py", {}),
+        ]
+        more = [
+            *self._modes("float16", "train_ddp_amp.py", {"amp_dtype": "float16"}),
+            *self._modes("float32, strict", "train_1gpu.py", {"dtype": "ieee"}),
+            (f"float32, strict, {graph}", "train_1gpu_graph.py", {"dtype": "ieee"}),
+            (f"TF32, {graph}", "train_1gpu_graph.py", {"dtype": "tf32"}),
+        ]
+        for name, script, settings in rows:
+            yield self._speed(model, name, flags, scratch, script, settings)
+        yield from self._plain(model, flags, scratch)
+        for name, script, settings in more[: 0 if self.small else None]:
+            yield self._speed(model, name, flags, scratch, script, settings)
+
+    def _modes(self, precision, script, settings):
+        for mode, compiler in MODES.items():
+            if not self.small or compiler == "none":
+                yield f"{precision}, {mode}", script, settings | {"compile": compiler}
+
+    def _speed(self, model, name, flags, scratch, script, settings):
+        run = partial(self._epochs, flags, scratch, Row(name, script, 1, settings))
+        return Job("speed", f"{model}: {name}", SECONDS[settings.get("compile", "none")], run)
+
+    def _plain(self, model, flags, scratch):
+        cores = available_cores()
+        settings = [("tutorial", "float32", "10!")]
+        settings += [("tutorial", "float32", str(n)) for n in (cores // 2, cores)]
+        settings += [("tuned", "bfloat16", str(n)) for n in (cores // 2, cores)]
+        for peer, precision, workers in settings[:: 4 if self.small else 1]:
+            contestant = Contestant(peer, 1, precision, workers, peer)
+            words = f"{workers.replace('!', ' restarted')} workers"
+            run = partial(self._peer, flags, scratch, contestant)
+            yield Job("speed", f"{model}: {peer} PyTorch, {precision}, {words}", 40, run)
+
+    def profiles(self, model, scratch):
+        """Where the time of a step goes (tools.bench.profiler)."""
+        for name, script, flags in (
+            ("bfloat16, eager", "train_ddp_amp.py", {}),
+            ("bfloat16, compiled, CUDA graphs", "train_ddp_amp.py", {"compile": "reduce-overhead"}),
+            ("float32, one CUDA graph", "train_1gpu_graph.py", {}),
+        )[: 1 if self.small else None]:
+            run = partial(self._profile, scratch, model, script, flags)
+            yield Job("profile", f"{model}: {name}", 90 if flags else 45, run)
+
+    def recipe(self, scratch):
+        """configs/cifar10-94.yaml, over several seeds. Needs CIFAR-10."""
+        if "data_dir" not in self.data:
+            return
+        flags = {"config": ROOT / "configs" / "cifar10-94.yaml"} | self.data
+        for seed in range(1 if self.small else SEEDS):
+            row = Row("recipe", "train_ddp_amp.py", 1, {"seed": seed})
+            run = partial(self._epochs, flags, scratch, row, count=24)
+            yield Job("recipe", f"seed {seed}", 45, run)
+
+    def reports(self):
+        """The benchmarks of loading and saving, which write reports of their own."""
+        model, repeats = self.models[0], 1 if self.small else 3
+        for module, seconds, arguments in (
+            ("loader", 90, ["--images", 64 if self.small else 1024]),
+            ("checkpoint", 60, ["--models", model, "--steps", 4 if self.small else 100]),
+        ):
+            arguments = ["-m", f"tools.bench.{module}", *arguments, "--repeats", repeats]
+            run = partial(self._command, [*arguments, "--output", self.folder])
+            yield Job("reports", f"{module}.md", seconds, run)
+
+    def memory(self, scratch):
+        """Peak memory of each technique, on one GPU."""
+        flags = {"config": ROOT / "configs" / "bench.yaml", "model": self.models[0]}
+        for name, script, settings in (
+            ("one GPU", "train_1gpu.py", {}),
+            ("DDP", "train_ddp.py", {}),
+            ("autocast", "train_ddp_amp.py", {}),
+            ("4 micro-batches", "train_ddp_accum.py", {"micro_batches": 4}),
+            ("FSDP", "train_fsdp.py", {}),
+        )[: 2 if self.small else None]:
+            run = partial(self._memory, flags, scratch, Row(name, script, 1, settings))
+            yield Job("memory", f"{self.models[0]}: {name}", 30, run)
+
+    def _command(self, arguments, limit):
+        process = start_run(arguments, None, {}, cores=_cores())
+        run = finish_run(process, self.folder, limit)
+        if run.code:
+            raise RuntimeError(f"{run.stdout}\n{run.stderr}")
+        return {"seconds": run.seconds, "last_line": last_line(run.stdout)}
+
+    def _epochs(self, flags, scratch, row, limit, count=EPOCHS):
+        runner = Runner(flags, mkdtemp(dir=scratch), self.steps, limit)
+        return runner.epochs(row, 2 if self.small else count)
+
+    def _peer(self, flags, scratch, contestant, limit):
+        if self.small:
+            contestant = Contestant(contestant.name, 1, contestant.precision, "1", contestant.peer)
+        runner = Runner(flags, mkdtemp(dir=scratch), self.steps, limit)
+        sample = peers.sample(runner, contestant)
+        samples = self.steps * BATCH
+        return sample | {"train": samples / sample["images_per_second"], "samples": samples}
+
+    def _memory(self, flags, scratch, row, limit):
+        return Runner(flags, mkdtemp(dir=scratch), min(self.steps, 12), limit).row(row)
+
+    def _profile(self, scratch, model, script, flags, limit):
+        folder = Path(mkdtemp(dir=scratch))
+        flags = flags | {"config": ROOT / "configs" / "bench.yaml", "model": model, "epochs": 2}
+        batch = 16 if self.small else BATCH
+        flags |= {"synthetic_samples": 40 * batch, "global_batch_size": batch}
+        flags |= {"output_dir": folder / "run", "save_minutes": 0, "resume": "never"}
+        nproc = None if script in ONE_PROCESS else 1
+        arguments = ["-m", "tools.bench.profiler", folder, script]
+        process = start_run(arguments, nproc, flags, cores=_cores(), launcher="tools.launch")
+        run = finish_run(process, folder / "run", limit)
+        if run.code:
+            raise RuntimeError(run.stderr)
+        text = (folder / "profile.md").read_text()
+        return {"summary": text.splitlines()[0], "text": text}
+
+
+def _cores():
+    return sorted(os.sched_getaffinity(0))
+
+
+def dataset_flags(source, folder):
+    """The settings that read CIFAR-10 from `source`: a folder with the images of each class, one
+    with cifar-10-batches-py, or a .tar archive of either, which is extracted into `folder`.
+
+    Without a source, the images are synthetic.
+    """
+    if not source:
+        return {"dataset": "synthetic"}
+    source = Path(source).resolve()
+    if source.is_file():
+        target = Path(folder).resolve() / source.name.partition(".")[0]
+        if not target.exists():
+            print(f"extracting {source} to {target}", flush=True)
+            with tarfile.open(source) as archive:
+                archive.extractall(f"{target}.tmp", filter="data")
+            os.replace(f"{target}.tmp", target)
+        source = target
+    if (source / "cifar-10-batches-py").is_dir():
+        return {"dataset": "cifar10", "data_dir": source}
+    return {"dataset": "imagefolder", "data_dir": source, "image_size": 32}
