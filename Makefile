@@ -15,6 +15,9 @@ peers := .venv/.peers
 shared := -n auto --dist loadfile
 endif
 
+oldest := .venv-oldest/bin/python
+oldest_versions := $(shell sed 's/>=\(.*\)/==\1.*/' requirements.txt)
+
 NPROC ?= 2
 CONFIG ?= configs/quickstart.yaml
 SCRIPT ?= train_ddp.py
@@ -24,8 +27,8 @@ SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-gpu gpu test-slurm test-kubernetes doctor verify verify-all chaos \
-    bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
+.PHONY: help train test test-all test-oldest test-gpu gpu test-slurm test-kubernetes doctor verify \
+    verify-all chaos bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -44,6 +47,11 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
+
+test-oldest:  ## the same with the oldest versions that requirements.txt allows, in .venv-oldest
+	test -x $(oldest) || python3 -m venv .venv-oldest
+	$(oldest) -m pip install --quiet $(oldest_versions) -r requirements-dev.txt
+	$(oldest) -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)
@@ -100,7 +108,7 @@ readme: $(env)  ## update the generated blocks of README.md and docs/
 	$(python) -m tools.readme
 
 clean:  ## remove the environment and the caches; runs/ and data/ stay
-	rm -rf .venv .pytest_cache .ruff_cache .coverage*
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.train: requirements.txt requirements-extras.txt
