@@ -57,7 +57,7 @@ def main():
 
     # Model
     model = build_model(cfg, num_classes=len(classes)).to(device)
-    # It keeps this rank's stages.
+    # A Pipeline keeps only the layers of this rank's stages.
     model = pipeline.Pipeline(model, (batch_size, len(classes)), device, cfg)
 
     # Optimization

@@ -671,21 +671,20 @@ def test_epochs_are_left_out_unless_they_are_due_the_best_or_the_last(tmp_path):
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 7
 
 
-def test_save_within_an_epoch_follows_one_that_was_left_out(tmp_path):
-    """As a stop does: if its signal arrives at the end of an epoch without a save."""
+def test_epoch_is_saved_if_a_save_is_due_at_its_last_step(tmp_path):
+    """Otherwise, a run with one step per epoch would never stop after a signal."""
     state = make_state()
     writer = checkpointer(tmp_path, state, save_epochs=3, epochs=7)
-    asked = []
-    writer.is_due = lambda: asked.append(True) or True
-    state["loader"].step = 5  # the last one
-    writer.step()
-    writer.save(1)
-    assert asked and not list(tmp_path.iterdir())
-    state["loader"].step = 1
-    writer.step()
-    writer.wait()
-    last = read_checkpoint(tmp_path / "last.pt")
-    assert (last["epoch"], last["loader"]["step"]) == (1, 1)
+    reasons = iter([False, False, True])
+    writer.is_due = lambda: next(reasons)
+    for epoch, step in ((0, 5), (1, 1), (1, 5)):  # an epoch has 5 steps
+        state["loader"].step = step
+        writer.step()
+        if step == 5:
+            writer.save(epoch + 1)
+            writer.wait()
+        assert (tmp_path / "last.pt").exists() == (epoch + step == 6)
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
 
 
 def test_main_process_decides_which_epoch_is_the_best(tmp_path):

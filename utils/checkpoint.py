@@ -48,7 +48,7 @@ class Checkpointer:
 
     def __init__(self, cfg, state, compare_ranks=False):
         self.cfg, self.state, self.folder = cfg, state, Path(cfg.output_dir)
-        self.replicas = None
+        self.replicas = self.pending = None
         if compare_ranks and cfg.check_replicas_every >= 0 and os.environ.get("WORLD_SIZE") != "1":
             with option("comparing the ranks (pass --check-replicas-every -1 to go without)"):
                 import utils.replicas
@@ -57,8 +57,8 @@ class Checkpointer:
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.facts = cfg.fixed_on_resume() | state.get("data", {})  # what must not change
         self.sharded = any(hasattr(p, "full_tensor") for p in self.model.parameters())
-        self.epoch = 0
-        self.writer, self.pending = ThreadPoolExecutor(1), None
+        self.epoch, self.due = 0, False
+        self.writer = ThreadPoolExecutor(1)
         self.write_file, self.after_step = save_atomically, lambda wait: None
         self.is_due = self.after_save = lambda: False
         if cfg.save_sharded:
@@ -107,11 +107,11 @@ class Checkpointer:
         cfg, loader = self.cfg, self.state["loader"]
         step, every = loader.step, cfg.check_replicas_every
         last = step == len(loader)  # the script saves at the end of the epoch
-        due = self.is_due() or (cfg.save_steps and step % cfg.save_steps == 0)
-        self.after_step(wait=last or due)
-        if every > 0 and step % every == 0 and not last:
+        self.due = self.is_due() or (cfg.save_steps and not step % cfg.save_steps)
+        self.after_step(wait=last or self.due)
+        if every > 0 and not step % every and not last:
             self._compare_replicas(between_steps=True)
-        if due and not last:
+        if self.due and not last:
             self.save(self.epoch, between_steps=True)
 
     def save(self, epoch, is_best=False, between_steps=False):
@@ -122,7 +122,7 @@ class Checkpointer:
         between_steps: the save is within the next epoch, and writes only last.pt.
         """
         self.epoch = epoch
-        due = between_steps or epoch == self.cfg.epochs or not epoch % self.cfg.save_epochs
+        due = self.due or epoch == self.cfg.epochs or not epoch % self.cfg.save_epochs
         if not due and not all_gather_object(is_best)[0]:
             return
         self._compare_replicas(between_steps)

@@ -192,7 +192,7 @@ def _with_options(kind, texts):
         with option("--weights"):
             from utils.weights import Settings
         options.append(Settings)
-    if texts.get("per_process_batch_size"):
+    if "per_process_batch_size" in texts:
         with option("--per-process-batch-size"):
             from utils.per_process import Settings
         options.append(Settings)

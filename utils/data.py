@@ -134,9 +134,10 @@ class Loader:
 
     def _normalize(self, images):
         images = images.to(self.device, non_blocking=True)
-        pixels = images.dtype == torch.uint8 and images.dim() == 4
+        is_4d = images.dim() == 4
+        pixels = images.dtype == torch.uint8 and is_4d
         if pixels or images.is_floating_point():  # others, such as the indices of words, stay
-            layout = torch.channels_last if images.dim() == 4 else torch.contiguous_format
+            layout = torch.channels_last if is_4d else torch.contiguous_format
             images = images.to(self.dtype, memory_format=layout)
         return images.mul_(self.scale).add_(self.shift) if pixels else images
 

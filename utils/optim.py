@@ -17,10 +17,9 @@ def build_optimizer(model, cfg):
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
     if len(meshes) == 1:
         options["fused" if meshes == {None} or "adam" in cfg.optimizer else "foreach"] = True
-    if cfg.optimizer == "adam":
-        return torch.optim.Adam(parameters, **options)
-    if cfg.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **options)
+    if "adam" in cfg.optimizer:
+        kind = torch.optim.AdamW if cfg.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, **options)
     nesterov = cfg.optimizer == "sgd_nesterov" and cfg.momentum > 0
     optimizer = torch.optim.SGD(parameters, momentum=cfg.momentum, nesterov=nesterov, **options)
     if cfg.momentum:
