@@ -48,7 +48,7 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
-test-oldest:  ## the same with the oldest versions that requirements.txt allows, in .venv-oldest
+test-oldest:  ## the same with the lowest minor versions of requirements.txt, in .venv-oldest
 	test -x $(oldest) || python3 -m venv .venv-oldest
 	$(oldest) -m pip install --quiet $(oldest_versions) -r requirements-dev.txt
 	$(oldest) -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)

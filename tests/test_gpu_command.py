@@ -1,6 +1,7 @@
 """The command that measures everything on a GPU, in calls of limited length."""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -8,12 +9,15 @@ import tarfile
 import pytest
 
 import tools.gpu.__main__ as command
+from tests.test_preemption import wait_until
 from tools.bench import loader
 from tools.gpu.__main__ import Results, plan, run_call
 from tools.gpu.jobs import Job, Jobs, dataset_flags
 from tools.gpu.report import sections, speed_table
 from tools.lessons import ROOT
+from tools.runs import TooSlow, family, wait_for_family
 from utils.config import load_config
+from utils.errors import UserError
 
 
 class Clock:
@@ -40,7 +44,8 @@ def make_jobs(clock, ran, **seconds):
         def run(limit):
             ran.append(name)
             clock.now += min(length, limit)
-            assert length <= limit
+            if length > limit:
+                raise TooSlow
             return {}
 
         return Job("speed" if name.startswith("fast") else "other", name, length, run)
@@ -124,14 +129,65 @@ def test_archive_is_extracted_once(tmp_path):
     archive = tmp_path / "cifar10.tar.xz"
     with tarfile.open(archive, "w:xz") as file:
         file.add(tmp_path / "images" / "train", "train")
-    folder = tmp_path / "out" / "cifar10"
+    with tarfile.open(tmp_path / "whole.tar", "w") as file:
+        file.add(tmp_path / "images", "images")  # a single folder
+    folder = tmp_path / "out" / "cifar10.tar.xz.extracted"
     expected = {"dataset": "imagefolder", "data_dir": folder, "image_size": 32}
     assert dataset_flags(archive, tmp_path / "out") == expected
     archive.write_bytes(b"")
     assert dataset_flags(archive, tmp_path / "out") == expected
+    place = dataset_flags(tmp_path / "whole.tar", tmp_path / "out")["data_dir"]
+    assert place == tmp_path / "out" / "whole.tar.extracted" / "images"
     (tmp_path / "images" / "cifar-10-batches-py").mkdir()
     assert dataset_flags(tmp_path / "images", tmp_path)["dataset"] == "cifar10"
     assert dataset_flags(None, tmp_path) == {"dataset": "synthetic"}
+
+
+def test_data_without_images_are_an_error(tmp_path):
+    (tmp_path / "text").write_text("no archive")
+    for name, problem in (
+        ("text", "is not a .tar archive"),
+        ("absent", "has neither cifar-10-batches-py nor train"),
+        ("", "has neither cifar-10-batches-py nor train"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            dataset_flags(tmp_path / name, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"samp'])
+def test_damaged_results_are_named(text, tmp_path):
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(UserError, match=r"gpu\.json is damaged"):
+        Results(tmp_path / "gpu.json")
+
+
+def test_results_of_another_setup_are_not_mixed(tmp_path):
+    first = Results(tmp_path / "gpu.json", {"small": True})
+    first.save()
+    Results(tmp_path / "gpu.json", {"small": True})
+    with pytest.raises(UserError, match="pass another --output"):
+        Results(tmp_path / "gpu.json", {"small": False})
+
+
+def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
+    ran, results = [], Results(tmp_path / "gpu.json")
+    jobs = make_jobs(clock, ran, long=90, longer=120)
+    with pytest.raises(UserError, match="other: long takes about 90 s: pass more --minutes"):
+        run_call(jobs, 1, results, seconds=60)
+    assert run_call(jobs, 1, results, seconds=90) == 1
+
+
+def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
+    arguments = [sys.executable, "-m", "tools.gpu", "--small", "--output", tmp_path / "out"]
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path), "RUN_TAG": "gpu-command"}
+    )
+    wait_until(lambda: list(tmp_path.glob("gpu-*")) and len(family("gpu-command")) > 1)  # a job
+    process.terminate()
+    assert process.wait(30) == 1
+    assert wait_for_family("gpu-command") == []  # none that has to be killed
+    assert not list(tmp_path.glob("gpu-*"))
+    assert (tmp_path / "out" / "gpu.md").exists()
 
 
 def test_speeds_are_compared_with_the_published_tutorial():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ class Run(NamedTuple):
     seconds: float
     rows: list  # of metrics.jsonl
     output_dir: Path
+
+
+class TooSlow(AssertionError):
+    """A run did not end within its time limit."""
 
 
 def command(script, nproc, flags, launcher="torch.distributed.run"):
@@ -84,7 +89,8 @@ def start_run(
 def finish_run(process, output_dir, limit=180):
     """Wait until a run ends. Returns its Run.
 
-    Raises AssertionError if it takes more than `limit` seconds or leaves processes behind.
+    Raises AssertionError if it leaves processes behind, TooSlow if it takes more than `limit`
+    seconds.
     """
     try:
         stdout, stderr = process.communicate(timeout=limit)
@@ -92,8 +98,8 @@ def finish_run(process, output_dir, limit=180):
         kill_family(process.run_tag)
         stdout, stderr = process.communicate()
         output = f"{stdout}\n{stderr}"
-        raise AssertionError(f"{process.args} did not end in {limit} s:\n{output}") from None
-    except KeyboardInterrupt:
+        raise TooSlow(f"{process.args} did not end in {limit} s:\n{output}") from None
+    except BaseException:  # such as KeyboardInterrupt
         kill_family(process.run_tag)
         raise
     seconds = time.monotonic() - process.started
@@ -141,12 +147,15 @@ def wait_for_family(tag, limit=10):
 
 
 def kill_family(tag):
-    """Kill the processes of a family."""
-    for pid in family(tag):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """Kill the processes of a family, and those that they have started meanwhile."""
+    for _ in range(100):  # a process may need a moment to end
+        pids = family(tag)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            return
+        time.sleep(0.01)
 
 
 def last_line(text):

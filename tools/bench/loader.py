@@ -91,7 +91,8 @@ class DecodedOnDevice:
     """Batches of uint8 (64, 3, 224, 224), of JPEG files that a GPU decodes and crops."""
 
     def __init__(self, root, device="cuda"):
-        self.paths = sorted(map(str, (Path(root) / "train").rglob("*.jpg")))
+        files = sorted((Path(root) / "train").rglob("*"))
+        self.paths = [str(path) for path in files if path.suffix.lower() in (".jpg", ".jpeg")]
         self.device, self.crop = device, RandomResizedCrop(224, antialias=True)
 
     def __iter__(self):

@@ -165,7 +165,7 @@ def output_of(*command):
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     except OSError:
         return ""
-    return run.stdout.strip()
+    return "" if run.returncode else run.stdout.strip()
 
 
 def machine():

@@ -14,7 +14,7 @@ Nothing has to be installed besides what the scripts need, and pytest.
 
 import argparse
 import json
-import sys
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -23,19 +23,31 @@ from tools.bench.runner import machine
 from tools.gpu.jobs import Jobs, dataset_flags
 from tools.gpu.report import driver, write
 from tools.lessons import ROOT
-from tools.runs import last_line
+from tools.runs import TooSlow, last_line
+from utils.errors import UserError, report_errors
 
 TURNS = 3  # of the stage "speed"
 ATTEMPTS = 2  # of a job that a call has had to stop
 
 
 class Results:
-    """Samples and errors of the jobs, kept in a file. Keys are "stage: name"."""
+    """Samples and errors of the jobs, kept in a file. Keys are "stage: name".
 
-    def __init__(self, path):
-        self.path, self.data = path, {"samples": {}, "errors": {}, "stopped": {}}
+    setup: what the results depend on. Raises UserError if the file is damaged, or has other ones.
+    """
+
+    def __init__(self, path, setup=None):
+        self.path = path
+        self.data = {"setup": setup, "samples": {}, "errors": {}, "stopped": {}}
         if path.exists():
-            self.data = json.loads(path.read_text())
+            try:
+                self.data |= json.loads(path.read_text())
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{path} is damaged ({error}): remove it") from None
+        if self.data["setup"] != setup:
+            raise UserError(
+                f"{path} has results of {self.data['setup']}, not {setup}: pass another --output"
+            )
 
     def samples(self, job):
         """The samples of a job so far."""
@@ -55,12 +67,12 @@ class Results:
         key, start = f"{job.stage}: {job.name}", time.monotonic()
         try:
             sample = job.run(limit)
-        except AssertionError as error:  # it takes too long
+        except TooSlow as error:
             count = self.data["stopped"][key] = self.data["stopped"].get(key, 0) + 1
             if count == ATTEMPTS:
                 self.data["errors"][key] = str(error)
             text = f"stopped after {limit:.0f} s"
-        except (Exception, SystemExit) as error:
+        except Exception as error:
             self.data["errors"][key] = str(error)
             text = f"failed: {last_line(str(error))}"
         else:
@@ -84,53 +96,78 @@ def plan(jobs, turns):
 
 
 def run_call(jobs, turns, results, seconds):
-    """Run what is missing and fits into the rest of this call. Returns the number of jobs left."""
-    end = time.monotonic() + seconds
+    """Run what is missing and fits into the rest of this call. Returns the number of jobs left.
+
+    Raises UserError if there is something left, but nothing that fits into a whole call.
+    """
+    end, started = time.monotonic() + seconds, False
     for job, turn in plan(jobs, turns):
         left = end - time.monotonic()
         if results.needs(job, turn) and results.seconds(job) <= left:
+            started = True
             print(results.run(job, left), flush=True)
-    return sum(results.needs(job, turn) for job, turn in plan(jobs, turns))
+    missing = [job for job, turn in plan(jobs, turns) if results.needs(job, turn)]
+    if missing and not started:
+        job = min(missing, key=results.seconds)
+        raise UserError(
+            f"{job.stage}: {job.name} takes about {results.seconds(job):.0f} s: pass more --minutes"
+        )
+    return len(missing)
 
 
+def interrupt(*_):
+    """SIGTERM ends the jobs as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+@report_errors
 def main():
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: 9)")
     parser.add_argument(
         "--data",
-        help="CIFAR-10: a folder of images per class, one with cifar-10-batches-py, or a .tar of "
-        "either; without it, images are synthetic and the recipe is left out",
+        help="CIFAR-10: a folder with train/<class>/ and test/<class>/, or with "
+        "cifar-10-batches-py, or a .tar of either; without it, images are synthetic, and the "
+        "recipe is left out",
     )
-    parser.add_argument("--output", default="runs/gpu", help="folder of the results")
-    parser.add_argument("--retry", action="store_true", help="also run what has failed before")
+    parser.add_argument(
+        "--output", help="folder of the results (default: runs/gpu, runs/gpu-small with --small)"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="run again what has failed; once, in this call"
+    )
     parser.add_argument(
         "--small", action="store_true", help="tiny jobs, to try the command; also without a GPU"
     )
     args = parser.parse_args()
-    start, folder = time.monotonic(), Path(args.output).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = machine() | {"driver": driver()}
+    signal.signal(signal.SIGTERM, interrupt)
+    start, facts = time.monotonic(), machine() | {"driver": driver()}
     if not facts["gpus"] and not args.small:
-        sys.exit("error: no GPU is visible (nvidia-smi lists them); --small runs without one")
-    results = Results(folder / "gpu.json")
+        raise UserError("no GPU is visible (nvidia-smi lists them); --small runs without one")
+    folder = Path(args.output or f"runs/gpu{'-small' * args.small}").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    setup = {name: facts[name] for name in ("gpus", "torch", "commit")}
+    data = dataset_flags(args.data, ROOT / "data")
+    setup |= {"small": args.small, "data": str(data.get("data_dir", "synthetic"))}
+    results = Results(folder / "gpu.json", setup)
     results.data["machine"] = facts
     if args.retry:
         results.data |= {"errors": {}, "stopped": {}}
-    jobs = Jobs(folder, dataset_flags(args.data, ROOT / "data"), small=args.small)
-    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
-        everything = list(jobs.all(scratch))
-        turns = 1 if args.small else TURNS
-        seconds = 60 * args.minutes - (time.monotonic() - start) - 5  # to write the report
-        left = run_call(everything, turns, results, seconds)
-    results.save()
-    write(results.data, folder)
+    jobs, turns = Jobs(folder, data, small=args.small), 1 if args.small else TURNS
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+            seconds = 60 * args.minutes - (time.monotonic() - start) - 5  # to write the report
+            left = run_call(list(jobs.all(scratch)), turns, results, seconds)
+    finally:
+        results.save()
+        write(results.data, folder)
     errors = results.data["errors"]
     print(f"{folder}/gpu.md: {len(errors)} failed, {left} left")
     if left:
-        print("run the same command again to continue")
+        print("run the same command again, without --retry, to continue")
     if errors:
-        sys.exit(f"error: these failed: {', '.join(errors)} (gpu.md shows why)")
+        raise UserError(f"these failed: {', '.join(errors)} (gpu.md shows why; see --retry)")
 
 
 if __name__ == "__main__":

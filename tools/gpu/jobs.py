@@ -19,6 +19,7 @@ from tools.bench.runner import Runner
 from tools.lessons import ONE_PROCESS, ROOT
 from tools.runs import finish_run, last_line, start_run
 from utils.distributed import available_cores
+from utils.errors import UserError
 
 BATCH, SEEDS, EPOCHS = 256, 5, 5
 MODES = {"eager": "none", "compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
@@ -27,8 +28,8 @@ SECONDS = {"none": 30, "default": 70, "reduce-overhead": 80}  # that a run may t
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement. run(limit): returns a dict; raises RuntimeError if it fails, AssertionError if
-    it takes more than `limit` seconds. seconds: an estimate of how long it takes."""
+    """A measurement. run(limit): returns a dict; raises TooSlow if it takes more than `limit`
+    seconds, another Exception if it fails. seconds: an estimate of how long it takes."""
 
     stage: str
     name: str
@@ -196,22 +197,36 @@ def _cores():
 
 
 def dataset_flags(source, folder):
-    """The settings that read CIFAR-10 from `source`: a folder with the images of each class, one
-    with cifar-10-batches-py, or a .tar archive of either, which is extracted into `folder`.
+    """The settings that read CIFAR-10 from `source`: a folder with train/ and test/, which hold a
+    folder per class; one with cifar-10-batches-py; or a .tar archive of either, which is extracted
+    into `folder`.
 
-    Without a source, the images are synthetic.
+    Without a source, the images are synthetic. Raises UserError if there are no such images.
     """
     if not source:
         return {"dataset": "synthetic"}
-    source = Path(source).resolve()
-    if source.is_file():
-        target = Path(folder).resolve() / source.name.partition(".")[0]
-        if not target.exists():
-            print(f"extracting {source} to {target}", flush=True)
-            with tarfile.open(source) as archive:
-                archive.extractall(f"{target}.tmp", filter="data")
-            os.replace(f"{target}.tmp", target)
-        source = target
-    if (source / "cifar-10-batches-py").is_dir():
-        return {"dataset": "cifar10", "data_dir": source}
-    return {"dataset": "imagefolder", "data_dir": source, "image_size": 32}
+    place = Path(source).resolve()
+    if place.is_file():
+        place = _extracted(place, Path(folder).resolve())
+    inside = [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    if len(inside) == 1 and inside[0].name not in ("cifar-10-batches-py", "train"):
+        place = inside[0]  # an archive of one folder
+    if (place / "cifar-10-batches-py").is_dir():
+        return {"dataset": "cifar10", "data_dir": place}
+    if (place / "train").is_dir():
+        return {"dataset": "imagefolder", "data_dir": place, "image_size": 32}
+    raise UserError(f"--data {source}: {place} has neither cifar-10-batches-py nor train")
+
+
+def _extracted(archive, folder):
+    """The folder with the contents of an archive, in `folder`."""
+    target = folder / f"{archive.name}.extracted"
+    if not target.exists():
+        print(f"extracting {archive} to {target}", flush=True)
+        try:
+            with tarfile.open(archive) as file:
+                file.extractall(f"{target}.tmp", filter="data")
+        except tarfile.TarError as error:
+            raise UserError(f"--data {archive} is not a .tar archive ({error})") from None
+        os.replace(f"{target}.tmp", target)
+    return target
