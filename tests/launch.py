@@ -93,11 +93,12 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     local_world_size: ranks per node, to simulate several nodes (default: all on one).
     """
     context = multiprocessing.get_context("fork")
-    results, port = context.Queue(), free_port()
+    results, done, port = context.Queue(), context.Event(), free_port()
     nodes = local_world_size or world_size
     ranks = [
         context.Process(
-            target=_rank, args=(results, port, rank, world_size, nodes, timeout, function, args)
+            target=_rank,
+            args=(results, done, port, rank, world_size, nodes, timeout, function, args),
         )
         for rank in range(world_size)
     ]
@@ -106,6 +107,7 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     try:
         returned = dict(results.get(timeout=limit) for _ in ranks)
     finally:
+        done.set()
         for rank in ranks:
             rank.join(5)
             rank.kill()
@@ -121,7 +123,7 @@ def run_isolated(function):
     return result
 
 
-def _rank(results, port, rank, world_size, local_world_size, timeout, function, args):
+def _rank(results, done, port, rank, world_size, local_world_size, timeout, function, args):
     import torch.distributed as dist
 
     from utils.distributed import init_distributed
@@ -144,5 +146,6 @@ def _rank(results, port, rank, world_size, local_world_size, timeout, function, 
         traceback.print_exc()
         result = error
     results.put((rank, pickle.dumps(result)))  # or a tensor would have to outlive its process
+    done.wait(60)  # rank 0 holds the store, to which another one may be about to connect
     if dist.is_initialized():
         dist.destroy_process_group()
