@@ -28,7 +28,8 @@ FROM ?= 1gpu
 TO ?= ddp
 
 .PHONY: help train test test-all test-oldest test-gpu gpu test-slurm test-kubernetes doctor verify \
-    verify-all chaos bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint diff readme clean
+    verify-all chaos bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint \
+    diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile

@@ -25,6 +25,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,11 +79,10 @@ def torchvision_model(cfg, num_classes):
     return torchvision.models.get_model(cfg.model, weights=None, num_classes=num_classes)
 
 
-def sgd(model, cfg):
+def sgd(model, cfg, **options):
     """PyTorch's SGD with the scripts' settings."""
-    return torch.optim.SGD(
-        model.parameters(), cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay
-    )
+    options |= {"momentum": cfg.momentum, "weight_decay": cfg.weight_decay}
+    return torch.optim.SGD(model.parameters(), cfg.lr, **options)
 
 
 class Clock:
@@ -132,15 +132,9 @@ def tuned(cfg, num_classes, device, loader, precision, clock):
     """Plain PyTorch on one device, with what its tuning guide recommends
     (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html)."""
     model = torchvision_model(cfg, num_classes).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        cfg.lr,
-        momentum=cfg.momentum,
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
-    options = {"non_blocking": True, "memory_format": torch.channels_last}
-    return _train(model, optimizer, loader, device, precision, clock, options=options)
+    optimizer = sgd(model, cfg, fused=True)
+    to = partial(torch.Tensor.to, non_blocking=True, memory_format=torch.channels_last)
+    return _train(model, optimizer, loader, device, precision, clock, to=to)
 
 
 def _train(
@@ -151,7 +145,7 @@ def _train(
     precision,
     clock,
     backward=torch.Tensor.backward,
-    options=None,  # of images.to()
+    to=torch.Tensor.to,
 ):
     model.train()
     for epoch in range(EPOCHS):
@@ -159,7 +153,7 @@ def _train(
             loader.sampler.set_epoch(epoch)
         clock.start()
         for images, labels in loader:
-            images, labels = images.to(device, **(options or {})), labels.to(device)
+            images, labels = to(images, device), labels.to(device)
             autocast = torch.autocast(device.type, torch.bfloat16)
             with autocast if precision == "bfloat16" else nullcontext():
                 outputs = model(images)

@@ -154,11 +154,12 @@ def main():
     results.data["machine"] = facts
     if args.retry:
         results.data |= {"errors": {}, "stopped": {}}
-    jobs, turns = Jobs(folder, data, small=args.small), 1 if args.small else TURNS
+    turns = 1 if args.small else TURNS
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+            jobs = list(Jobs(folder, scratch, data, small=args.small).all())
             seconds = 60 * args.minutes - (time.monotonic() - start) - 5  # to write the report
-            left = run_call(list(jobs.all(scratch)), turns, results, seconds)
+            left = run_call(jobs, turns, results, seconds)
     finally:
         results.save()
         write(results.data, folder)

@@ -38,22 +38,23 @@ class Job:
 
 
 class Jobs:
-    """The jobs for this machine. folder: for reports; data: flags of the dataset; small: tiny."""
+    """The jobs for this machine. folder: for reports; scratch: a temporary folder; data: flags of
+    the dataset; small: tiny jobs."""
 
-    def __init__(self, folder, data, *, small):
-        self.folder, self.data, self.small = folder, data, small
+    def __init__(self, folder, scratch, data, *, small):
+        self.folder, self.scratch, self.data, self.small = folder, scratch, data, small
         self.device = "cuda:0" if torch.cuda.is_available() else "cpu"
         self.models = ("resnet18",) if small else ("resnet50", "resnet18")
         self.steps = 3 if small else EPOCH // BATCH
 
-    def all(self, scratch):
-        """Every Job, the most valuable first. scratch: a temporary folder."""
+    def all(self):
+        """Every Job, the most valuable first."""
         jobs = [self.tests(), self.verify()]
         for i, model in enumerate(self.models):
-            jobs += self.speeds(model, scratch)
-            jobs += [] if i else self.recipe(scratch)
-            jobs += self.profiles(model, scratch)
-        return [*jobs, *self.reports(), *self.memory(scratch)]
+            jobs += self.speeds(model)
+            jobs += [] if i else self.recipe()
+            jobs += self.profiles(model)
+        return [*jobs, *self.reports(), *self.memory()]
 
     def tests(self):
         """tests/gpu, but for the test that runs tools.verify."""
@@ -69,7 +70,7 @@ class Jobs:
         arguments += ["--write", self.folder / "verify.md", *["--only", "1gpu"] * self.small]
         return Job("verify", "make verify", 120, partial(self._command, arguments))
 
-    def speeds(self, model, scratch):
+    def speeds(self, model):
         """Seconds per epoch: of the scripts in each precision, and of plain PyTorch."""
         flags = {"config": ROOT / "configs" / "bench.yaml", "model": model} | self.data
         graph = "whole step as one CUDA graph"
@@ -85,21 +86,21 @@ class Jobs:
             (f"TF32, {graph}", "train_1gpu_graph.py", {"dtype": "tf32"}),
         ]
         for name, script, settings in rows:
-            yield self._speed(model, name, flags, scratch, script, settings)
-        yield from self._plain(model, flags, scratch)
+            yield self._speed(model, name, flags, script, settings)
+        yield from self._plain(model, flags)
         for name, script, settings in more[: 0 if self.small else None]:
-            yield self._speed(model, name, flags, scratch, script, settings)
+            yield self._speed(model, name, flags, script, settings)
 
     def _modes(self, precision, script, settings):
         for mode, compiler in MODES.items():
             if not self.small or compiler == "none":
                 yield f"{precision}, {mode}", script, settings | {"compile": compiler}
 
-    def _speed(self, model, name, flags, scratch, script, settings):
-        run = partial(self._epochs, flags, scratch, Row(name, script, 1, settings))
+    def _speed(self, model, name, flags, script, settings):
+        run = partial(self._epochs, flags, Row(name, script, 1, settings))
         return Job("speed", f"{model}: {name}", SECONDS[settings.get("compile", "none")], run)
 
-    def _plain(self, model, flags, scratch):
+    def _plain(self, model, flags):
         cores = available_cores()
         settings = [("tutorial", "float32", "10!")]
         settings += [("tutorial", "float32", str(n)) for n in (cores // 2, cores)]
@@ -107,27 +108,27 @@ class Jobs:
         for peer, precision, workers in settings[:: 4 if self.small else 1]:
             contestant = Contestant(peer, 1, precision, workers, peer)
             words = f"{workers.replace('!', ' restarted')} workers"
-            run = partial(self._peer, flags, scratch, contestant)
+            run = partial(self._peer, flags, contestant)
             yield Job("speed", f"{model}: {peer} PyTorch, {precision}, {words}", 40, run)
 
-    def profiles(self, model, scratch):
+    def profiles(self, model):
         """Where the time of a step goes (tools.bench.profiler)."""
         for name, script, flags in (
             ("bfloat16, eager", "train_ddp_amp.py", {}),
             ("bfloat16, compiled, CUDA graphs", "train_ddp_amp.py", {"compile": "reduce-overhead"}),
             ("float32, one CUDA graph", "train_1gpu_graph.py", {}),
         )[: 1 if self.small else None]:
-            run = partial(self._profile, scratch, model, script, flags)
+            run = partial(self._profile, model, script, flags)
             yield Job("profile", f"{model}: {name}", 90 if flags else 45, run)
 
-    def recipe(self, scratch):
+    def recipe(self):
         """configs/cifar10-94.yaml, over several seeds. Needs CIFAR-10."""
         if "data_dir" not in self.data:
             return
         flags = {"config": ROOT / "configs" / "cifar10-94.yaml"} | self.data
         for seed in range(1 if self.small else SEEDS):
             row = Row("recipe", "train_ddp_amp.py", 1, {"seed": seed})
-            run = partial(self._epochs, flags, scratch, row, count=24)
+            run = partial(self._epochs, flags, row, count=24)
             yield Job("recipe", f"seed {seed}", 45, run)
 
     def reports(self):
@@ -141,7 +142,7 @@ class Jobs:
             run = partial(self._command, [*arguments, "--output", self.folder])
             yield Job("reports", f"{module}.md", seconds, run)
 
-    def memory(self, scratch):
+    def memory(self):
         """Peak memory of each technique, on one GPU."""
         flags = {"config": ROOT / "configs" / "bench.yaml", "model": self.models[0]}
         for name, script, settings in (
@@ -151,7 +152,7 @@ class Jobs:
             ("4 micro-batches", "train_ddp_accum.py", {"micro_batches": 4}),
             ("FSDP", "train_fsdp.py", {}),
         )[: 2 if self.small else None]:
-            run = partial(self._memory, flags, scratch, Row(name, script, 1, settings))
+            run = partial(self._memory, flags, Row(name, script, 1, settings))
             yield Job("memory", f"{self.models[0]}: {name}", 30, run)
 
     def _command(self, arguments, limit):
@@ -161,23 +162,23 @@ class Jobs:
             raise RuntimeError(f"{run.stdout}\n{run.stderr}")
         return {"seconds": run.seconds, "last_line": last_line(run.stdout)}
 
-    def _epochs(self, flags, scratch, row, limit, count=EPOCHS):
-        runner = Runner(flags, mkdtemp(dir=scratch), self.steps, limit)
+    def _epochs(self, flags, row, limit, count=EPOCHS):
+        runner = Runner(flags, mkdtemp(dir=self.scratch), self.steps, limit)
         return runner.epochs(row, 2 if self.small else count)
 
-    def _peer(self, flags, scratch, contestant, limit):
+    def _peer(self, flags, contestant, limit):
         if self.small:
             contestant = Contestant(contestant.name, 1, contestant.precision, "1", contestant.peer)
-        runner = Runner(flags, mkdtemp(dir=scratch), self.steps, limit)
+        runner = Runner(flags, mkdtemp(dir=self.scratch), self.steps, limit)
         sample = peers.sample(runner, contestant)
         samples = self.steps * BATCH
         return sample | {"train": samples / sample["images_per_second"], "samples": samples}
 
-    def _memory(self, flags, scratch, row, limit):
-        return Runner(flags, mkdtemp(dir=scratch), min(self.steps, 12), limit).row(row)
+    def _memory(self, flags, row, limit):
+        return Runner(flags, mkdtemp(dir=self.scratch), min(self.steps, 12), limit).row(row)
 
-    def _profile(self, scratch, model, script, flags, limit):
-        folder = Path(mkdtemp(dir=scratch))
+    def _profile(self, model, script, flags, limit):
+        folder = Path(mkdtemp(dir=self.scratch))
         flags = flags | {"config": ROOT / "configs" / "bench.yaml", "model": model, "epochs": 2}
         batch = 16 if self.small else BATCH
         flags |= {"synthetic_samples": 40 * batch, "global_batch_size": batch}

@@ -1,8 +1,6 @@
 """The report of tools.gpu: gpu.md."""
 
-import statistics
-
-from tools.bench.report import EPOCH, markdown_table, run_counts
+from tools.bench.report import EPOCH, markdown_table, medians, run_counts
 from tools.bench.runner import output_of
 
 
@@ -18,17 +16,12 @@ def stage(data, name):
     return {job: data["samples"][f"{s}: {job}"] for s, _, job in parts if s == name}
 
 
-def median(samples, name):
-    """The median of one number of the samples."""
-    return statistics.median(sample[name] for sample in samples)
-
-
 def speed_table(rows):
     """Seconds per epoch, as a table. The last column compares with the tutorial's code as it is."""
     head = ["model and settings", f"training, s / {EPOCH:,} images", "images/s"]
     head += ["whole epoch, s", "peak memory", "faster than the tutorial"]
     seconds = {
-        name: median(samples, "train") / samples[0]["samples"] * EPOCH
+        name: medians(samples, "train")[0] / samples[0]["samples"] * EPOCH
         for name, samples in rows.items()
     }
     published = {n.partition(":")[0]: s for n, s in seconds.items() if "restarted" in n}
@@ -41,12 +34,19 @@ def speed_table(rows):
                 name,
                 f"{seconds[name]:.2f}",
                 f"{EPOCH / seconds[name]:,.0f}",
-                f"{median(samples, 'whole'):.2f}" if ours else "",
+                f"{medians(samples, 'whole')[0]:.2f}" if ours else "",
                 f"{first['memory'] / 2**30:.2f} GiB" if ours else "",
                 f"{tutorial / seconds[name]:.1f} times" if tutorial else "",
             ]
         )
     return markdown_table(head, lines)
+
+
+def recipe_cells(samples):
+    """Accuracy, seconds of all epochs, and seconds of training per epoch, as text."""
+    names = "val_accuracy", "total", "train"
+    accuracy, total, train = (medians(samples, name)[0] for name in names)
+    return [f"{accuracy:.2%}", f"{total:.2f}", f"{train:.3f}"]
 
 
 def sections(data):
@@ -64,13 +64,8 @@ def sections(data):
         parts = [f"### {name}\n\n{samples[0]['text']}" for name, samples in profiles.items()]
         yield "Where the time goes", "\n".join(parts)
     if recipe := stage(data, "recipe"):
-        lines = [
-            [name, f"{s[0]['val_accuracy']:.2%}", f"{s[0]['total']:.2f}", f"{s[0]['train']:.3f}"]
-            for name, s in recipe.items()
-        ]
-        runs = [s[0] for s in recipe.values()]
-        numbers = median(runs, "val_accuracy"), median(runs, "total"), median(runs, "train")
-        lines.append(["median", *map(str.format, ("{:.2%}", "{:.2f}", "{:.3f}"), numbers)])
+        lines = [[name, *recipe_cells(samples)] for name, samples in recipe.items()]
+        lines.append(["median", *recipe_cells([samples[0] for samples in recipe.values()])])
         head = ["configs/cifar10-94.yaml", "accuracy", "all epochs, s", "training, s / epoch"]
         yield "94 %", markdown_table(head, lines)
     if reports := stage(data, "reports"):
