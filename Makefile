@@ -42,7 +42,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 test: $(dev)  ## the tests, but for the slow ones: about 13 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
-test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/
+test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/ and tasks/
 	$(python) -m coverage erase
 	$(python) -m coverage run -m pytest $(shared) $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
@@ -58,7 +58,7 @@ test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists wh
 	$(python) -m pytest tests/gpu $(ARGS)
 
 gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--data cifar10.tar"
-	$(python) -m tools.gpu $(ARGS)
+	$(python) -m lab.gpu $(ARGS)
 
 test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
 	$(python) -m pytest tests/test_slurm.py -rs $(ARGS)
@@ -70,33 +70,33 @@ test-kubernetes: $(dev)  ## validate launch/kubernetes, and run its command in t
 doctor: $(env)  ## check this machine for training: ARGS="--rendezvous HOST:29500"
 	$(python) -m tools.doctor $(ARGS)
 
-verify: $(env)  ## check that all scripts train the same model: ARGS="--plant list" and more
+verify: $(env)  ## check that all scripts train the same model: ARGS="--task text" and more
 	$(python) -m tools.verify $(ARGS)
 
 verify-all: $(env)  ## the same, with each script resuming the run of each script
 	$(python) -m tools.verify --matrix $(ARGS)
 
 chaos: $(env)  ## train under random faults: SEED=0 FAULTS=20 SCRIPT=train_ddp.py (or all) NPROC=2
-	$(python) -m tools.chaos --script $(SCRIPT) --nproc $(NPROC) --faults $(FAULTS) --seed $(SEED) \
+	$(python) -m lab.chaos --script $(SCRIPT) --nproc $(NPROC) --faults $(FAULTS) --seed $(SEED) \
 	    $(ARGS)
 
 bench: $(env)  ## time the scripts and their limits: COMPARE=before.json, ARGS="--repeats 5"
-	$(python) -m tools.bench --config configs/bench.yaml $(if $(COMPARE),--compare $(COMPARE)) $(ARGS)
+	$(python) -m lab.bench --config configs/bench.yaml $(if $(COMPARE),--compare $(COMPARE)) $(ARGS)
 
 bench-quick: $(env)  ## the same in two minutes
-	$(python) -m tools.bench --config configs/bench.yaml --quick $(ARGS)
+	$(python) -m lab.bench --config configs/bench.yaml --quick $(ARGS)
 
 bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trainer
-	$(python) -m tools.bench.peers $(ARGS)
+	$(python) -m lab.bench.peers $(ARGS)
 
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
-	$(python) -m tools.bench.loader $(ARGS)
+	$(python) -m lab.bench.loader $(ARGS)
 
 bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
-	$(python) -m tools.bench.checkpoint $(ARGS)
+	$(python) -m lab.bench.checkpoint $(ARGS)
 
 bench-split: $(env)  ## bytes that ranks hold when the model is divided, and a pipeline's bubble
-	$(python) -m tools.bench.split $(ARGS)
+	$(python) -m lab.bench.split $(ARGS)
 
 lint: $(dev)  ## ruff check and ruff format --check
 	$(python) -m ruff check .

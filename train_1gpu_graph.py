@@ -1,6 +1,6 @@
-"""Train an image classifier on one GPU, with the whole training step in one CUDA graph.
+"""Train a model on one GPU, with the whole training step in one CUDA graph.
 
-python train_1gpu_graph.py --config configs/cifar10.yaml
+python train_1gpu_graph.py
 
 Changes from train_1gpu.py: the step is a function, which is captured once and then replayed.
 """
@@ -8,55 +8,58 @@ Changes from train_1gpu.py: the step is a function, which is captured once and t
 import torch
 from torch.utils.data import SequentialSampler
 
+import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
-from utils.distributed import get_device
+from utils.data import build_loader
+from utils.distributed import select_device
 from utils.errors import report_errors
-from utils.graph import GraphedStep
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.run_folder import claim_output_dir
+from utils.rungs.graph import GraphedStep
 from utils.runtime import configure_torch, log_summary, progress
 from utils.sampler import EpochSampler
+from utils.seeds import set_seed
 
 
-def build_step(model, criterion, optimizer, cfg):
-    def train_step(images, labels):  # no .item(): a graph cannot wait
-        outputs = model(images)
-        loss = criterion(outputs, labels)
+def build_step(model, optimizer, cfg):
+    def train_step(inputs, targets):  # no .item(): a graph cannot wait
+        outputs = model(inputs)
+        loss_sum = task.loss(outputs, targets)  # over the targets
+        loss = loss_sum / task.count(targets)
 
         optimizer.zero_grad()
         loss.backward()
         if cfg.clip_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
         optimizer.step()
-        return loss, outputs
+        return loss_sum, outputs
 
     return train_step
 
 
 def train_one_epoch(model, loader, train_step, scheduler, meter, checkpoint):
     model.train()
-    meter.start()
-    for images, labels in progress(loader):  # on the device, normalized
-        loss, outputs = train_step(images, labels)  # overwritten by the next call
+    for inputs, targets in progress(loader):  # on the device
+        loss_sum, outputs = train_step(inputs, targets)  # overwritten by the next call
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
-    cfg = load_config()
-    device = get_device(cfg.device)
+    cfg = load_config(task.Settings)
+    device = select_device(cfg.device)
     configure_torch(cfg)
-    torch.manual_seed(cfg.seed)  # the same initial weights in every process
+    set_seed(cfg.seed)  # the same initial weights everywhere
 
     # Data
-    train_set, val_set, classes = build_datasets(cfg)
+    train_set, val_set = task.build_datasets(cfg)
     train_sampler = EpochSampler(train_set, seed=cfg.seed)
     val_sampler = SequentialSampler(val_set)
     batch_size = cfg.global_batch_size
@@ -64,15 +67,16 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, num_classes=len(classes)).to(device)
+    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # in place: parameters keep their names
 
     # Optimization
-    criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
-    train_step = build_step(model, criterion, optimizer, cfg)
+    train_step = build_step(model, optimizer, cfg)
     train_step = GraphedStep(train_step, optimizer, device, cfg)  # captures it on a GPU
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
-    meter = Meter(device)
+    meter = Meter(task, train_loader)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -81,19 +85,23 @@ def main():
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "data": describe_data(train_set, val_set, classes),
+        "data": task.describe(train_set, val_set),
     }
-    checkpoint = Checkpointer(cfg, state)
+    claim_output_dir(cfg)  # one run at a time
+    hooks = build_hooks(cfg, state)
+    checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
-        train = train_one_epoch(model, train_loader, train_step, scheduler, meter, checkpoint)
-        val = evaluate(model, val_loader, meter)
-        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        checkpoint.save(epoch + 1, is_best=is_best)
+        train_result = train_one_epoch(
+            model, train_loader, train_step, scheduler, meter, checkpoint
+        )
+        val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train an image classifier with DistributedDataParallel and gradient accumulation.
+"""Train a model with DistributedDataParallel and gradient accumulation.
 
     torchrun --standalone --nproc_per_node=4 train_ddp_accum.py --micro-batches 4
 
@@ -13,32 +13,37 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from utils.accumulation import AccumulationConfig
+import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
-from utils.distributed import init_distributed
+from utils.data import build_loader
+from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
+from utils.run_folder import claim_output_dir
+from utils.rungs.accumulation import AccumulationSettings
 from utils.runtime import configure_torch, log_summary, progress
+from utils.seeds import set_seed
+from utils.sync_batchnorm import convert_sync_batchnorm
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    meter.start()
-    for images, labels in progress(loader):  # on the device, normalized
+    for micro_batches in progress(loader):  # on the device
         optimizer.zero_grad()
-        left = len(labels)
-        parts = images.chunk(cfg.micro_batches), labels.chunk(cfg.micro_batches)
-        for some_images, some_labels in zip(*parts, strict=True):
-            left -= len(some_labels)
-            with model.no_sync() if left else nullcontext():  # all-reduce with the last only
-                outputs = model(some_images)
-                loss = criterion(outputs, some_labels)
-                (loss * len(some_labels) / len(labels)).backward()  # the last may be smaller
-            meter.update(loss, outputs, some_labels)  # sums stay on the device
+        # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
+        count = mean_over_replicas(sum(task.count(targets) for _, targets in micro_batches))
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            is_last = number == len(micro_batches)
+            with nullcontext() if is_last else model.no_sync():  # all-reduce with the last only
+                outputs = model(inputs)
+                loss_sum = task.loss(outputs, targets)  # over this micro-batch's targets
+                loss = loss_sum / count  # of all micro-batches, which may differ in size
+                loss.backward()
+            meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         if cfg.clip_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
         optimizer.step()
@@ -50,30 +55,32 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
 
 @report_errors
 def main():
-    cfg = load_config(AccumulationConfig)
+    cfg = load_config(task.Settings, AccumulationSettings)
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    torch.manual_seed(cfg.seed)  # the same initial weights in every process
+    set_seed(cfg.seed)  # the same initial weights everywhere
 
     # Data
-    train_set, val_set, classes = build_datasets(cfg)
+    train_set, val_set = task.build_datasets(cfg)
     train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     val_sampler = DistributedSampler(val_set, shuffle=False)
     batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
-    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    options = {"train": True, "micro_batches": cfg.micro_batches}  # yields lists of them
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, **options)
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, num_classes=len(classes)).to(device)
+    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # in place: parameters keep their names
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
 
     # Optimization
-    criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
-    meter = Meter(device)
+    meter = Meter(task, train_loader)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -82,21 +89,25 @@ def main():
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "data": describe_data(train_set, val_set, classes),
+        "data": task.describe(train_set, val_set),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
+    check_setup(cfg, state)  # all ranks have the same code, settings and data
+    claim_output_dir(cfg)  # one run at a time
+    hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
+    checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
+    metrics = MetricLogger(cfg, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
-        train = train_one_epoch(
-            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, meter, checkpoint, cfg
         )
-        val = evaluate(model, val_loader, meter)
-        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        checkpoint.save(epoch + 1, is_best=is_best)
+        val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Train an image classifier with DistributedDataParallel and automatic mixed precision.
+"""Train a model with DistributedDataParallel and automatic mixed precision.
 
-    torchrun --standalone --nproc_per_node=4 train_ddp_amp.py --config configs/cifar10.yaml
+    torchrun --standalone --nproc_per_node=4 train_ddp_amp.py
 
 Changes from train_ddp.py: the forward pass runs under autocast. With --amp-dtype float16, a
 GradScaler keeps small gradients from vanishing; bfloat16 has float32's range and needs none.
@@ -11,25 +11,31 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from utils.amp import AmpConfig
+import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
-from utils.distributed import init_distributed
+from utils.data import build_loader
+from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
+from utils.run_folder import claim_output_dir
+from utils.rungs.amp import AmpSettings
 from utils.runtime import configure_torch, log_summary, progress
+from utils.seeds import set_seed
+from utils.sync_batchnorm import convert_sync_batchnorm
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, scaler, meter, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, scaler, meter, checkpoint, cfg):
     model.train()
-    meter.start()
-    for images, labels in progress(loader):  # on the device, normalized
-        with torch.autocast(images.device.type, cfg.autocast_dtype):  # never around backward()
-            outputs = model(images)
-            loss = criterion(outputs, labels)
+    for inputs, targets in progress(loader):  # on the device
+        with torch.autocast(loader.device.type, cfg.autocast_dtype):  # never around backward()
+            outputs = model(inputs)
+            loss_sum = task.loss(outputs, targets)  # over the targets
+        # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
+        loss = loss_sum / mean_over_replicas(task.count(targets))
 
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -40,20 +46,20 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, scaler, mete
         scaler.update()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
-    cfg = load_config(AmpConfig)
+    cfg = load_config(task.Settings, AmpSettings)
     device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
     configure_torch(cfg)
-    torch.manual_seed(cfg.seed)  # the same initial weights in every process
+    set_seed(cfg.seed)  # the same initial weights everywhere
 
     # Data
-    train_set, val_set, classes = build_datasets(cfg)
+    train_set, val_set = task.build_datasets(cfg)
     train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     val_sampler = DistributedSampler(val_set, shuffle=False)
     batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
@@ -61,17 +67,18 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, num_classes=len(classes)).to(device)
+    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # in place: parameters keep their names
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
 
     # Optimization
-    criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     scaler = torch.amp.GradScaler(device.type, enabled=cfg.amp_dtype == "float16")
-    meter = Meter(device)
+    meter = Meter(task, train_loader)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -81,22 +88,26 @@ def main():
         "scaler": scaler,
         "loader": train_loader,
         "meter": meter,
-        "data": describe_data(train_set, val_set, classes),
+        "data": task.describe(train_set, val_set),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
+    check_setup(cfg, state)  # all ranks have the same code, settings and data
+    claim_output_dir(cfg)  # one run at a time
+    hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
+    checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
+    metrics = MetricLogger(cfg, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
-        train = train_one_epoch(
-            model, train_loader, criterion, optimizer, scheduler, scaler, meter, checkpoint, cfg
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, scaler, meter, checkpoint, cfg
         )
         with torch.autocast(device.type, cfg.autocast_dtype):
-            val = evaluate(model, val_loader, meter)
-        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        checkpoint.save(epoch + 1, is_best=is_best)
+            val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train an image classifier with model parallelism in each process, and DDP across processes.
+"""Train a model with model parallelism in each process, and DDP across processes.
 
     torchrun --standalone --nproc_per_node=2 train_ddp_mp.py --devices cuda,cuda  # on four GPUs
 
@@ -11,33 +11,40 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+import tasks.images as task  # to train something else, change this line
+from utils.batches import on_device_of
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
-from utils.distributed import init_distributed
+from utils.data import build_loader
+from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.model_parallel import MicroBatches, StagesConfig, assign_layers, get_devices
-from utils.models import build_model, convert_sync_batchnorm
 from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
+from utils.run_folder import claim_output_dir
+from utils.rungs import model_parallel as mp
 from utils.runtime import configure_torch, log_summary, progress
+from utils.seeds import set_seed
+from utils.sync_batchnorm import convert_sync_batchnorm
 
 
-def place_stages(model, devices, split):
+def place_stages(model, layers, devices, split):
     """Move stage i of the model's layers to devices[i]; their inputs follow them there."""
     model = model.to(devices[0])
-    for layer, device in assign_layers(model, devices, split):
+    for layer, device in mp.assign_layers(layers, devices, split):
         layer.to(device).register_forward_pre_hook(lambda _, x, device=device: x[0].to(device))
     return model
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    meter.start()
-    for images, labels in progress(loader):  # on the device, normalized
-        outputs = model(images)
-        labels = labels.to(outputs.device)
-        loss = criterion(outputs, labels)
+    for inputs, targets in progress(loader):  # on the device
+        outputs = model(inputs)
+        targets = on_device_of(outputs, targets)
+        loss_sum = task.loss(outputs, targets)  # over the targets
+        # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
+        loss = loss_sum / mean_over_replicas(task.count(targets))
 
         optimizer.zero_grad()
         loss.backward()
@@ -46,22 +53,22 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
-    cfg = load_config(StagesConfig)
-    devices = get_devices(cfg.devices)  # of this process, in the order of the stages
+    cfg = load_config(task.Settings, mp.StagesSettings)
+    devices = mp.get_devices(cfg.devices)  # of this process, in the order of the stages
     init_distributed(cfg.devices, cfg.timeout, devices)  # reads RANK, WORLD_SIZE, ...
-    device = devices[0]  # for the images; outputs and loss are on the last device
+    device = devices[0]  # for the inputs; the outputs may be on a different device
     configure_torch(cfg)
-    torch.manual_seed(cfg.seed)  # the same initial weights in every process
+    set_seed(cfg.seed)  # the same initial weights everywhere
 
     # Data
-    train_set, val_set, classes = build_datasets(cfg)
+    train_set, val_set = task.build_datasets(cfg)
     train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     val_sampler = DistributedSampler(val_set, shuffle=False)
     batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
@@ -69,17 +76,17 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, num_classes=len(classes))
+    model = task.build_model(cfg, train_set).to(cfg.torch_dtype)
     if cfg.sync_bn:
-        model = convert_sync_batchnorm(model)
-    model = MicroBatches(place_stages(model, devices, cfg.split), cfg.micro_batches)
+        model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
+    model = place_stages(model, task.layers(model), devices, cfg.split)
+    model = mp.MicroBatches(model, cfg.micro_batches)
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
 
     # Optimization
-    criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
-    meter = Meter(devices[-1])
+    meter = Meter(task, train_loader)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -88,21 +95,25 @@ def main():
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "data": describe_data(train_set, val_set, classes),
+        "data": task.describe(train_set, val_set),
     }
-    checkpoint = Checkpointer(cfg, state, compare_ranks=True)  # raises if the replicas diverge
+    check_setup(cfg, state)  # all ranks have the same code, settings and data
+    claim_output_dir(cfg)  # one run at a time
+    hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
+    checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
+    metrics = MetricLogger(cfg, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
-        train = train_one_epoch(
-            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, meter, checkpoint, cfg
         )
-        val = evaluate(model, val_loader, meter)
-        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        checkpoint.save(epoch + 1, is_best=is_best)
+        val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 
 
 if __name__ == "__main__":

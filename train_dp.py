@@ -1,6 +1,6 @@
-"""Train an image classifier with DataParallel: one process drives every visible GPU.
+"""Train a model with DataParallel: one process drives every visible GPU.
 
-    python train_dp.py --config configs/cifar10.yaml
+    python train_dp.py
 
 Changes from train_1gpu.py: one line, which is not recommended. At every step, one Python thread per
 GPU receives a new copy of the model, and the outputs are gathered on the first GPU; BatchNorm
@@ -11,24 +11,27 @@ script does the same as train_1gpu.py.
 import torch
 from torch.utils.data import SequentialSampler
 
+import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
-from utils.distributed import get_device
+from utils.data import build_loader
+from utils.distributed import select_device
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
-from utils.models import build_model
 from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.run_folder import claim_output_dir
 from utils.runtime import configure_torch, log_summary, progress
 from utils.sampler import EpochSampler
+from utils.seeds import set_seed
 
 
-def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    meter.start()
-    for images, labels in progress(loader):  # on the device, normalized
-        outputs = model(images)
-        loss = criterion(outputs, labels)
+    for inputs, targets in progress(loader):  # on the device
+        outputs = model(inputs)
+        loss_sum = task.loss(outputs, targets)  # over the targets
+        loss = loss_sum / task.count(targets)
 
         optimizer.zero_grad()
         loss.backward()
@@ -37,20 +40,20 @@ def train_one_epoch(model, loader, criterion, optimizer, scheduler, meter, check
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss, outputs, labels)  # sums stay on the device: .item() would synchronize
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         checkpoint.step()  # also saves within the epoch when a save is due
     return meter.compute()
 
 
 @report_errors
 def main():
-    cfg = load_config()
-    device = get_device(cfg.device)
+    cfg = load_config(task.Settings)
+    device = select_device(cfg.device)
     configure_torch(cfg)
-    torch.manual_seed(cfg.seed)  # the same initial weights in every process
+    set_seed(cfg.seed)  # the same initial weights everywhere
 
     # Data
-    train_set, val_set, classes = build_datasets(cfg)
+    train_set, val_set = task.build_datasets(cfg)
     train_sampler = EpochSampler(train_set, seed=cfg.seed)
     val_sampler = SequentialSampler(val_set)
     batch_size = cfg.global_batch_size
@@ -58,14 +61,15 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = build_model(cfg, num_classes=len(classes)).to(device)
+    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # in place: parameters keep their names
     model = torch.nn.DataParallel(model)  # splits each batch over the visible GPUs
 
     # Optimization
-    criterion = torch.nn.CrossEntropyLoss()
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
-    meter = Meter(device)
+    meter = Meter(task, train_loader)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -74,21 +78,23 @@ def main():
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
-        "data": describe_data(train_set, val_set, classes),
+        "data": task.describe(train_set, val_set),
     }
-    checkpoint = Checkpointer(cfg, state)
+    claim_output_dir(cfg)  # one run at a time
+    hooks = build_hooks(cfg, state)
+    checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg.output_dir, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
-        train = train_one_epoch(
-            model, train_loader, criterion, optimizer, scheduler, meter, checkpoint, cfg
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, meter, checkpoint, cfg
         )
-        val = evaluate(model, val_loader, meter)
-        is_best = metrics.log(epoch, train, val, lr=scheduler.get_last_lr()[0])
-        checkpoint.save(epoch + 1, is_best=is_best)
+        val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 
 
 if __name__ == "__main__":

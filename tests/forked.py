@@ -15,11 +15,11 @@ from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.runtime
 from tests.launch import SMALL
-from tools.chaos.start import load_script
-from tools.runs import Run, flag_list
-from utils.checkpoint import Checkpointer, read_checkpoint
+from tools.runs import Run, flag_list, load_script
+from utils.checkpoint import Checkpointer
+from utils.checkpoint_file import read_checkpoint
 from utils.metrics import read_metrics
-from utils.spawn import host_store, set_environment
+from utils.rungs.spawn import host_store, set_environment
 
 FORK = multiprocessing.get_context("fork")
 _scripts = {}

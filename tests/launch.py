@@ -93,7 +93,7 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     local_world_size: ranks per node, to simulate several nodes (default: all on one).
     """
     context = multiprocessing.get_context("fork")
-    results, done, port = context.Queue(), context.Event(), free_port()
+    results, done, port = context.Queue(), context.Semaphore(0), free_port()
     nodes = local_world_size or world_size
     ranks = [
         context.Process(
@@ -107,7 +107,8 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     try:
         returned = dict(results.get(timeout=limit) for _ in ranks)
     finally:
-        done.set()
+        for _ in ranks:
+            done.release()  # an Event would wait for ranks that have been killed
         for rank in ranks:
             rank.join(5)
             rank.kill()
@@ -146,6 +147,6 @@ def _rank(results, done, port, rank, world_size, local_world_size, timeout, func
         traceback.print_exc()
         result = error
     results.put((rank, pickle.dumps(result)))  # or a tensor would have to outlive its process
-    done.wait(60)  # rank 0 holds the store, to which another one may be about to connect
+    done.acquire(timeout=60)  # rank 0 holds the store, to which another one may be about to connect
     if dist.is_initialized():
         dist.destroy_process_group()

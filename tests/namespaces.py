@@ -145,7 +145,9 @@ HELD = """checkpoint.step()
         from pathlib import Path
         import time
         step = checkpoint.epoch * len(loader) + loader.step
-        while step >= int(Path({gate!r}).read_text()) and not checkpoint.interrupts.signal:
+        from utils.preemption import Interrupts
+        (interrupts,) = (hook for hook in checkpoint.hooks if isinstance(hook, Interrupts))
+        while step >= int(Path({gate!r}).read_text()) and not interrupts.signal:
             Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
             time.sleep(0.02)
 """

@@ -1,24 +1,27 @@
 """Gradient accumulation: the settings of train_ddp_accum.py, and what it communicates."""
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import tasks.images
 from tests.forked import fork_script, largest_difference
-from utils.accumulation import AccumulationConfig
-from utils.checkpoint import read_checkpoint
-from utils.config import load_config
+from utils.checkpoint_file import read_checkpoint
+from utils.config import Config, load_config
+from utils.rungs.accumulation import AccumulationSettings
 
 
 def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--global-batch-size=12", "--micro-batches"]
-    assert load_config(AccumulationConfig, [*flags, "6"]).micro_batches == 6
+    assert load_config(Config, AccumulationSettings, [*flags, "6"]).micro_batches == 6
     for count, message in (
         ("7", "6 samples per step, too few for 7 micro-batches: pass a smaller --micro-batches"),
         ("0", "micro_batches must be at least 1"),
     ):
         with pytest.raises(SystemExit) as caught:
-            load_config(AccumulationConfig, [*flags, count])
+            load_config(Config, AccumulationSettings, [*flags, count])
         assert caught.value.code == 2 and message in capfd.readouterr().err
 
 
@@ -26,14 +29,14 @@ def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
 def test_cuda_graphs_are_refused(mode, capfd):
     """The gradients of a micro-batch are in memory that the next one's graph overwrites."""
     flags = [f"--compile={mode}", "--micro-batches"]
-    assert load_config(AccumulationConfig, [*flags, "1"]).compile == mode
+    assert load_config(Config, AccumulationSettings, [*flags, "1"]).compile == mode
     with pytest.raises(SystemExit):
-        load_config(AccumulationConfig, [*flags, "2"])
+        load_config(Config, AccumulationSettings, [*flags, "2"])
     assert "pass --compile default, or --micro-batches 1" in capfd.readouterr().err
 
 
 def test_last_part_may_be_shorter(tmp_path):
-    """10 samples in parts of 4, 4 and 2: each is weighted by its number of samples."""
+    """10 samples in parts of 4, 3 and 3: each is weighted by its number of samples."""
     flags = {"model": "resnet20_gn", "lr": 0.05, "dtype": "float64"}
     flags |= {"global_batch_size": 10, "synthetic_samples": 40, "epochs": 1}
     whole = fork_script("train_1gpu.py", output_dir=tmp_path / "whole", **flags)
@@ -44,6 +47,65 @@ def test_last_part_may_be_shorter(tmp_path):
     assert largest_difference(ours, theirs) < 1e-12
     assert parts.rows[0]["train_loss"] == pytest.approx(whole.rows[0]["train_loss"], rel=1e-9)
     assert parts.rows[0]["train_samples"] == 40
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Samples of very different lengths: 1 to 13 tokens, each with a class."""
+
+    def __init__(self, count):
+        self.lengths = torch.randint(1, 14, (count,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        tokens = torch.arange(self.lengths[index]) * (index + 1) % 7
+        return tokens, (tokens + index) % 5
+
+    def collate_fn(self, samples):
+        inputs, targets = zip(*samples, strict=True)
+        pad = nn.utils.rnn.pad_sequence
+        return pad(inputs, batch_first=True), pad(targets, batch_first=True, padding_value=-100)
+
+
+def train_on_sentences():
+    """For fork_script(before=...): a task whose batches have different numbers of targets."""
+
+    def build_model(cfg, train_set):
+        return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5))
+
+    def loss(outputs, targets):
+        outputs, targets = outputs.flatten(0, 1), targets.flatten()
+        return nn.functional.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
+
+    def measure(outputs, targets):
+        return {"correct": (outputs.argmax(2) == targets).sum()}
+
+    tasks.images.build_datasets = lambda cfg: (Sentences(48), Sentences(8))
+    tasks.images.build_model, tasks.images.loss, tasks.images.measure = build_model, loss, measure
+    tasks.images.count = lambda targets: (targets >= 0).sum()
+    tasks.images.describe = lambda train_set, val_set: {"train_samples": 48}
+
+
+def test_micro_batches_with_different_numbers_of_targets_equal_one_batch(tmp_path):
+    """The loss is divided by the number of targets of all micro-batches on all ranks, where a mean
+    of their means would weigh the targets of short sentences more."""
+    flags = {"dtype": "float64", "lr": 0.5, "epochs": 2, "clip_norm": 1.0}
+    whole, *others = (
+        fork_script(script, nproc, train_on_sentences, output_dir=tmp_path / name, **flags | count)
+        for name, script, nproc, count in (
+            ("whole", "train_1gpu.py", None, {}),
+            ("one", "train_ddp_accum.py", 1, {"micro_batches": 4}),
+            ("two", "train_ddp_accum.py", 2, {"micro_batches": 4}),  # of 2, 2, 1 and 1 sentences
+        )
+    )
+    expected = read_checkpoint(whole.output_dir / "last.pt")["model"]
+    for run in others:
+        assert (run.code, run.stderr) == (0, "")
+        model = read_checkpoint(run.output_dir / "last.pt")["model"]
+        assert largest_difference(model, expected) < 1e-13
+        for name in ("train_loss", "val_loss", "train_accuracy"):
+            assert run.rows[1][name] == pytest.approx(whole.rows[1][name], rel=1e-12)
 
 
 def test_gradients_are_reduced_once_per_step(tmp_path):

@@ -1,33 +1,34 @@
-"""Settings: where their values come from, and that each mistake is one line that helps."""
+"""The settings of training, of tasks and of scripts, together."""
 
-from dataclasses import FrozenInstanceError, dataclass, fields
+import inspect
+import sys
+from dataclasses import dataclass, fields, is_dataclass
 
 import pytest
 import torch
 import yaml
 
+import tasks.images
+import tasks.segmentation
+import tasks.text
 from tools.lessons import LADDER, ROOT
-from utils.config import Config, load_config, setting
-from utils.image_folder import Settings as ImageFolderSettings
-from utils.per_process import Settings as PerProcessSettings
-from utils.weights import Settings as WeightsSettings
+from utils.config import Config, load_config
+from utils.options import Options
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-OPTIONS = [  # a flag that selects the option, and what the option adds
-    ("--dataset=imagefolder", ImageFolderSettings),
-    ("--weights=DEFAULT", WeightsSettings),
-    ("--per-process-batch-size=8", PerProcessSettings),
-]
+IMAGES = tasks.images.Settings
+TASKS = (IMAGES, tasks.text.Settings, tasks.segmentation.Settings)
+SCRIPTS = {rung.script: rung.settings_class() for rung in LADDER if rung.settings}
 
 
 def names(kind):
     return {field.name for field in fields(kind)}
 
 
-def assert_refused(argv, parts, capfd, kind=Config):
-    """load_config() exits with code 2 and prints one line that contains all `parts`."""
+def assert_refused(capfd, parts, *arguments):
+    """load_config(*arguments) exits with code 2 and prints one line that contains all `parts`."""
     with pytest.raises(SystemExit) as caught:
-        load_config(kind, argv)
+        load_config(*arguments)
     text = capfd.readouterr().err
     assert caught.value.code == 2
     assert text.startswith("error: ") and text.count("\n") == 1
@@ -46,39 +47,27 @@ def yaml_file(tmp_path):
     return write
 
 
-# Values
+# Training
 
 
 def test_flags_override_file_and_file_overrides_defaults(yaml_file, monkeypatch):
-    flag = yaml_file("lr: 1e-3\nepochs: 7\nsync_bn: no\nmodel: 'resnet50'\n")
+    flag = yaml_file("lr: 1e-3\nepochs: 7\nsync_bn: no\n")
     cfg = load_config(argv=[flag, "--epochs", "9", "--audit"])
     assert (cfg.lr, cfg.epochs, cfg.sync_bn, cfg.audit) == (0.001, 9, False, True)
-    assert (cfg.model, cfg.momentum) == ("resnet50", Config().momentum)
-    assert load_config(argv=[flag, "--sync-bn", "--no-audit"]).sync_bn
-    monkeypatch.setattr("sys.argv", ["train_ddp.py", "--epochs=3"])
+    assert cfg.momentum == Config().momentum
+    monkeypatch.setattr(sys, "argv", ["train_ddp.py", "--epochs=3"])
     assert load_config().epochs == 3
 
 
 def test_dumped_config_loads_as_the_same_config(yaml_file):
-    cfg = load_config(argv=["--lr=1e-5", "--no-sync-bn", "--output-dir=a: b", "--seed=3"])
-    assert load_config(argv=[yaml_file(cfg.dump())]) == cfg
+    cfg = load_config(IMAGES, argv=["--lr=1e-5", "--no-sync-bn", "--output-dir=a: b", "--seed=3"])
+    assert load_config(IMAGES, argv=[yaml_file(cfg.dump())]) == cfg
 
 
-def test_config_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        load_config(argv=[]).lr = 1.0
-
-
-def test_open_settings_are_filled_in(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["/x/train_ddp.py"])
-    cfg = load_config(argv=[f"--data-dir={tmp_path}"])
-    assert (cfg.output_dir, cfg.dataset, cfg.image_size) == ("runs/train_ddp", "synthetic", 32)
-    monkeypatch.setattr("utils.config.find_spec", lambda name: None)
-    assert load_config(argv=[f"--data-dir={tmp_path}"]).dataset == "fake"
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    assert load_config(argv=[f"--data-dir={tmp_path}"]).dataset == "cifar10"
-    monkeypatch.setattr("sys.argv", [""])
-    assert load_config(argv=[]).output_dir == "runs/python"
+def test_output_dir_has_the_name_of_the_script(monkeypatch):
+    for path, folder in (("/x/train_ddp.py", "runs/train_ddp"), ("", "runs/python")):
+        monkeypatch.setattr(sys, "argv", [path])
+        assert load_config(argv=[]).output_dir == folder
 
 
 def test_dtype_names_a_torch_dtype():
@@ -87,149 +76,130 @@ def test_dtype_names_a_torch_dtype():
 
 
 def test_fixed_on_resume_holds_what_decides_the_weights():
-    fixed = Config(lr=0.3).fixed_on_resume()
+    fixed = IMAGES(lr=0.3).fixed_on_resume()
     assert fixed["lr"] == 0.3
     assert {"seed", "epochs", "global_batch_size", "augment", "dtype", "model"} <= fixed.keys()
-    assert not {"loader", "num_workers", "output_dir", "device", "timeout"} & fixed.keys()
+    free = {"loader", "num_workers", "output_dir", "device", "timeout", "data_dir", "audit"}
+    assert not free & fixed.keys()
+    assert {"context", "width"} <= tasks.text.Settings().fixed_on_resume().keys()
 
 
-# Mistakes
+# Tasks
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("epochs: 1\nlrr: 1", ["a.yaml:2:", "unknown key 'lrr'", "did you mean 'lr'"]),
-        ("lr: 1\nlr: 2", ["a.yaml:2:", "lr must have one value and appear once"]),
-        ("epochs: ten", ["a.yaml:1:", "epochs must be a whole number, not 'ten'"]),
-        ("lr: .nan", ["lr must be a number"]),
-        ("lr: nan", ["lr must be a number, not 'nan'"]),
-        ("lr: inf", ["lr must be a number, not 'inf'"]),
-        ("lr:", ["lr must be a number, not ''"]),
-        ("sync_bn: 2", ["sync_bn must be true or false"]),
-        ("epochs: 0", ["epochs must be at least 1 and below 2**32, not 0"]),
-        ("loader: devices", ["one of auto, workers, device, not 'devices'"]),
-        ("resume: no", ["resume must be one of auto, always, never, not 'no'"]),
-        ("lr: [1, 2]", ["lr must have one value"]),
-        ("seed: 99999999999999999999", ["seed must be at least 0 and below 2**32, not 9999"]),
-        ("warmup_epochs: 1e308", ["warmup_epochs must be at least 0 and below 2**32"]),
-        ("timeout: 1e300", ["timeout must be at least 1 and below 2**32"]),
-        ("- 1", ["must contain a mapping"]),
-        ("", ["must contain a mapping"]),
-        ("a: b: c", ["cannot read", "a.yaml as YAML", "line 1"]),
-    ],
-)
-def test_mistake_in_the_file(text, parts, yaml_file, capfd):
-    assert_refused([yaml_file(text)], parts, capfd)
+def test_unset_settings_of_images_are_filled_in(tmp_path, capfd):
+    cfg = load_config(IMAGES, argv=[f"--data-dir={tmp_path}"])
+    assert (cfg.dataset, cfg.image_size) == ("synthetic", 32)
+    assert cfg.cache_folder == tmp_path / ".cache"
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    assert load_config(IMAGES, argv=[f"--data-dir={tmp_path}"]).dataset == "cifar10"
+    for flags, part in (
+        (["--freeze=backbone"], "--freeze backbone needs pretrained --weights"),
+        (["--val-fraction=1"], "val_fraction=1.0 leaves nothing to train on"),
+        (["--augment=resized_crop", "--loader=device"], "use loader=workers"),
+        (["--dataset=fake"], "dataset must be one of auto, cifar10, imagefolder, synthetic"),
+        (["--weights=/no/file"], "--weights '/no/file' is not a file"),
+    ):
+        assert_refused(capfd, [part], IMAGES, None, flags)
 
 
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["--lrr", "1"], ["--lrr", "did you mean '--lr'"]),
-        (["--lrr=1"], ["--lrr", "did you mean '--lr'"]),
-        (["--epoch", "1"], ["--epoch", "did you mean '--epochs'"]),  # no abbreviations
-        (["--epochs"], ["--epochs", "expected one argument"]),
-        (["--epochs", "1.5"], ["--epochs: epochs must be a whole number"]),
-        (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
-        (["train.yaml"], ["unrecognized arguments: train.yaml"]),
-        (["--per-process-batch-size=-1"], ["must be at least 1"]),
-    ],
-)
-def test_mistake_in_a_flag(argv, parts, capfd):
-    assert_refused(argv, parts, capfd)
+def test_flag_undoes_the_weights_of_a_file(yaml_file):
+    flag = yaml_file("model: resnet18\nweights: DEFAULT\nfreeze: backbone\n")
+    assert load_config(IMAGES, argv=[flag]).image_size == 224
+    cfg = load_config(IMAGES, argv=[flag, "--weights", "", "--freeze", "none"])
+    assert (cfg.weights, cfg.freeze, cfg.image_size) == ("", "none", 32)
 
 
-def test_config_file_that_is_not_text(tmp_path, capfd):
-    (tmp_path / "noise").write_bytes(bytes(range(256)))
-    assert_refused([f"--config={tmp_path / 'noise'}"], ["noise as YAML"], capfd)
+def test_task_may_change_a_default(yaml_file):
+    for kind in TASKS[1:]:
+        cfg = load_config(kind, argv=[])
+        assert cfg.optimizer == "adamw" != Config().optimizer
+        assert cfg.lr == kind().lr != Config().lr
+        assert load_config(kind, argv=[yaml_file("lr: 0.5"), "--optimizer=sgd"]).lr == 0.5
+        assert names(kind) > names(Config) > names(Options)
 
 
-# Settings of the base, of options and of leaves
-
-
-def test_base_config_is_small():
-    assert len(fields(Config)) <= 36
+def test_settings_of_a_task_are_unknown_to_another(capfd):
+    for kind in TASKS:
+        for field in fields(kind):
+            if field.name not in names(Config):
+                flag = f"--{field.name.replace('_', '-')}"
+                assert_refused(capfd, [f"unknown argument {flag}"], Config, None, [flag, "1"])
+    assert_refused(capfd, ["unknown argument --model"], TASKS[1], None, ["--model=resnet18"])
 
 
 def test_misspelled_name_gets_the_name_as_a_hint(yaml_file, capfd):
-    for name in names(Config):
-        assert_refused([yaml_file(f"{name}x: 1")], [f"did you mean {name!r}"], capfd)
+    for kind in TASKS:
+        for name in names(kind) - (names(Config) if kind is not IMAGES else set()):
+            parts = [f"a.yaml:1: unknown key '{name}x' (did you mean {name!r}?)"]
+            assert_refused(capfd, parts, kind, None, [yaml_file(f"{name}x: 1")])
 
 
-def test_help_explains_every_setting(capfd):
-    for argv, option in [("", Config), *OPTIONS]:
-        with pytest.raises(SystemExit) as caught:
-            load_config(argv=[*([argv] if argv else []), "--help"])
-        text = capfd.readouterr().out
-        assert caught.value.code == 0
-        for name in names(Config) | names(option):
-            assert f"--{name.replace('_', '-')}" in text
-    for kind in {rung.config_class() for rung in LADDER} | {option for _, option in OPTIONS}:
-        for field in fields(kind):
-            assert len(field.metadata["help"]) > 5 and not field.metadata["help"].endswith(".")
+# Scripts
 
 
-def test_null_is_empty_and_a_tilde_is_the_home_folder(yaml_file, monkeypatch, capfd):
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
-    cfg = load_config(argv=[yaml_file("output_dir: null\ndata_dir: ~/images\nweights:")])
-    assert (cfg.output_dir, cfg.data_dir) == ("runs/train_ddp", "/home/me/images")
-    assert load_config(argv=["--output-dir=~/run"]).output_dir == "/home/me/run"
-    assert_refused([yaml_file("epochs: ~")], ["epochs must be a whole number, not ''"], capfd)
-
-
-@pytest.mark.parametrize(("flag", "option"), OPTIONS)
-def test_option_settings_exist_only_where_the_option_is_selected(flag, option, yaml_file, capfd):
-    name, _, value = flag.removeprefix("--").partition("=")
-    text = f"{name.replace('-', '_')}: {value}\n"
-    added = {field.name: field for field in fields(option)}
-    added.pop("per_process_batch_size", None)  # selects itself
-    assert added and not added.keys() & names(Config)
-    for field in added.values():
-        unknown = f"--{field.name.replace('_', '-')}={field.default}"
-        assert_refused([unknown], ["unrecognized arguments", unknown], capfd)
-        key = f"{field.name}: {field.default}"
-        assert_refused([yaml_file(key)], [f"unknown key '{field.name}'"], capfd)
-        for argv in ([flag, unknown], [yaml_file(text), unknown], [yaml_file(text + key)]):
-            cfg = load_config(argv=argv)
-            assert isinstance(cfg, Config) and getattr(cfg, field.name) == field.default
-
-
-def test_options_combine_with_each_other_and_with_a_leaf(yaml_file):
-    @dataclass(frozen=True)
-    class Leaf(Config):
-        width: int = setting(3, "a setting of the script")
-
-    text = "dataset: imagefolder\nweights: DEFAULT\nval_fraction: 0.2\nfreeze: backbone\nwidth: 4"
-    cfg = load_config(Leaf, [yaml_file(text), "--per-process-batch-size=8", "--lr-scaling=none"])
-    assert isinstance(cfg, Leaf)
-    assert (cfg.val_fraction, cfg.freeze, cfg.lr_scaling, cfg.width) == (0.2, "backbone", "none", 4)
-    assert vars(load_config(Leaf, [yaml_file(cfg.dump())])) == vars(cfg)
-
-
-def test_flag_deselects_an_option_of_the_file(yaml_file, capfd):
-    flag = yaml_file("dataset: imagefolder\nval_fraction: 0.2")
-    assert_refused([flag, "--dataset=synthetic"], ["a.yaml:2", "'val_fraction'"], capfd)
-
-
-def test_leaf_settings_are_unknown_in_the_base(yaml_file, capfd):
-    leaves = {rung.config_class() for rung in LADDER} - {Config}
-    assert len(leaves) >= 5
-    for kind in leaves:
-        added = [field for field in fields(kind) if field.name not in names(Config)]
+def test_settings_of_a_script_combine_with_those_of_any_task(yaml_file, capfd):
+    assert len(set(SCRIPTS.values())) >= 6
+    for script in set(SCRIPTS.values()):
+        added = [field for field in fields(script) if field.name not in names(Config)]
         assert added
+        for task in TASKS:
+            cfg = load_config(task, script, [])
+            assert isinstance(cfg, task) and isinstance(cfg, script)
+            assert cfg.lr == task().lr
         for field in added:
             key = yaml_file(f"{field.name}: {field.default}")
-            assert_refused([key], [f"unknown key '{field.name}'"], capfd)
-            assert getattr(load_config(kind, [key]), field.name) == field.default
+            assert_refused(capfd, [f"unknown key '{field.name}'"], IMAGES, None, [key])
+            assert getattr(load_config(IMAGES, script, [key]), field.name) == field.default
+
+
+def test_script_and_task_and_options_resolve_together(yaml_file, monkeypatch, capfd):
+    @dataclass(frozen=True)
+    class Two(SCRIPTS["train_ddp_amp.py"], SCRIPTS["train_ddp_accum.py"]):
+        """Mixed precision with accumulation."""
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    text = "per_process_batch_size: 8\nmicro_batches: 4\namp_dtype: float16\nmodel: resnet20\n"
+    cfg = load_config(IMAGES, Two, [yaml_file(text), "--dtype=tf32"])
+    assert (cfg.global_batch_size, cfg.peak_lr, cfg.micro_batches) == (16, 2 * cfg.lr, 4)
+    assert (cfg.autocast_dtype, cfg.precision) == (torch.float16, "float16 autocast, tf32")
+    assert (cfg.dataset, cfg.model) == ("synthetic", "resnet20")
+    assert vars(load_config(IMAGES, Two, [yaml_file(cfg.dump())])) == vars(cfg)
+    too_many = [yaml_file(text), "--micro-batches=9"]
+    assert_refused(capfd, ["8 samples per step, too few for 9"], IMAGES, Two, too_many)
+    skipping = [yaml_file(text), "--max-skipped-steps=0"]
+    assert_refused(capfd, ["does not work with --amp-dtype float16"], IMAGES, Two, skipping)
+
+
+def test_help_groups_settings_by_whose_they_are(capfd):
+    """The script, the task, training, options; each setting once, with a text."""
+    for script in {None, *SCRIPTS.values()}:
+        for task in TASKS if script is None else (IMAGES,):
+            with pytest.raises(SystemExit) as caught:
+                load_config(task, script, ["--help"])
+            usage, _, out = capfd.readouterr().out.partition("\noptions:\n")
+            assert caught.value.code == 0 and "--config FILE" in usage
+            groups = [kind for kind in (script, task, Config, Options) if kind]
+            titles = [inspect.getdoc(kind).partition("\n")[0].rstrip(".") for kind in groups]
+            starts = [out.index(f"\n{title}:\n") for title in titles]
+            assert starts == sorted(starts)
+            for kind, start, end in zip(groups, starts, [*starts[1:], len(out)], strict=True):
+                inherited = [names(base) for base in kind.__mro__[1:] if is_dataclass(base)]
+                if kind is script:  # it may change a default, too
+                    inherited.append(names(Config))
+                for name in names(kind).difference(*inherited):
+                    assert out[start:end].count(f"\n  --{name.replace('_', '-')}") >= 1, name
+            for field in fields(task) + (fields(script) if script else ()):
+                text = field.metadata["help"]
+                assert len(text) > 5 and not text.endswith(".")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_file_loads(path):
+def test_config_file_loads(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no run to resume
     keys = yaml.safe_load(path.read_text()).keys()
-    kinds = [rung.config_class() for rung in LADDER]  # a file may hold the settings of one leaf
-    special = keys & (set().union(*map(names, kinds)) - names(Config))
-    cfg = load_config(next(kind for kind in kinds if special <= names(kind)), [f"--config={path}"])
+    kinds = [None, *SCRIPTS.values()]  # a file may hold the settings of one script
+    fits = [kind for kind in kinds if keys <= names(IMAGES) | (names(kind) if kind else set())]
+    cfg = load_config(IMAGES, fits[0], [f"--config={path}"])
     assert cfg.epochs >= 1
     assert cfg.dataset in ("cifar10", "synthetic", "imagefolder")  # whatever data_dir holds

@@ -1,4 +1,4 @@
-"""tools.copy: a script trains in an empty folder with nothing but its closure."""
+"""tools.copy: a script runs its own default command in an empty folder, with each task."""
 
 import os
 import subprocess
@@ -6,138 +6,101 @@ import sys
 
 import pytest
 
-from tools import copy
-from tools.closure import closure, options
-from tools.lessons import ROOT, RUNGS
-from tools.runs import finish_run, start_run
-from tools.verify.cases import WITHOUT_TORCHRUN
+from tests.launch import free_port
+from tools.closure import closure, loaded, options, small_flags
+from tools.copy import TASKS, files_to_copy, task_module
+from tools.lessons import LADDER, ONE_PROCESS, ROOT, RUNGS
 
-DATA = {
-    "dataset": "fake",
-    "synthetic_samples": 32,
-    "image_size": 16,
-    "model": "resnet18",
-    "epochs": 1,
-    "global_batch_size": 8,
-    "lr": 0.01,
-    "device": "cpu",
-}
-BARE = {"sync_bn": False, "check_replicas_every": -1}  # without options, on a CPU
-NEEDED = {
-    "train_fsdp.py": ("sync_batchnorm",),  # FSDP refuses BatchNorm per rank
-    "train_tp.py": ("small_models",),  # torchvision has no small transformer
-    "train_fsdp_tp.py": ("small_models", "sync_batchnorm"),
-    "train_pp.py": ("model_layers", "sharded"),
-}
-FLAGS = {
-    "train_ddp_spawn.py": {"spawn_processes": 2},
-    "train_ddp_amp.py": {"image_size": 32},  # see "Limits" of its page
-    "train_tp.py": {"model": "vit_tiny"},
-    "train_fsdp_tp.py": {"model": "vit_tiny", "fsdp_size": 1},
-    "train_mp.py": {"devices": "cpu,cpu"},
-    "train_ddp_mp.py": {"devices": "cpu,cpu"},
-}
-FAST = ("train_ddp.py", "train_fsdp.py")
+SCRIPTS = [rung.script for rung in LADDER]
+NO_SEQUENCE = ("train_mp.py", "train_ddp_mp.py", "train_pp.py")  # a U-Net is none
+NO_HEADS = ("train_tp.py", "train_fsdp_tp.py")
+FAST = [("train_ddp.py", "images"), ("train_1gpu.py", "text"), ("train_fsdp.py", "segmentation")]
+PAIRS = [
+    (script, task)
+    for script in SCRIPTS
+    for task in TASKS
+    if task != "segmentation" or script not in (*NO_SEQUENCE, *NO_HEADS)
+]
 
 
-def slow(script):
-    return pytest.param(script, marks=pytest.mark.slow)
+def copy(*arguments):
+    """Run tools.copy as a user does; returns what it has printed."""
+    command = [sys.executable, "-m", "tools.copy", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def run_copy(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["copy", *map(str, arguments)])
-    copy.main()
-
-
-def train(folder, script, **flags):
-    nproc = None if script in WITHOUT_TORCHRUN else 2
-    flags = DATA | flags | FLAGS.get(script, {}) | {"output_dir": folder / "run"}
-    environment = {"PYTHONPATH": ""}
-    return finish_run(
-        start_run(script, nproc, flags, environment, cwd=folder), folder / "run", limit=90
+def run_alone(folder, script, flags):
+    """Run a script as the only process of a job. Returns the CompletedProcess."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if script not in (*ONE_PROCESS, "train_ddp_spawn.py"):
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, script, *flags]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-
-
-@pytest.mark.parametrize("script", [s if s in FAST else slow(s) for s in RUNGS])
-def test_script_trains_with_its_closure_alone(script, tmp_path, monkeypatch, capsys):
-    options = ["--with", *NEEDED[script]] if script in NEEDED else []
-    run_copy(monkeypatch, script, tmp_path, *options)
-    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")}
-    expected = {str(path.relative_to(ROOT)) for path in closure(ROOT / script)}
-    expected |= {f"utils/{name}.py" for name in NEEDED.get(script, ())}
-    assert files == expected | {script, "utils/__init__.py"}
-    assert "code lines" in capsys.readouterr().out
-    run = train(tmp_path, script, **(BARE | {"sync_bn": script in NEEDED}))
-    assert run.code == 0, run.stderr
-    assert run.rows[0]["train_samples"] == 32
-
-
-def test_missing_option_is_named(tmp_path, monkeypatch):
-    run_copy(monkeypatch, "train_ddp.py", tmp_path)
-    run = train(tmp_path, "train_ddp.py", model="resnet18")
-    assert run.code == 1
-    assert "--sync-bn (pass --no-sync-bn" in run.stderr and "utils/sync_batchnorm.py" in run.stderr
-
-
-def test_options_bring_their_imports(tmp_path, monkeypatch, capsys):
-    names = sorted(options(ROOT / "train_ddp.py"))
-    assert {"image_folder", "weights", "small_models", "resident", "sharded"} <= set(names)
-    run_copy(monkeypatch, "train_ddp.py", tmp_path, "--with", *names)
-    assert "not copied" not in capsys.readouterr().out
-    code = "import sys; sys.path.insert(0, '.'); "
-    code += "; ".join(f"import utils.{name}" for name in names)
-    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True, timeout=60)
-
-
-def test_copy_lists_the_options_left_behind(tmp_path, monkeypatch, capsys):
-    run_copy(monkeypatch, "train_1gpu.py", tmp_path, "--with", "audit")
-    output = capsys.readouterr().out
-    copied, left_out = output.split("Options that were not copied")
-    assert "utils/audit.py" in copied and "MIT" in output
-    assert "sharded: --save-sharded" in left_out and "audit: " not in left_out
-
-
-def test_existing_files_are_kept(tmp_path, monkeypatch):
-    (tmp_path / "utils").mkdir()
-    mine = tmp_path / "utils" / "models.py"
-    mine.write_text("mine")
-    with pytest.raises(SystemExit, match=r"already has utils/models\.py.*--force"):
-        run_copy(monkeypatch, "train_ddp.py", tmp_path)
-    assert mine.read_text() == "mine" and os.listdir(tmp_path) == ["utils"]
-    run_copy(monkeypatch, "train_ddp.py", tmp_path, "--force")
-    assert mine.read_text() == (ROOT / "utils" / "models.py").read_text()
-
-
-def test_module_that_the_copy_would_hide_is_named(tmp_path, monkeypatch):
-    (tmp_path / "utils.py").write_text("mine")
-    with pytest.raises(SystemExit, match=r"the folder utils would hide .*utils\.py"):
-        run_copy(monkeypatch, "train_ddp.py", tmp_path, "--force")
-    assert os.listdir(tmp_path) == ["utils.py"]
-
-
-def test_script_may_be_a_path_and_the_destination_must_be_a_folder(tmp_path, monkeypatch):
-    run_copy(monkeypatch, "./train_ddp.py", tmp_path / "new")
-    assert (tmp_path / "new" / "train_ddp.py").exists()
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SystemExit, match=r"cannot copy to .*file: "):
-        run_copy(monkeypatch, "train_ddp.py", tmp_path / "file")
 
 
 @pytest.mark.parametrize(
-    "flag", ["--dataset=imagefolder", "--weights=DEFAULT", "--per-process-batch-size=8"]
+    ("script", "task"),
+    [pytest.param(*pair, marks=[] if pair in FAST else pytest.mark.slow) for pair in PAIRS],
 )
-def test_settings_of_a_file_that_was_not_copied_name_it(flag, tmp_path, monkeypatch):
-    run_copy(monkeypatch, "train_1gpu.py", tmp_path)
-    run = subprocess.run(
-        [sys.executable, "train_1gpu.py", flag], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
-    assert "which is missing: copy that file, too" in run.stderr
+def test_copy_runs_its_default_command(script, task, tmp_path):
+    copied = copy(script, tmp_path / "mine", "--task", task)
+    assert copied.returncode == 0, copied.stderr
+    assert "MIT licensed" in copied.stdout
+    flags = small_flags(tmp_path / "mine" / script, tmp_path)
+    if script == "train_fsdp_tp.py":
+        flags.append("--fsdp-size=1")
+    run = run_alone(tmp_path / "mine", script, flags)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 0: train loss" in run.stdout
+    others = [line for line in run.stderr.splitlines() if not line.startswith("epoch 0: step ")]
+    assert others == []  # but for the progress of a slow machine, it is quiet
 
 
-def test_unknown_option_lists_the_options(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run_copy(monkeypatch, "train_ddp.py", tmp_path, "--with", "telepathy")
-    error = capsys.readouterr().err
-    assert "unknown option telepathy: choose from array_data, audit, image_folder" in error
-    assert not list(tmp_path.iterdir())
+def test_copy_without_an_option_names_the_file(tmp_path):
+    """Only the setting that needs the file fails; --with brings it."""
+    assert copy("train_1gpu.py", tmp_path / "mine").returncode == 0
+    for flags, file in (
+        (["--audit"], "utils/options/audit.py"),
+        (["--dataset=imagefolder"], "tasks/images/folder.py"),
+    ):
+        base = ["--dataset=synthetic", "--synthetic-samples=16", "--device=cpu", "--epochs=1"]
+        base.append("--global-batch-size=8")
+        run = run_alone(tmp_path / "mine", "train_1gpu.py", [*base, *flags])
+        assert run.returncode == 1
+        assert f"needs {file}, which is missing; copy that file as well" in run.stderr
+    assert copy("train_1gpu.py", tmp_path / "mine").returncode == 0  # the same files
+    with open(tmp_path / "mine" / "train_1gpu.py", "a") as file:
+        file.write("# edited\n")
+    refused = copy("train_1gpu.py", tmp_path / "mine")
+    assert refused.returncode == 1 and "has different files train_1gpu.py" in refused.stderr
+    added = copy("train_1gpu.py", tmp_path / "mine", "--force", "--with", "audit")
+    assert added.returncode == 0 and (tmp_path / "mine/utils/options/audit.py").exists()
+    unknown = copy("train_1gpu.py", tmp_path / "other", "--with", "nonsense")
+    assert unknown.returncode == 2 and "unknown option nonsense: choose from" in unknown.stderr
+
+
+def test_files_that_modules_would_hide_are_refused(tmp_path):
+    (tmp_path / "utils.py").touch()
+    refused = copy("train_1gpu.py", tmp_path)
+    assert refused.returncode == 1 and "would hide" in refused.stderr
+
+
+def test_default_run_loads_what_its_imports_say():
+    """No module that a default run loads hides where the closure does not see it."""
+    script = ROOT / "train_ddp.py"
+    files = set(loaded(script))
+    assert files <= {script, *closure(script)}
+    assert not files & {option.path for option in options(script).values()}
+
+
+def test_a_copied_task_brings_nothing_of_the_others():
+    files = files_to_copy(ROOT / "train_ddp.py", "text")
+    assert task_module("text") in files
+    assert not any("images" in path.parts or "segmentation" in path.parts for path in files)
+
+
+def test_every_script_is_a_rung():
+    assert RUNGS.keys() == {path.name for path in ROOT.glob("train_*.py")}

@@ -1,206 +1,156 @@
-"""Loaders for any map-style Dataset: the same batches on any number of ranks and workers."""
+"""Loaders for any map-style dataset: the same batches on any number of ranks and workers."""
 
 import ctypes
 import random
 import signal
 from functools import cache
-from itertools import combinations
 
 import numpy
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
+import tasks.images
 import utils.data
-from tests.launch import run_ranks
+from tasks.images.arrays import ArrayDataset
+from tests.any_batch import CASES, COUNT, Boxes, Numbered, Rows, as_rank, noise, samples_of
+from utils.batches import as_pair, collate, map_tensors
 from utils.config import load_config
-from utils.data import build_datasets, build_loader, describe_data
+from utils.data import BatchDataset, build_loader, describe_datasets
 from utils.errors import UserError
-from utils.metrics import Meter, evaluate
 from utils.sampler import EpochSampler
+from utils.seeds import SampleSeeds
 
 CPU = torch.device("cpu")
 BATCH, STEPS = 12, 3  # a global batch that 1 to 4 ranks can share; of 40 samples, 4 are dropped
-COUNT = STEPS * BATCH + 4
+PAIRS = [(torch.tensor([float(i)]), i) for i in range(COUNT)]  # a list is a dataset, too
 
 
 def config(*flags):
-    return load_config(argv=["--dataset=fake", f"--global-batch-size={BATCH}", *flags])
+    return load_config(argv=[f"--global-batch-size={BATCH}", "--num-workers=0", *flags])
 
 
-# Datasets that know nothing of this project
+def images_of_torchvision():
+    transforms = [v2.RandomCrop(8, padding=2), v2.RandomHorizontalFlip(), v2.ColorJitter(0.5)]
+    transforms += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    return FakeData(COUNT, (3, 8, 8), 5, v2.Compose(transforms))
 
 
-class Random(Dataset):
-    """Images that draw from all three global generators."""
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        noise = [random.random(), numpy.random.rand(), torch.rand(()).item()]
-        return torch.tensor(noise).view(3, 1, 1) + torch.zeros(3, 4, 4), index % 5
-
-
-class Pixels(Dataset):
-    """uint8 images with a mean and a standard deviation."""
-
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
-
-    def __init__(self, shape=(3, 6, 5)):
-        generator = torch.Generator().manual_seed(1)
-        size = (COUNT, *shape)
-        self.images = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
-
-    def __len__(self):
-        return COUNT
-
-    def __getitem__(self, index):
-        return self.images[index], index % 5
-
-
-class Batched(Pixels):
-    """The protocol for whole batches."""
-
-    def __getitem__(self, index):
-        raise AssertionError("get_batch() is there")
-
-    def get_batch(self, indices, epoch):
-        """The images, shifted by a number that depends on epoch and index."""
-        assert indices.dtype == torch.int64 and indices.dim() == 1
-        shift = (7 * epoch + indices).to(torch.uint8)
-        return self.images[indices] + shift.view(-1, 1, 1, 1), indices % 5
-
-
-def fake(transforms):
-    return FakeData(COUNT, (3, 8, 8), 5, v2.Compose([*transforms, v2.ToImage(), to_float]))
-
-
-to_float = v2.ToDtype(torch.float32, scale=True)
-augmented = [v2.RandomCrop(8, padding=2), v2.RandomHorizontalFlip(), v2.ColorJitter(0.5)]
 vectors = torch.randn(COUNT, 7, generator=torch.Generator().manual_seed(0))
-labels = torch.arange(COUNT) % 5
 DATASETS = {
-    "FakeData with random transforms": fake(augmented),
-    "float images": TensorDataset(vectors[:, :6].view(COUNT, 2, 1, 3), labels),
-    "feature vectors": TensorDataset(vectors, labels),
-    "all global generators": Random(),
-    "uint8 images": Pixels(),
-    "whole batches": Batched(),
+    "torchvision's transforms": images_of_torchvision(),
+    "tensors": TensorDataset(vectors, torch.arange(COUNT) % 5),  # never augmented
+    **{name: dataset for name, (dataset, _, _) in CASES.items()},
 }
-REPEATING = ("float images", "feature vectors", "uint8 images")  # no augmentation
 
 
-def make_loader(dataset, rank=0, world_size=1, workers=0, flags=()):
+def make_loader(dataset, rank=0, world_size=1, flags=(), micro_batches=None):
     """A training loader, with the sampler of a script for this number of ranks."""
-    cfg = config(f"--num-workers={workers}", "--loader=workers", *flags)
+    cfg = config("--loader=workers", *flags)
     sampler = DistributedSampler(dataset, world_size, rank, seed=cfg.seed, drop_last=True)
     if world_size == 1:
         sampler = EpochSampler(dataset, cfg.seed)
-    return build_loader(dataset, sampler, BATCH // world_size, CPU, cfg, train=True)
+    batch_size = BATCH // world_size
+    return build_loader(dataset, sampler, batch_size, CPU, cfg, True, micro_batches)
+
+
+def eval_loader(dataset, *flags):
+    cfg = config(*flags)
+    return build_loader(dataset, SequentialSampler(dataset), cfg.global_batch_size, CPU, cfg)
+
+
+def end_workers(loader):
+    """After an error, which keeps the loader alive: the garbage collector would take 5 seconds."""
+    if loader.reader.num_workers:
+        loader.reader._iterator._shutdown_workers()
 
 
 def read(loader, epoch):
-    """The (images, labels) of an epoch."""
+    """The samples of each batch of an epoch, as comparable values."""
     loader.sampler.set_epoch(epoch)
-    return list(loader)
+    return [samples_of(batch) for batch in loader]
+
+
+def flat(batches):
+    return [sample for batch in batches for sample in batch]
 
 
 @cache
-def reference():
-    """{dataset: the global batches of two epochs}, by one process without workers."""
-    found = {}
-    for name, dataset in DATASETS.items():
-        loader = make_loader(dataset)
-        found[name] = [read(loader, epoch) for epoch in (0, 1)]
-    return found
+def reference(name):
+    """The global batches of two epochs, by one process without workers."""
+    loader = make_loader(DATASETS[name])
+    return [read(loader, epoch) for epoch in (0, 1)]
 
 
-def is_share(batches, expected, rank, world_size):
-    """Whether a rank's batches are its shares of the global batches, bit for bit."""
-    return len(batches) == len(expected) and all(
-        torch.equal(mine, whole[rank::world_size])
-        for batch, whole_batch in zip(batches, expected, strict=True)
-        for mine, whole in zip(batch, whole_batch, strict=True)
-    )
+def share(batches, rank, world_size):
+    """A rank's share of the global batches."""
+    return [batch[rank::world_size] for batch in batches]
 
 
-class Guess(torch.nn.Module):
-    """A model for inputs of any shape."""
-
-    def forward(self, images):
-        flat = images.flatten(1)
-        return torch.stack([flat.sum(1), *flat[:, :4].T], 1)
-
-
-def score(dataset, rank, world_size):
-    """evaluate() without workers, in batches of 3."""
-    sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
-    cfg = config(f"--global-batch-size={3 * world_size}", "--loader=workers", "--dtype=float64")
-    result = evaluate(Guess(), build_loader(dataset, sampler, 3, CPU, cfg), Meter(CPU))
-    return result["samples"], result["accuracy"], result["loss"]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "worker_counts"), [(1, (1, 2)), (2, (0, 2)), (3, (0,)), (4, (0, 1))]
-)
-def test_any_dataset_gives_the_same_global_batches(world_size, worker_counts):
-    """For any number of ranks and workers: reshuffled in each epoch, and evaluated exactly."""
-
-    def body(rank):
-        wrong, scores = [], []
-        for name, dataset in DATASETS.items():
-            for workers in worker_counts:
-                loader = make_loader(dataset, rank, world_size, workers)
-                batches = [read(loader, epoch) for epoch in (0, 1)]
-                assert loader.name == "workers" and loader.reader.num_workers == workers
-                for mine, whole in zip(batches, reference()[name], strict=True):
-                    if len(mine) != STEPS or not is_share(mine, whole, rank, world_size):
-                        wrong.append((name, workers))
-            scores.append(score(dataset, rank, world_size))
-        return wrong, scores
-
-    reference()  # once, before the ranks are forked
-    exact = [score(dataset, 0, 1) for dataset in DATASETS.values()]
-    for wrong, scores in run_ranks(body, world_size):
-        assert wrong == []
-        for mine, (samples, accuracy, loss) in zip(scores, exact, strict=True):
-            assert mine == (samples, pytest.approx(accuracy), pytest.approx(loss))
-            assert samples == COUNT
+@pytest.mark.parametrize("name", DATASETS)
+def test_any_dataset_gives_the_same_global_batches(name):
+    """For any number of ranks, workers and micro-batches; reshuffled in each epoch."""
+    dataset, epochs = DATASETS[name], reference(name)
+    for world_size in (2, 3, 4):
+        for rank in range(world_size):
+            with as_rank(rank, world_size):
+                loader = make_loader(dataset, rank, world_size)
+                for epoch, whole in enumerate(epochs):
+                    assert read(loader, epoch) == share(whole, rank, world_size)
+    with as_rank(1, 2):  # 6 samples in 4 parts
+        for batch, whole in zip(make_loader(dataset, 1, 2, (), 4), epochs[0], strict=True):
+            parts = [samples_of(part) for part in batch]
+            assert [len(part) for part in parts] == [2, 2, 1, 1]
+            assert flat(parts) == whole[1::2]
 
 
-def test_expected_batches_are_shuffled_and_augmented_in_each_epoch():
-    """Otherwise, the comparison above would prove little."""
-    for name, (first, second) in reference().items():
-        samples = torch.cat([images for images, _ in first])
-        again = torch.cat([images for images, _ in second])
-        flat = {tuple(image.flatten().tolist()) for image in samples}
-        assert len(flat) == STEPS * BATCH  # each sample at most once
-        assert not torch.equal(samples, again)
-        if name in REPEATING:
-            assert len(flat & {tuple(image.flatten().tolist()) for image in again}) >= 32
-        else:
-            assert not flat & {tuple(image.flatten().tolist()) for image in again}
-    for name in DATASETS:
-        other = read(make_loader(DATASETS[name], flags=["--seed=1"]), 0)
-        assert not is_share(other, reference()[name][0], 0, 1)
-    dataset = Random()  # in the same order, the seed changes the augmentation
-    one, same, other = (
-        next(iter(build_loader(dataset, range(COUNT), BATCH, CPU, config(f"--seed={seed}"))))[0]
-        for seed in (0, 0, 1)
-    )
-    assert torch.equal(one, same) and not torch.isin(one, other).any()
+@pytest.mark.parametrize("name", DATASETS)
+def test_workers_change_nothing(name):
+    epochs = reference(name)
+    with as_rank(1, 2):
+        loader = make_loader(DATASETS[name], 1, 2, ["--num-workers=1"])
+        assert loader.name == "workers" and loader.reader.num_workers == 1
+        for epoch, whole in enumerate(epochs):
+            assert read(loader, epoch) == share(whole, 1, 2)
+    if name in ("torchvision's transforms", "boxes"):
+        loader = make_loader(DATASETS[name], 0, 1, ["--num-workers=2"], micro_batches=5)
+        batches = [[samples_of(part) for part in batch] for batch in loader]
+        assert [flat(parts) for parts in batches] == epochs[0]
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_samples_are_those_of_the_dataset_with_its_own_seeds(name):
+    """By (seed, epoch, index). And shuffled, and augmented in each epoch; otherwise, the
+    comparisons above would prove little."""
+    dataset = DATASETS[name]
+    loader = make_loader(dataset, flags=["--seed=3"])
+    loader.sampler.set_epoch(2)
+    batch, indices = next(iter(loader)), loader.indices.tolist()
+    if name not in ("whole batches", "only __getitems__"):
+        with SampleSeeds(3, 2) as seeds:
+            own = []
+            for index in indices:
+                seeds.seed(index)
+                own.append(dataset[index])
+        contents = getattr(dataset, "collate_fn", collate)(own)
+        contents = map_tensors(lambda t: t.float() if t.is_floating_point() else t, contents)
+        assert samples_of(batch) == samples_of(as_pair(contents))
+    first, second = (flat(batches) for batches in reference(name))
+    other_seed = flat(read(make_loader(dataset, flags=["--seed=1"]), 0))
+    assert len(set(first)) == STEPS * BATCH  # each sample at most once
+    assert first != second and first != other_seed
+    repeated = set(first) & (set(second) | set(other_seed))
+    assert len(repeated) >= 32 if name == "tensors" else not repeated
 
 
 def test_forgotten_set_epoch_repeats_the_first_epoch():
     """The mistake that the scripts' comment warns of, in order and augmentation."""
-    loader = make_loader(DATASETS["FakeData with random transforms"])
-    first, second = list(loader), list(loader)
-    assert is_share(second, first, 0, 1)
+    loader = make_loader(DATASETS["torchvision's transforms"])
+    first, second = ([samples_of(batch) for batch in loader] for _ in range(2))
+    assert first == second
 
 
 def test_random_state_of_the_process_is_left_alone():
@@ -208,74 +158,277 @@ def test_random_state_of_the_process_is_left_alone():
         numbers = numpy.random.get_state()
         return torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]
 
-    dataset, cfg = DATASETS["all global generators"], config("--num-workers=0")
     before = state()
-    for _ in build_loader(dataset, SequentialSampler(dataset), BATCH, CPU, cfg):
+    for _ in eval_loader(DATASETS["regression with an L1 loss"]):
         assert state() == before
     assert state() == before
 
 
 def test_dropout_of_a_step_does_not_depend_on_how_samples_are_read():
-    def noise(dataset, workers, start=0):
-        loader = make_loader(DATASETS[dataset], workers=workers)
+    def numbers(name, *flags, start=0, micro_batches=None):
+        loader = make_loader(DATASETS[name], 0, 1, flags, micro_batches)
         loader.load_state_dict({"step": start, "global_batch": BATCH})
         return [torch.rand(()).item() for _ in loader]
 
-    expected = noise("whole batches", 0)
+    expected = numbers("whole batches")
     assert len(set(expected)) == STEPS
-    assert noise("all global generators", 0) == noise("feature vectors", 1) == expected
-    assert noise("FakeData with random transforms", 0, start=1) == expected[1:]
+    assert numbers("dicts") == numbers("tensors", "--num-workers=1") == expected
+    assert numbers("boxes", start=1, micro_batches=2) == expected[1:]
+    with as_rank(1, 2):
+        loader = make_loader(DATASETS["dicts"], 1, 2)
+        assert not {torch.rand(()).item() for _ in loader} & set(expected)
+
+
+# Any batch
+
+
+def test_pair_is_divided_and_all_else_is_both_inputs_and_targets():
+    pairs = ("regression with an L1 loss", "several labels", "boxes", "whole batches", "tensors")
+    for name, dataset in DATASETS.items():
+        inputs, targets = next(iter(make_loader(dataset)))
+        if name in ("dicts", "a forwarding wrapper", "tuples of three", "dataclasses"):
+            assert inputs is targets
+        elif name in pairs:
+            assert inputs is not targets
+    row, _ = next(iter(make_loader(Rows())))
+    assert row.keys() == {"input_ids", "labels", "draws", "text"} and len(row["text"]) == BATCH
+
+
+def test_wrapper_uses_its_own_getitem():
+    """Though its __getattr__ offers the __getitems__ of the dataset in it. So does a subclass of a
+    dataset with __getitems__."""
+    row, _ = next(iter(make_loader(DATASETS["a forwarding wrapper"])))
+    assert row["wrapped"].shape == (BATCH, 3)
+
+    class Titled(Rows):
+        def __getitem__(self, index):
+            return super().__getitem__(index) | {"title": f"row {index:02}"}
+
+    row, _ = next(iter(eval_loader(Titled())))
+    assert row["title"] == [f"row {i:02}" for i in range(BATCH)]
+
+
+def test_floating_point_tensors_get_the_dtype_of_the_run():
+    for dtype in (torch.float32, torch.float64):
+        flags = "--dtype=" + str(dtype).removeprefix("torch.")
+        row, _ = next(iter(eval_loader(Rows(), flags)))
+        assert (row["draws"].dtype, row["labels"].dtype) == (dtype, torch.int64)
+        images, targets = next(iter(eval_loader(Boxes(), flags)))
+        assert {image.dtype for image in images} == {dtype} == {t["boxes"].dtype for t in targets}
+        _, label = next(iter(eval_loader([(vectors[0], 0.5)] * 20, flags)))
+        assert label.dtype == dtype  # a Python number is a float64 tensor in a batch
+        scaled, _ = next(iter(eval_loader(DATASETS["whole batches"], flags)))
+        assert scaled.dtype == dtype
+    loader = eval_loader(DATASETS["tensors"])
+    assert torch.equal(torch.cat([inputs for inputs, _ in loader]), vectors)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        torch.randint(99, (7,)),  # words
+        torch.randint(99, (7,), dtype=torch.int32),
+        torch.ones(7, dtype=torch.bool),
+        torch.randint(256, (7,), dtype=torch.uint8),
+        torch.randint(256, (3, 5, 7), dtype=torch.uint8),  # an image; only its dataset scales it
+        torch.zeros(7, dtype=torch.complex64),
+    ],
+    ids=lambda t: f"{t.dtype} {t.dim()}-D",
+)
+def test_other_tensors_stay_as_they_are(sample):
+    inputs, _ = next(iter(make_loader([(sample, 1)] * COUNT)))
+    assert inputs.dtype == sample.dtype and inputs[0].equal(sample)
+
+
+@pytest.mark.parametrize(
+    "label", [1, True, numpy.int32(1), numpy.uint8(1), torch.tensor(1, dtype=torch.int32)], ids=repr
+)
+def test_labels_of_any_integer_type_are_classified_alike(label):
+    outputs = torch.eye(3)[[1] * 6 + [2] * 6]
+    _, labels = next(iter(make_loader([(torch.zeros(3), label)] * COUNT)))
+    expected = tasks.images.loss(outputs, torch.ones(BATCH, dtype=torch.int64))
+    assert not labels.is_floating_point() and tasks.images.count(labels) == BATCH
+    assert tasks.images.loss(outputs, labels).equal(expected)
+    assert tasks.images.measure(outputs, labels)["correct"].item() == 6
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_batched_is_one_line_that_says_what_was_found(workers):
+    ragged = [{"ids": torch.zeros(1 + i % 2), "label": i} for i in range(COUNT)]
+    for dataset, found in (
+        (FakeData(COUNT, (3, 8, 8), 5), "(Image, int)"),  # no transform
+        (ragged, r"{'ids': float32 \([12],\), 'label': int}"),
+        ([(torch.zeros(2), None)] * COUNT, r"(float32 (2,), NoneType)"),
+    ):
+        found = found if "[12]" in found else found.replace("(", r"\(").replace(")", r"\)")
+        loader = make_loader(dataset, flags=[f"--num-workers={workers}"])
+        text = f"^samples such as {found} cannot be combined.*give the dataset a method collate_fn"
+        with pytest.raises(UserError, match=text) as caught:
+            next(iter(loader))
+        assert "\n" not in str(caught.value)
+        end_workers(loader)
+    assert isinstance(FakeData(1, (3, 8, 8), 5)[0][0], Image.Image)
+
+
+def test_example_is_what_the_model_gets():
+    dataset, model, _ = CASES["dicts"]
+    example = make_loader(dataset).example()
+    assert example["input_ids"].shape == (2, 6) and model(example)["logits"].shape == (2, 6, 11)
+    images = make_loader(Boxes()).example(samples=3)
+    assert [image.shape for image in images] == [(3, 2, 2), (3, 3, 2), (3, 4, 2)]
+    whole = DATASETS["whole batches"]
+    resident = eval_loader(whole, "--loader=device")
+    assert resident.name == "device"
+    assert resident.example().equal(make_loader(whole).example())
+    assert len(eval_loader(PAIRS[:1]).example()) == 1
+
+
+# BatchDataset
+
+
+def test_batches_of_a_batch_dataset_are_made_and_prepared_by_it():
+    class Squares(BatchDataset):
+        """With nothing but __getitem__ and on_device."""
+
+        def __len__(self):
+            return COUNT
+
+        def __getitem__(self, index):
+            return torch.tensor([index**2], dtype=torch.uint8), index
+
+        def on_device(self, batch, dtype):
+            inputs, targets = batch
+            return inputs.to(dtype) / 2, {"targets": targets, "dtype": str(dtype)}
+
+    loader = eval_loader(Squares(), "--dtype=float64")
+    inputs, targets = next(iter(loader))
+    assert loader.name == "workers" and inputs.dtype == torch.float64
+    assert inputs[:, 0].tolist() == [i**2 / 2 for i in range(BATCH)]
+    assert targets["targets"].tolist() == list(range(BATCH))
+    assert targets["dtype"] == "torch.float64"
+
+
+def test_override_that_would_have_no_effect_is_refused():
+    text = r"Blurred overrides __getitem__, but batches are made by ArrayDataset\.get_batch\(\)"
+    with pytest.raises(TypeError, match=text):
+
+        class Blurred(ArrayDataset):
+            def __getitem__(self, index):
+                return super().__getitem__(index)
+
+    class Mixin:
+        def __getitem__(self, index):
+            return 0
+
+    with pytest.raises(TypeError, match="Mixed overrides __getitem__"):
+
+        class Mixed(Mixin, ArrayDataset):
+            pass
+
+    class Named(ArrayDataset):  # adds something else
+        name = "a"
+
+    class Both(Named):
+        def __getitem__(self, index):
+            return super().__getitem__(index)
+
+        def get_batch(self, indices, epoch, seed):
+            return super().get_batch(indices, epoch, seed)
+
+    class Plain(BatchDataset):
+        def __getitem__(self, index):
+            return index
+
+    class Further(Plain):  # BatchDataset.get_batch() calls this
+        def __getitem__(self, index):
+            return -index
+
+        def __len__(self):
+            return COUNT
+
+    assert next(iter(eval_loader(Further())))[0].tolist() == [-i for i in range(BATCH)]
+
+
+def test_plain_dataset_cannot_be_kept_on_the_device():
+    for dataset in (Rows(), PAIRS, DATASETS["a forwarding wrapper"]):
+        assert eval_loader(dataset, "--loader=auto").name == "workers"
+        with pytest.raises(UserError, match=rf"not a {type(dataset).__name__}: pass --loader work"):
+            eval_loader(dataset, "--loader=device")
+    whole = DATASETS["whole batches"]
+    assert eval_loader(whole, "--loader=auto").name == "device"
+    on_device = [samples_of(batch) for batch in eval_loader(whole, "--loader=device")]
+    assert on_device == [samples_of(batch) for batch in eval_loader(whole, "--loader=workers")]
+
+
+# Evaluation
+
+
+def test_last_batch_of_an_evaluation_is_smaller():
+    for size, sizes in ((7, [7, 7, 2]), (5, [5, 5, 5, 1]), (8, [8, 8]), (30, [16])):
+        loader = eval_loader(PAIRS[:16], f"--global-batch-size={size}")
+        for _ in range(2):
+            batches = [labels.tolist() for _, labels in loader]
+            assert [len(labels) for labels in batches] == sizes and len(loader) == len(sizes)
+            assert flat(batches) == list(range(16))
+            assert loader.samples == 16
+
+
+def test_rank_without_samples_yields_batches_that_do_not_count():
+    """As many as the other ranks, because a forward pass may communicate."""
+    for count, world_size, batch_size in ((1, 3, 2), (4, 3, 2), (5, 3, 1), (7, 3, 2), (9, 4, 2)):
+        seen, lengths = [], set()
+        for rank in range(world_size):
+            with as_rank(rank, world_size):
+                cfg = config(f"--global-batch-size={batch_size * world_size}")
+                sampler = DistributedSampler(range(count), world_size, rank, shuffle=False)
+                loader = build_loader(PAIRS[:count], sampler, batch_size, CPU, cfg)
+                batches = 0
+                for _, labels in loader:
+                    assert 1 <= len(labels) <= batch_size
+                    seen += labels.tolist() if loader.counts else []
+                    batches += 1
+                assert loader.samples == len(range(rank, count, world_size))
+                lengths.add(batches)
+                assert batches == len(loader)
+        assert sorted(seen) == list(range(count)) and len(lengths) == 1
 
 
 # Resuming
 
 
-def test_resumed_epoch_continues_with_the_next_global_batch_at_any_world_size():
-    def body(rank, world_size, states, steps, workers):
-        wrong, stopped = [], {}
-        for name, dataset in DATASETS.items():
-            loader = make_loader(dataset, rank, world_size, workers)
-            if states:
-                loader.load_state_dict(states[name])
-            start, mine = loader.start, []
-            for batch in loader:
-                mine.append(batch)
-                if len(mine) == steps:
-                    break
-            if not is_share(mine, reference()[name][0][start:][:steps], rank, world_size):
-                wrong.append((name, start))
-            stopped[name] = loader.state_dict()
-            if steps is None and not is_share(
-                read(loader, 1), reference()[name][1], rank, world_size
-            ):  # the next epoch is a complete one
-                wrong.append((name, "next epoch"))
-        return wrong, stopped
-
-    reference()  # once, before the ranks are forked
-    states = None
-    for world_size, steps, workers in ((2, 1, 1), (2, 1, 0), (3, None, 0)):
-        ranks = run_ranks(body, world_size, world_size, states, steps, workers)
-        assert [wrong for wrong, _ in ranks] == [[]] * world_size
-        before, states = states, ranks[0][1]
-        assert all(stopped == states for _, stopped in ranks)
-        step = 0 if steps is None else 1 + (before["whole batches"]["step"] if before else 0)
-        assert states["whole batches"] == {"step": step, "global_batch": BATCH}
-    after_one = {name: {"step": 1, "global_batch": BATCH} for name in DATASETS}
-    assert run_ranks(body, 1, 1, after_one, None, 2)[0][0] == []
-    assert run_ranks(body, 4, 4, after_one, None, 0)[3][0] == []
+@pytest.mark.parametrize("name", DATASETS)
+def test_resumed_epoch_continues_with_the_next_global_batch_at_any_world_size(name):
+    dataset, (first, second) = DATASETS[name], reference(name)
+    state = {"step": 0, "global_batch": BATCH}
+    for world_size, stop in ((2, 1), (4, 2), (3, None), (1, None)):
+        after = []
+        for rank in range(world_size):
+            with as_rank(rank, world_size):
+                loader, mine = make_loader(dataset, rank, world_size), []
+                loader.load_state_dict(state)
+                for batch in loader:
+                    mine.append(samples_of(batch))
+                    assert loader.samples == loader.step * BATCH // world_size
+                    if loader.step == stop:
+                        break
+                assert mine == share(first[state["step"] : stop], rank, world_size)
+                after.append(loader.state_dict())
+                if stop is None:  # the next epoch is a complete one
+                    assert read(loader, 1) == share(second, rank, world_size)
+        assert after == [{"step": stop or 0, "global_batch": BATCH}] * world_size
+        state = after[0] if stop else state
 
 
 def test_persistent_workers_resume_within_a_later_epoch():
-    name = "all global generators"
-    loader = make_loader(DATASETS[name], workers=2)
+    loader = make_loader(DATASETS["dicts"], flags=["--num-workers=2"])
     read(loader, 0)
     loader.load_state_dict({"step": 2, "global_batch": BATCH})
-    assert is_share(read(loader, 1), reference()[name][1][2:], 0, 1)
-    assert is_share(read(loader, 1), reference()[name][1], 0, 1)
+    assert read(loader, 1) == reference("dicts")[1][2:]
+    assert read(loader, 1) == reference("dicts")[1]
 
 
 def test_epoch_cannot_continue_with_another_global_batch_size():
-    loader = make_loader(Pixels())
+    loader = make_loader(PAIRS)
     state = {"step": 3, "global_batch": 5}
     with pytest.raises(UserError, match=r"3 global batches of 5.*with the same batch size, not 12"):
         loader.load_state_dict(state)
@@ -283,76 +436,10 @@ def test_epoch_cannot_continue_with_another_global_batch_size():
     assert len(list(loader)) == STEPS
 
 
-def test_audited_epoch_reports_its_samples_after_a_resume(tmp_path, capfd):
-    def body(rank, world_size, state):
-        flags = ["--audit", f"--output-dir={tmp_path}"]
-        loader = make_loader(Pixels(), rank, world_size, flags=flags)
-        if state:
-            loader.load_state_dict(state)
-        for _ in loader:
-            if not state:
-                break
-        return loader.state_dict()
-
-    state = run_ranks(body, 2, 2, None)[0]
-    first_batch = list(make_loader(Pixels()).sampler)[:BATCH]
-    assert sorted(state["seen"].tolist()) == sorted(first_batch)
-    assert "seen" not in run_ranks(body, 3, 3, state)[0]
-    output = capfd.readouterr().out
-    assert "epoch 0 trained on 36 of 40 samples exactly once and dropped 4" in output
-
-
-# Images
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_uint8_images_are_normalized_as_by_torchvision(dtype):
-    dataset, cfg = Pixels(), config(f"--dtype={dtype}", "--global-batch-size=7")
-    images = [i for i, _ in build_loader(dataset, SequentialSampler(dataset), 7, CPU, cfg)]
-    assert all(batch.is_contiguous(memory_format=torch.channels_last) for batch in images)
-    scaled = F.to_dtype(dataset.images, cfg.torch_dtype, scale=True)
-    expected = F.normalize(scaled, dataset.mean, dataset.std)
-    tolerance = {"float32": 1e-6, "float64": 1e-14}[dtype]
-    torch.testing.assert_close(torch.cat(images)[:COUNT], expected, atol=tolerance, rtol=0)
-
-
-def test_all_batches_of_an_evaluation_have_the_same_size():
-    """Or torch.compile would compile once more. evaluate() does not count the repeated samples."""
-    dataset = TensorDataset(torch.arange(16.0)[:, None], torch.arange(16))
-    for size, count in ((7, 3), (5, 4), (8, 2), (30, 1)):
-        cfg = config(f"--global-batch-size={size}")
-        loader = build_loader(dataset, SequentialSampler(dataset), size, CPU, cfg)
-        for _ in range(2):
-            sizes = [len(labels) for _, labels in loader]
-            assert sizes == [size] * count and len(loader) == count
-
-
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_uint8_images_without_mean_and_std_are_scaled_to_one(channels):
-    images = Pixels((channels, 6, 5)).images
-    dataset = TensorDataset(images, labels)
-    loader = build_loader(dataset, SequentialSampler(dataset), BATCH, CPU, config())
-    result = torch.cat([images for images, _ in loader])[:COUNT]
-    torch.testing.assert_close(result, images / 255, atol=1e-6, rtol=0)
-
-
-def test_float_images_are_passed_on_in_the_dtype_of_the_model():
-    for name in ("float images", "feature vectors"):
-        dataset = DATASETS[name]
-        cfg = config("--dtype=float64")
-        loader = build_loader(dataset, SequentialSampler(dataset), BATCH, CPU, cfg)
-        images, targets = next(iter(loader))
-        assert (images.dtype, targets.dtype) == (torch.float64, torch.int64)
-        assert torch.equal(images, dataset.tensors[0][:BATCH].double())
-        assert torch.equal(targets, labels[:BATCH])
-        if images.dim() == 4:
-            assert images.is_contiguous(memory_format=torch.channels_last)
-
-
 # Errors
 
 
-class Broken(Pixels):
+class Broken(Numbered):
     """Has a sample that cannot be read, and one with a bug."""
 
     def __getitem__(self, index):
@@ -360,7 +447,7 @@ class Broken(Pixels):
             raise UserError("17.jpg cannot be read: remove it")
         if index == 30:
             raise ValueError("a bug")
-        return super().__getitem__(index)
+        return noise(), index
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -373,118 +460,48 @@ def test_user_error_in_a_worker_is_one_line(workers, index, kind, text):
     with pytest.raises(kind, match=text) as caught:
         next(iter(loader))
     assert type(caught.value) is kind
-    if workers:
-        loader.reader._iterator._shutdown_workers()  # the garbage collector would take 5 seconds
+    end_workers(loader)
 
 
-def test_pil_images_are_refused_by_name():
-    dataset = FakeData(COUNT, (3, 8, 8), 5)  # no transform
-    assert isinstance(dataset[0][0], Image.Image)
-    with pytest.raises(TypeError, match=r"must contain tensors.*found <class 'PIL.Image.Image'>"):
-        next(iter(make_loader(dataset)))
-
-
-def test_batch_that_cannot_be_shared_or_filled_is_refused(monkeypatch):
-    dataset, sampler = Pixels(), range(COUNT)
+def test_batch_that_cannot_be_shared_or_filled_is_refused():
+    sampler = range(COUNT)
     with pytest.raises(UserError, match="40 training samples do not fill one global batch of 64"):
-        build_loader(dataset, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
+        build_loader(PAIRS, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
     with pytest.raises(UserError, match="0 validation samples"):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
-    assert len(build_loader(dataset, sampler, 64, CPU, cfg)) == 1
-    monkeypatch.setattr(utils.data, "dp_world_size", lambda: 3)
+    assert len(build_loader(PAIRS, sampler, 64, CPU, cfg)) == 1
     cfg = config("--global-batch-size=7")
-    with pytest.raises(UserError, match=r"cannot be divided evenly among 3 replicas: .*-size 9$"):
-        build_loader(dataset, sampler, 7 // 3, CPU, cfg, train=True)
+    text = r"cannot be divided evenly among 3 replicas: .*-size 9$"
+    with as_rank(0, 3), pytest.raises(UserError, match=text):
+        build_loader(PAIRS, sampler, 7 // 3, CPU, cfg, train=True)
 
 
-# Datasets by name
-
-
-def test_fake_data_is_random_and_reproducible():
-    cfg = config("--synthetic-samples=10", "--image-size=16")
-    train, val, classes = build_datasets(cfg)
-    assert (len(train), len(val), len(classes)) == (10, 2, 10)
-    image, label = train[3]
-    assert (image.shape, image.dtype, int(label) in range(10)) == ((3, 16, 16), torch.float32, True)
-    assert torch.equal(build_datasets(cfg)[0][3][0], image)
-    other = build_datasets(config("--synthetic-samples=10", "--image-size=16", "--seed=1"))[0][3][0]
-    for one, another in combinations([image, train[0][0], val[0][0], val[1][0], other], 2):
-        assert not torch.equal(one, another)
-    assert len(build_datasets(config("--synthetic-samples=2"))[1]) == 1
-
-
-def test_datasets_are_chosen_by_name():
-    train, _, classes = build_datasets(config("--dataset=synthetic", "--synthetic-samples=9"))
-    assert len(train) == 9 and classes[3] == "pattern 3"
-    with pytest.raises(UserError, match="no train images"):
-        build_datasets(config("--dataset=imagefolder", "--data-dir=/nowhere"))
-
-
-@pytest.mark.parametrize(
-    "sample",
-    [
-        torch.randint(99, (7,)),  # words
-        torch.randint(99, (7,), dtype=torch.int32),
-        torch.ones(7, dtype=torch.bool),
-        torch.randint(256, (7,), dtype=torch.uint8),
-        torch.randint(256, (5, 7), dtype=torch.uint8),
-    ],
-    ids=lambda t: f"{t.dtype} {t.dim()}-D",
-)
-def test_samples_that_are_no_images_stay_as_they_are(sample):
-    images, _ = next(iter(make_loader([(sample, 1)] * COUNT)))
-    assert images.dtype == sample.dtype and images[0].equal(sample)
-
-
-@pytest.mark.parametrize(
-    "label", [1, True, numpy.int32(1), numpy.uint8(1), torch.tensor(1, dtype=torch.int32)], ids=repr
-)
-def test_integer_labels_become_int64_and_others_stay(label):
-    image = torch.zeros(3)
-    _, labels = next(iter(make_loader([(image, label)] * COUNT)))
-    assert labels.dtype == torch.int64 and set(labels.tolist()) == {1}
-    _, labels = next(iter(make_loader([(image, 0.5)] * COUNT)))
-    assert labels.is_floating_point()
-
-
-@pytest.mark.parametrize("sample", [{"image": 1}, (1, 2, 3), torch.zeros(3, 4, 4)], ids=repr)
-def test_sample_that_is_no_pair_fails_where_it_is_read(sample):
-    with pytest.raises(ValueError, match="values to unpack") as caught:
-        next(iter(make_loader([sample] * COUNT)))
-    assert "image, label = self.dataset[index]" in str(caught.traceback[-1].statement)
+# What a checkpoint stores about the data
 
 
 def test_description_of_the_data_tells_datasets_apart():
-    class Labelled(Pixels):
-        def __init__(self, labels, **attributes):
-            super().__init__()
-            self.labels = labels
-            vars(self).update(attributes)
+    def images(labels, **options):
+        pixels = torch.zeros(len(labels), 3, 6, 6, dtype=torch.uint8)
+        return ArrayDataset(pixels, labels, ("cat", "dog"), [0.5] * 3, [0.2] * 3, 6, **options)
 
-    one = Labelled(torch.tensor([1, 2]), preprocessing={"image_size": 6})
-    val = Labelled([0], split={"val_files": ["a.jpg"]})
-    facts = describe_data(one, val, ("cat", "dog"))
+    assert describe_datasets(PAIRS, Rows()) == {"train_samples": 40, "val_samples": 40}
+    one, val = images([1, 0, 1]), images([0])
+    facts = tasks.images.describe(one, val)
     assert facts["classes"] == ["cat", "dog"]
-    assert (facts["train_samples"], facts["val_samples"]) == (COUNT, COUNT)
-    assert (facts["image_size"], facts["val_files"]) == (6, ["a.jpg"])
-    assert facts == describe_data(one, val, ["cat", "dog"])
-    swapped = describe_data(Labelled(torch.tensor([2, 1])), val, ["cat", "dog"])
+    assert (facts["train_samples"], facts["val_samples"], facts["image_size"]) == (3, 1, 6)
+    assert facts == tasks.images.describe(images([1, 0, 1], augment="crop_flip"), val)
+    swapped = tasks.images.describe(images([0, 1, 1]), val)
     assert swapped["train_labels"] != facts["train_labels"]
     assert swapped["val_labels"] == facts["val_labels"]
-    with_targets = Pixels()
-    with_targets.targets = [2, 1]
-    assert describe_data(with_targets, val, [])["train_labels"] == swapped["train_labels"]
-    assert describe_data(DATASETS["feature vectors"], val, [])["train_samples"] == COUNT
-    names = [describe_data(Labelled(list(n)), val, [])["train_labels"] for n in ("ab", "ba")]
-    assert names[0] != names[1]
-    describe_data(Labelled(None), val, [])  # an attribute of that name with another meaning
+    val.split = {"val_files": ["a.jpg"]}
+    assert tasks.images.describe(one, val) == facts | {"val_files": ["a.jpg"]}
 
 
 # Workers
 
 
-class Process(Pixels):
+class Process(Numbered):
     """Whether a worker ignores Ctrl-C, and the signal that it receives when its parent dies."""
 
     def __getitem__(self, index):
@@ -495,7 +512,7 @@ class Process(Pixels):
 
 def test_workers_leave_ctrl_c_to_their_rank_and_die_with_it():
     cfg = config("--num-workers=1", "--global-batch-size=1")
-    ignored, numbers, _ = next(iter(build_loader(Process(), [0], 1, CPU, cfg).reader))
+    ignored, numbers = next(iter(build_loader(Process(), [0], 1, CPU, cfg)))
     assert (ignored.tolist(), numbers.tolist()) == ([True], [signal.SIGKILL])
 
 
@@ -508,19 +525,17 @@ def test_automatic_workers_leave_the_cores_to_training(monkeypatch):
             readers.append((num_workers, pin_memory))
 
     monkeypatch.setattr(utils.data, "DataLoader", Reader)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: self)  # no GPU here
     for device, cores, flags in (
-        ("cpu", 4, ()),
-        ("cpu", 4, ("--num-workers=3",)),
-        ("cuda", 1, ()),
-        ("cuda", 4, ()),
-        ("cuda", 32, ()),
-        ("cuda", 64, ()),
-        ("cuda", 4, ("--num-workers=0",)),
+        ("cpu", 4, ["--num-workers=-1"]),
+        ("cpu", 4, ["--num-workers=3"]),
+        ("cuda", 1, ["--num-workers=-1"]),
+        ("cuda", 4, ["--num-workers=-1"]),
+        ("cuda", 32, ["--num-workers=-1"]),
+        ("cuda", 64, ["--num-workers=-1"]),
+        ("cuda", 4, ["--num-workers=0"]),
     ):
         monkeypatch.setattr(utils.data, "cores_per_rank", lambda cores=cores: cores)
-        cfg = config("--loader=workers", *flags)
-        build_loader(Pixels(), range(COUNT), BATCH, torch.device(device), cfg)
+        build_loader(PAIRS, range(COUNT), BATCH, torch.device(device), config(*flags))
     assert readers == [
         (0, False),
         (3, False),

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -10,23 +9,27 @@ import torch
 import torch.distributed as dist
 
 from tests.launch import free_port, run_ranks
-from utils import distributed, errors
+from utils import distributed
 from utils.distributed import (
     all_gather_object,
     all_reduce,
     available_cores,
+    control_group,
     cores_per_rank,
     die_with_parent,
     dp_rank,
     dp_world_size,
     fail_together,
-    get_device,
     get_local_world_size,
     init_distributed,
     is_main_process,
+    launched_world_size,
     main_process_first,
+    mean_over_replicas,
+    select_device,
+    set_data_parallel_group,
 )
-from utils.errors import PeerError, UserError
+from utils.errors import PeerError, UserError, a_rank_has_failed, is_first_to_fail
 
 GOOD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 GOOD |= {"MASTER_PORT": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -53,9 +56,12 @@ def test_world_has_one_rank_without_a_process_group(environment):
     environment(RANK="3", LOCAL_RANK="3", WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
     assert (dp_rank(), dp_world_size()) == (0, 1)
     assert get_local_world_size() == 1
+    assert launched_world_size() == 4  # known before the ranks form a group
     assert is_main_process()
     assert all_gather_object("x") == ["x"]
     assert all_reduce(torch.tensor(3)).item() == 3
+    assert mean_over_replicas(torch.tensor(3)).item() == mean_over_replicas(3) == 3
+    assert control_group() is None
     with main_process_first(), fail_together():
         pass
 
@@ -132,19 +138,51 @@ def test_group_waits_for_a_missing_rank_no_longer_than_a_step(monkeypatch):
 
 def test_ranks_know_their_place():
     def body(rank):
-        assert errors.failure_store is not None  # so that only the first rank to fail reports
         total = all_reduce(torch.tensor(rank)).item()
-        place = dp_rank(), dp_world_size(), get_local_world_size()
-        return place, total, all_gather_object(f"rank {rank}"), is_main_process()
+        place = dp_rank(), dp_world_size(), get_local_world_size(), launched_world_size()
+        gathered = all_gather_object(f"rank {rank}")
+        assert not a_rank_has_failed() and dist.get_world_size(control_group()) == 4
+        dist.barrier()
+        firsts = all_gather_object(is_first_to_fail())  # so that only one rank reports
+        assert firsts.count(True) == 1 and a_rank_has_failed()
+        return place, total, gathered, is_main_process()
 
     gathered = [f"rank {rank}" for rank in range(4)]
     assert run_ranks(body, 4, local_world_size=2) == [
-        ((rank, 4, 2), 6, gathered, rank == 0) for rank in range(4)
+        ((rank, 4, 2, 4), 6, gathered, rank == 0) for rank in range(4)
     ]
 
 
+def test_mean_over_replicas():
+    """A tensor is reduced, exactly; a number is taken to be the same everywhere."""
+
+    def body(rank):
+        large = 2**24 + 1  # not a float32
+        tensors = [
+            torch.tensor(large + 2 * rank),
+            torch.tensor(rank, dtype=torch.int32),
+            torch.tensor(rank == 0),
+            torch.tensor(0.5 + rank),
+            torch.tensor(0.1 * (rank + 1), dtype=torch.float64),
+        ]
+        before = [tensor.clone() for tensor in tensors]
+        means = [mean_over_replicas(tensor) for tensor in tensors]
+        assert {mean.dtype for mean in means} == {torch.float64}
+        assert all(map(torch.equal, tensors, before))  # those of the task stay as they are
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", None)  # it is not called for numbers
+            numbers = [mean_over_replicas(number) for number in (7, large, 2.5)]
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
+        set_data_parallel_group(groups[rank % 2])  # as if ranks 0 and 2 held the only replicas
+        return [mean.item() for mean in means], numbers, mean_over_replicas(tensors[0]).item()
+
+    means = [2**24 + 3, 1.0, 1 / 3, 1.5, pytest.approx(0.2, abs=1e-16)]
+    numbers = [7, 2**24 + 1, 2.5]
+    assert run_ranks(body, 3) == [(means, numbers, 2**24 + 3)] * 3
+
+
 def test_timeout_ends_a_collective_but_not_a_download(monkeypatch):
-    monkeypatch.setitem(sys.modules, "utils.watchdog", None)  # it would be quicker
+    monkeypatch.setattr(distributed, "watch", lambda *args, **options: None)  # it is quicker
 
     def body(rank):
         with main_process_first():  # may take longer than a step's timeout
@@ -178,25 +216,25 @@ def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):
 
 def test_device_names(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert get_device("auto") == get_device() == torch.device("cpu")
+    assert select_device("auto") == select_device() == torch.device("cpu")
     for name in ("gpu", "meta", "cuda:x", "cuda:999", "cpu0"):
         with pytest.raises(UserError, match=f"'{name}' is not one of auto, cpu, cuda"):
-            get_device(name)
+            select_device(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     used = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     with pytest.raises(UserError, match="but 2 are visible"):
-        get_device("cuda:2")
-    assert get_device("auto") == torch.device("cuda", 0)
-    assert get_device("cuda:1") == torch.device("cuda", 1)
+        select_device("cuda:2")
+    assert select_device("auto") == torch.device("cuda", 0)
+    assert select_device("cuda:1") == torch.device("cuda", 1)
     assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
 def test_cpu_run_sees_no_gpu(monkeypatch):
     """DataParallel would use them, and refuse a model on the CPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    get_device("cpu")
+    select_device("cpu")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -205,12 +243,12 @@ def test_task_with_one_visible_gpu_takes_it(environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for name in ("cuda", "cuda:0"):
-        assert get_device(name, 3, 4) == torch.device("cuda", 0)
+        assert select_device(name, 3, 4) == torch.device("cuda", 0)
     with pytest.raises(UserError, match="need 2 CUDA devices, but 1 are visible"):
-        get_device("cuda:1", 3, 4)
+        select_device("cuda:1", 3, 4)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices, but 1 are visible"):
-        get_device("cuda", 3, 4)
+        select_device("cuda", 3, 4)
 
 
 def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
@@ -219,8 +257,8 @@ def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
     environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
     with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices.*pass --device cpu"):
         init_distributed("cuda")
-    assert get_device("cuda", 1, 2) == torch.device("cuda", 1)
-    assert get_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it
+    assert select_device("cuda", 1, 2) == torch.device("cuda", 1)
+    assert select_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it
 
 
 def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tools.figures import FIGURES, FOLDER, draw, parse, path_of
+from lab.figures import FIGURES, FOLDER, draw, parse, path_of
 from tools.lessons import LADDER, ROOT
 
 
@@ -19,7 +19,7 @@ def test_every_script_has_a_figure_on_its_page():
 
 @pytest.mark.parametrize("script", FIGURES)
 def test_figure_is_current(script):
-    assert path_of(script).read_text() == draw(FIGURES[script]), "run: python -m tools.figures"
+    assert path_of(script).read_text() == draw(FIGURES[script]), "run: python -m lab.figures"
 
 
 @pytest.mark.parametrize("script", FIGURES)

@@ -1,34 +1,46 @@
 """FSDP2: what is sharded, in which precision, and checkpoints that other scripts read."""
 
+import atexit
 import os
+import runpy
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchvision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import tasks.images
+from tasks.images.parts import blocks_of
+from tasks.images.small_models import ResNet20
+from tasks.images.weights import freeze_backbone
 from tests.forked import FIVE_STEPS, FORK, assert_resumes, fork_script
-from tests.launch import free_port, run_ranks, run_script
+from tests.launch import ROOT, free_port, run_ranks, run_script
 from tests.test_checkpoint import Steps
-from utils import fsdp
-from utils.checkpoint import Checkpointer, read_checkpoint
-from utils.config import load_config
-from utils.fsdp import (
-    FsdpConfig,
-    blocks_of,
+from utils.checkpoint import Checkpointer
+from utils.checkpoint_file import read_checkpoint
+from utils.config import Config, load_config
+from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.rungs.fsdp import (
+    FsdpSettings,
     check_same_weights,
+    checked_blocks,
+    exit_process,
     fsdp_kwargs,
     shard_batchnorms,
 )
-from utils.optim import build_optimizer, build_scheduler
-from utils.small_models import ResNet20
-from utils.sync_batchnorm import SyncBatchNorm
-from utils.weights import freeze_backbone
+from utils.sync_batchnorm import convert_sync_batchnorm
+
+
+@dataclass(frozen=True)
+class FsdpConfig(FsdpSettings, Config):
+    """What load_config() makes of both."""
+
 
 PLAIN = FsdpConfig(epochs=9, warmup_epochs=0, device="cpu")
 
@@ -39,11 +51,37 @@ PLAIN = FsdpConfig(epochs=9, warmup_epochs=0, device="cpu")
 def test_blocks_are_the_members_of_sequentials(name, count):
     with torch.device("meta"):
         model = ResNet20(10) if name == "resnet20" else torchvision.models.get_model(name)
-    blocks = blocks_of(model)
+    blocks = tasks.images.blocks(model)
     assert len(blocks) == count
     inside = [parameter for block in blocks for parameter in block.parameters()]
     assert len(inside) == len(set(inside))  # no block inside another
     assert sum(p.numel() for p in inside) > 0.75 * sum(p.numel() for p in model.parameters())
+
+
+def test_blocks_may_be_in_a_module_list():
+    """As in most transformers that are not torchvision's."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Linear(3, 4)
+            self.blocks = nn.ModuleList(
+                nn.TransformerEncoderLayer(4, 2, dim_feedforward=8) for _ in range(3)
+            )
+
+    model = Encoder()
+    assert tasks.images.blocks(model) == list(model.blocks)
+
+
+def test_model_without_blocks_is_gathered_as_a_whole_and_says_so(capfd):
+    def body(rank):
+        model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Flatten(), nn.Linear(20, 3))
+        assert checked_blocks(model, tasks.images.blocks(model)) == []
+        return len(checked_blocks(ResNet20(10), [1, 2]))
+
+    assert run_ranks(body, 2) == [2, 2]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: the task names no blocks of the Sequential: FSDP gathers the")
 
 
 def test_ranks_with_other_weights_are_refused():
@@ -55,15 +93,15 @@ def test_ranks_with_other_weights_are_refused():
 
     assert run_ranks(body, 2, [5, 5]) == [None, None]
     for error in run_ranks(body, 2, [5, 6]):
-        assert "the ranks have different weights: call torch.manual_seed" in str(error)
+        assert "the ranks have different weights: call set_seed(cfg.seed)" in str(error)
 
 
 def test_offload_and_clipping_need_a_cpu(monkeypatch, capfd):
     flags = ["--fsdp-offload", "--clip-norm=1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert load_config(FsdpConfig, [*flags, "--device=cpu"]).fsdp_offload
+    assert load_config(Config, FsdpSettings, [*flags, "--device=cpu"]).fsdp_offload
     with pytest.raises(SystemExit):
-        load_config(FsdpConfig, flags)
+        load_config(Config, FsdpSettings, flags)
     assert "pass --clip-norm 0, or --no-fsdp-offload" in capfd.readouterr().err
 
 
@@ -99,7 +137,7 @@ def test_batchnorms_stay_in_float32(frozen):
         result = []
         for dtype in ("none", "bfloat16"):
             cfg = FsdpConfig(fsdp_dtype=dtype, device="cpu")
-            model = SyncBatchNorm.convert_sync_batchnorm(ResNet20(10))
+            model = convert_sync_batchnorm(ResNet20(10))
             model = freeze_backbone(ResNet20(10)) if frozen else model
             model = shard(model, cfg)
             assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -139,11 +177,9 @@ def test_batchnorms_that_nothing_synchronizes_are_refused():
     assert run_ranks(body, 1) == [None]
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd_nesterov", "adam", "adamw"])
-def test_shards_are_updated_by_few_kernels_to_the_same_weights(name):
-    cfg = FsdpConfig(optimizer=name, lr=0.01, device="cpu", dtype="float64")
-
-    def train(sharded):
+def test_shards_are_updated_by_few_kernels_to_the_same_weights():
+    def train(name, sharded):
+        cfg = FsdpConfig(optimizer=name, lr=0.01, device="cpu", dtype="float64")
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
         model = shard(model, cfg) if sharded else model
@@ -156,35 +192,41 @@ def test_shards_are_updated_by_few_kernels_to_the_same_weights(name):
         weights = [p.full_tensor() if sharded else p for p in model.parameters()]
         return group["fused"], group["foreach"], [w.detach().numpy() for w in weights]
 
-    fused, foreach, expected = train(sharded=False)
-    assert (fused, foreach) == (True, None)
-    for fused, foreach, weights in run_ranks(lambda rank: train(sharded=True), 2):
-        assert (fused, foreach) == ((None, True) if "sgd" in name else (True, None))
-        for ours, theirs in zip(weights, expected, strict=True):
-            assert abs(ours - theirs).max() < 1e-12
+    names = ("sgd", "sgd_nesterov", "adam", "adamw")
+    ranks = run_ranks(lambda rank: [train(name, sharded=True) for name in names], 2)
+    for number, name in enumerate(names):
+        fused, foreach, expected = train(name, sharded=False)
+        assert (fused, foreach) == (True, None)
+        for results in ranks:
+            fused, foreach, weights = results[number]
+            assert (fused, foreach) == ((None, True) if "sgd" in name else (True, None))
+            for ours, theirs in zip(weights, expected, strict=True):
+                assert abs(ours - theirs).max() < 1e-12
 
 
 # Runs
+
+ONE_EPOCH = FIVE_STEPS | {"epochs": 1}
 
 
 @pytest.fixture(scope="module")
 def float32_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float32") / "run"
-    return fork_script("train_fsdp.py", 2, output_dir=folder, **FIVE_STEPS)
+    return fork_script("train_fsdp.py", 2, output_dir=folder, **ONE_EPOCH)
 
 
 def test_bfloat16_and_offload_differ_by_rounding(float32_run, tmp_path):
-    flags = FIVE_STEPS | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
+    flags = ONE_EPOCH | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
     run = fork_script("train_fsdp.py", 2, output_dir=tmp_path / "run", **flags)
     assert (run.code, run.stderr) == (0, "")
     for name in ("train_loss", "val_loss"):
-        assert 0 < abs(run.rows[1][name] / float32_run.rows[1][name] - 1) < 2**-5
+        assert 0 < abs(run.rows[0][name] / float32_run.rows[0][name] - 1) < 2**-5
     model = read_checkpoint(run.output_dir / "last.pt")["model"]
     assert {t.dtype for t in model.values()} == {torch.float32, torch.int64}
 
 
 def test_offload_alone_changes_no_bit(float32_run, tmp_path):
-    flags = FIVE_STEPS | {"fsdp_offload": True}
+    flags = ONE_EPOCH | {"fsdp_offload": True}
     run = fork_script("train_fsdp.py", 2, output_dir=tmp_path / "run", **flags)
     ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, float32_run))
     assert all(torch.equal(ours["model"][k], theirs["model"][k]) for k in theirs["model"])
@@ -193,17 +235,15 @@ def test_offload_alone_changes_no_bit(float32_run, tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (2, {"save_sharded": True}),
-        (3, {"clip_norm": 1.0}),
-        (2, {"model": "resnet20_gn"}),  # nothing but shards: no replica to compare
-        (2, {"momentum": 0}),
+        (3, {"clip_norm": 1.0, "save_sharded": True, "epochs": 2}),
+        (2, {"model": "resnet20_gn", "momentum": 0}),  # nothing but shards: no replica to compare
         (2, {"momentum": 0, "save_sharded": True}),
         (2, {"optimizer": "adamw", "lr": 0.001, "fsdp_dtype": "bfloat16", "fsdp_offload": True}),
     ],
     ids=str,
 )
 def test_killed_and_resumed_run_matches_an_uninterrupted_one(nproc, flags, tmp_path):
-    assert_resumes(tmp_path, "train_fsdp.py", nproc, **flags)
+    assert_resumes(tmp_path, "train_fsdp.py", nproc, **{"epochs": 1} | flags)
 
 
 # Checkpoints
@@ -231,7 +271,7 @@ def make_state(wrap, seed=0):
 
 def checkpointer(folder, state, sharded=False):
     cfg = FsdpConfig(output_dir=str(folder), save_sharded=sharded, save_minutes=0)
-    return Checkpointer(cfg, state)
+    return Checkpointer(cfg, state, build_hooks(cfg, state))
 
 
 def flat(checkpoint):
@@ -288,20 +328,36 @@ def make_steps(state):
 # The end of the process
 
 
-def test_exit_code_of_a_failed_script_is_kept(monkeypatch):
-    """Only a script that has destroyed its process group, at its end, exits with code 0."""
+def in_fork(function):
+    """The exit code of a process that calls function(), without its stderr."""
 
-    def body(is_initialized):
-        dist.is_initialized = lambda: is_initialized
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        fsdp._skip_teardown()
-        sys.exit(7)
+    def body():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        function()
 
-    for is_initialized, code in ((True, 7), (False, 0)):
-        process = FORK.Process(target=body, args=(is_initialized,))
-        process.start()
-        process.join(30)
-        assert process.exitcode == code
+    process = FORK.Process(target=body)
+    process.start()
+    process.join(30)
+    return process.exitcode
+
+
+def test_process_that_exits_leaves_nothing_undone(tmp_path):
+    """What atexit calls is called, and what was printed is written."""
+
+    def body():
+        sys.stdout = (tmp_path / "stdout").open("w")
+        atexit.register((tmp_path / "called").touch)
+        print("the last line", end="")
+        exit_process()
+
+    assert in_fork(body) == 0
+    assert (tmp_path / "called").exists() and (tmp_path / "stdout").read_text() == "the last line"
+
+
+@pytest.mark.parametrize("script", ["train_fsdp.py", "train_fsdp_tp.py"])
+def test_exit_code_of_a_failed_script_is_kept(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [script, "--epochs=0"])
+    assert in_fork(lambda: runpy.run_path(ROOT / script, run_name="__main__")) == 2
 
 
 COUNT_THREADS = """
@@ -310,7 +366,7 @@ def count():
     tasks, caller = "/proc/self/task/", sys._getframe().f_back
     names = [open(f"{{tasks}}{{task}}/comm").read() for task in os.listdir(tasks)]
     alive = sum(name.startswith(("pt_gloo", "gloo")) for name in names)
-    skipped = caller is not None and caller.f_code.co_name == "_skip_teardown"
+    skipped = caller is not None and caller.f_code.co_name == "exit_process"
     with open({log!r}, "a") as log:
         print("skipped" if skipped else alive, file=log)
 if "RANK" in os.environ:

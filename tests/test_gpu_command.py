@@ -8,15 +8,15 @@ import tarfile
 
 import pytest
 
-import tools.gpu.__main__ as command
+import lab.gpu.__main__ as command
+from lab.bench import loader
+from lab.bench.rows import Row
+from lab.gpu.__main__ import Results, plan, run_call
+from lab.gpu.jobs import Job, Jobs, dataset_flags
+from lab.gpu.report import sections, speed_table
 from tests.test_preemption import wait_until
-from tools.bench import loader
-from tools.gpu.__main__ import Results, plan, run_call
-from tools.gpu.jobs import Job, Jobs, dataset_flags
-from tools.gpu.report import sections, speed_table
 from tools.lessons import ROOT
 from tools.runs import TooSlow, family, wait_for_family
-from utils.config import load_config
 from utils.errors import UserError
 
 
@@ -115,11 +115,10 @@ def test_settings_of_all_jobs_are_known(tmp_path):
             for mode in ("eager", "compiled", "compiled, CUDA graphs"):
                 assert any(precision in name and name.endswith(mode) for name in speeds)
     rows = [job.run.args[1] for job in jobs if job.stage == "speed"]
-    rows = [row for row in rows if hasattr(row, "config_class")]
+    rows = [row for row in rows if isinstance(row, Row)]
     assert len(rows) == 30
     for row in rows:
-        settings = [f"--{name.replace('_', '-')}={value}" for name, value in row.flags.items()]
-        load_config(row.config_class, settings)
+        row.load_config(row.flags)
     assert sum(job.seconds for job in jobs) < 60 * 60
     assert max(job.seconds for job in jobs) < 9 * 60
 
@@ -178,7 +177,7 @@ def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
 
 
 def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
-    arguments = [sys.executable, "-m", "tools.gpu", "--small", "--output", tmp_path / "out"]
+    arguments = [sys.executable, "-m", "lab.gpu", "--small", "--output", tmp_path / "out"]
     process = subprocess.Popen(
         arguments, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path), "RUN_TAG": "gpu-command"}
     )
@@ -212,7 +211,7 @@ def test_images_are_decoded_and_cropped_on_a_device(tmp_path):
 
 
 def test_without_a_gpu_only_small_runs(tmp_path):
-    arguments = [sys.executable, "-m", "tools.gpu", "--output", tmp_path]
+    arguments = [sys.executable, "-m", "lab.gpu", "--output", tmp_path]
     environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
     run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("error: no GPU is visible")
@@ -220,10 +219,10 @@ def test_without_a_gpu_only_small_runs(tmp_path):
 
 @pytest.mark.slow
 def test_small_command_measures_every_stage(tmp_path):
-    root = loader.make_photographs(tmp_path / "images", 600, size=(32, 32))
-    arguments = ["--small", "--data", root, "--output", tmp_path / "out", "--minutes", "9"]
-    command = [sys.executable, "-m", "tools.gpu", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    root = loader.make_photographs(tmp_path / "images", 32, size=(32, 32))
+    arguments = ["--small", "--data", root, "--output", tmp_path / "out", "--minutes", "20"]
+    command = [sys.executable, "-m", "lab.gpu", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1300)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 failed, 0 left" in run.stdout
     data = json.loads((tmp_path / "out" / "gpu.json").read_text())

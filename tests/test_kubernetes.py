@@ -73,7 +73,11 @@ def test_image_holds_what_the_command_needs():
     lines = re.findall("^COPY (.*)", (FOLDER / "Dockerfile").read_text(), re.M)
     sources = [word for line in lines for word in line.split()[:-1]]
     assert all(list(ROOT.glob(source)) for source in sources)
-    assert {"utils", "tools", "configs", "train_*.py"} <= set(sources)
+    assert {"tools", "configs", "train_*.py"} <= set(sources)
+    code = [*ROOT.glob("train_*.py"), *(ROOT / "utils").rglob("*.py"), ROOT / "tools" / "launch.py"]
+    for path in code:
+        packages = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
+        assert {name for name in packages if (ROOT / name).is_dir()} <= set(sources), path
     assert container()["args"][0] in [path.name for path in ROOT.glob("train_*.py")]
     assert (ROOT / container()["args"][1].removeprefix("--config=")).exists()
 

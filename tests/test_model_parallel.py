@@ -8,17 +8,14 @@ import torchvision
 from torch import nn
 from torch.distributed import distributed_c10d
 
+import tasks.images
+from tasks.images.small_models import ResNet9, ResNet20
 from tests.forked import fork_script
 from tests.launch import run_ranks
 from train_mp import place_stages
+from utils.config import Config, load_config
 from utils.errors import UserError
-from utils.model_parallel import (
-    MicroBatches,
-    assign_layers,
-    get_devices,
-    layers_of,
-)
-from utils.small_models import ResNet9, ResNet20
+from utils.rungs.model_parallel import MicroBatches, StagesSettings, assign_layers, get_devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NCCL2 = "TORCH_DIST_USE_NCCL2"
@@ -46,58 +43,70 @@ def small_vit():
 @pytest.mark.parametrize(
     ("make", "count"),
     [
-        (lambda: ResNet20(10), 12),
+        (lambda: ResNet20(10), 11),
         (lambda: ResNet9(10), 7),
-        (torchvision.models.resnet50, 19),
-        (small_vit, 6),
+        (torchvision.models.resnet50, 18),
+        (small_vit, 5),
     ],
     ids=["resnet20", "resnet9", "resnet50", "vit"],
 )
 def test_layers_run_in_order_and_hold_all_parameters(make, count):
     model = make()
-    layers = layers_of(model)
-    assert len(layers) == count
-    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    assert len(tasks.images.layers(model)) == count
+    modules = [module for module, _ in assign_layers(tasks.images.layers(model), [CPU])]
+    inside = {parameter for module in modules for parameter in module.parameters()}
     outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
     assert set(outside) <= {"class_token", "encoder.pos_embedding"}
     order = []
-    for number, layer in enumerate(layers):
-        layer.register_forward_hook(lambda *_, number=number: order.append(number))
+    for number, module in enumerate(modules):
+        module.register_forward_hook(lambda *_, number=number: order.append(number))
     model.eval()(torch.randn(2, 3, 16, 16))
-    assert order == list(range(count))
+    assert order == list(range(len(modules)))
 
 
 def test_stages_are_balanced():
-    model, devices = ResNet20(10), ["a", "b", "c"]
+    layers, devices = tasks.images.layers(ResNet20(10)), ["a", "b", "c"]
     for count in (1, 2, 3):
-        owners = [device for _, device in assign_layers(model, devices[:count])]
+        owners = [device for _, device in assign_layers(layers, devices[:count])]
         assert owners == sorted(owners) and set(owners) == set(devices[:count])
     sizes = {}
-    for layer, device in assign_layers(model, devices[:2]):
-        sizes[device] = sizes.get(device, 0) + sum(p.numel() for p in layer.parameters())
-    weights = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
-    best = min(max(sum(weights[:cut]), sum(weights[cut:])) for cut in range(1, 12))
+    for module, device in assign_layers(layers, devices[:2]):
+        sizes[device] = sizes.get(device, 0) + sum(p.numel() for p in module.parameters())
+    weights = [sum(p.numel() for m in parts for p in m.parameters()) for _, parts in layers]
+    best = min(max(sum(weights[:cut]), sum(weights[cut:])) for cut in range(1, 11))
     assert max(sizes.values()) == best
 
 
 def test_stages_may_be_set_by_hand():
-    model, devices = ResNet20(10), ["a", "b", "c"]
-    owners = [device for _, device in assign_layers(model, devices, "2,9,1")]
-    assert owners == ["a"] * 2 + ["b"] * 9 + ["c"]
-    for split in ("2,10", "2,9,2", "0,11,1", "a,b,c"):
-        with pytest.raises(UserError, match=r"must be 3 positive numbers that add up to .* 12 lay"):
-            assign_layers(model, devices, split)
+    layers, devices = tasks.images.layers(ResNet20(10)), ["a", "b", "c"]
+    owners = [device for _, device in assign_layers(layers, devices, "2,8,1")]
+    assert owners == ["a"] * 3 + ["b"] * 8 + ["c"]  # the first layer has two modules
+    for split in ("2,9", "2,8,2", "0,10,1", "a,b,c"):
+        with pytest.raises(UserError, match=r"must be 3 positive numbers that add up to .* 11 lay"):
+            assign_layers(layers, devices, split)
+
+
+def test_module_of_two_layers_stays_with_the_first():
+    """As an embedding whose weight is also that of the last layer."""
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    layers = [(shared, [shared]), (other, [other]), (shared, [shared])]
+    assert assign_layers(layers, ["a", "b", "c"]) == [(shared, "a"), (other, "b")]
 
 
 def test_models_that_cannot_be_split_are_refused():
-    with pytest.raises(UserError, match="12 layers cannot be split into 13 stages"):
-        assign_layers(ResNet20(10), list(range(13)))
+    with pytest.raises(UserError, match="11 layers cannot be split into 12 stages"):
+        assign_layers(tasks.images.layers(ResNet20(10)), list(range(12)))
+    with torch.device("meta"):
+        model = torchvision.models.vgg11()
     with pytest.raises(UserError, match="the order of the layers of a VGG is unknown"):
-        assign_layers(torchvision.models.vgg11(), ["a"])
-    compiled = ResNet20(10)
-    compiled.compile()
-    with pytest.raises(UserError, match="pass --compile none"):
-        assign_layers(compiled, ["a", "b"])
+        tasks.images.layers(model)
+
+
+def test_compiled_models_are_refused(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        load_config(Config, StagesSettings, ["--compile=default"])
+    text = "a compiled model cannot be split into stages: pass --compile none"
+    assert text in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("make", [small_vit, torchvision.models.resnet18])
@@ -105,9 +114,10 @@ def test_activations_follow_the_layers(make):
     """Meta tensors stand in for a second GPU: an operation on both devices would raise."""
     model, images = make(), torch.randn(2, 3, 16, 16)
     expected = model.eval()(images)
-    torch.testing.assert_close(place_stages(model, [CPU, CPU, CPU], "")(images), expected)
+    layers = tasks.images.layers(model)
+    torch.testing.assert_close(place_stages(model, layers, [CPU, CPU, CPU], "")(images), expected)
     model = make().eval()
-    outputs = place_stages(model, [CPU, META], "")(images)
+    outputs = place_stages(model, tasks.images.layers(model), [CPU, META], "")(images)
     assert outputs.device == META and outputs.shape == expected.shape
     assert {parameter.device for parameter in model.parameters()} == {CPU, META}
 
@@ -183,9 +193,9 @@ def test_nccl_is_not_bound_to_one_of_several_gpus(monkeypatch, four_gpus):
 
 def test_stages_of_two_kinds_are_refused_under_ddp(tmp_path):
     def body(rank):
-        return assign_layers(ResNet20(10), [META, CPU])
+        return assign_layers(tasks.images.layers(ResNet20(10)), [META, CPU])
 
-    assert len(assign_layers(ResNet20(10), [META, CPU])) == 12
+    assert len(body(0)) == 12
     (error,) = run_ranks(body, 1)
     assert isinstance(error, UserError) and "stages on GPUs only, or on CPUs only" in str(error)
 
@@ -202,7 +212,6 @@ def test_one_process_runs_micro_batches(tmp_path):
     [
         ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 CUDA devices, but 0 are visible"),
         ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
-        ("train_mp.py", None, {"compile": "default"}, "pass --compile none"),
     ],
     ids=str,
 )

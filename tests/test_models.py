@@ -1,52 +1,79 @@
 """Models by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torchvision
 
+from tasks.images import Settings
+from tasks.images.models import build_classifier, build_model
+from tasks.images.weights import head_of
 from tests.launch import run_ranks
-from utils.config import Config
 from utils.errors import UserError
-from utils.models import build_model, convert_sync_batchnorm
-from utils.sync_batchnorm import SyncBatchNorm
+from utils.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 # RegNets compute their widths with tensors and so cannot be built on the meta device.
+TORCHVISION = [
+    name
+    for name in torchvision.models.list_models(module=torchvision.models)
+    if not name.startswith("regnet")
+]
+
+
+def smallest_of_its_family(name):
+    """Whether torchvision's module for this model defines no smaller one."""
+
+    def family_and_size(name):
+        builder = torchvision.models.get_model_builder(name)
+        weights = torchvision.models.get_model_weights(builder)
+        return builder.__module__, weights.DEFAULT.meta["num_params"]
+
+    family, size = family_and_size(name)
+    return all(size <= s for f, s in map(family_and_size, TORCHVISION) if f == family)
+
+
 NAMES = [
     *(
-        name
-        for name in torchvision.models.list_models(module=torchvision.models)
-        if not name.startswith("regnet")
+        pytest.param(name, marks=() if smallest_of_its_family(name) else pytest.mark.slow)
+        for name in TORCHVISION
     ),
     *("resnet20", "resnet9", "resnet34_cifar", "resnet50_cifar_gn", "vgg11_bn_gn"),
 ]
+
+
+def make(name, classes=10, **options):
+    return build_classifier(Settings(model=name, **options), classes)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_model_is_built_by_name(name):
     size = 299 if name == "inception_v3" else 224
     with torch.device("meta"):
-        model = build_model(Config(model=name, image_size=size), num_classes=7)
+        model = make(name, classes=7, image_size=size)
         assert model.train()(torch.empty(2, 3, size, size)).shape == (2, 7)
+    head = model.get_submodule(head_of(model))  # which --weights leaves out
+    assert getattr(head, "out_features", getattr(head, "out_channels", 0)) == 7
 
 
 def test_vision_transformer_takes_the_image_size_of_the_config():
     with torch.device("meta"):
-        model = build_model(Config(model="vit_b_16", image_size=32), num_classes=7)
+        model = make("vit_b_16", classes=7, image_size=32)
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 7)
 
 
 def test_unknown_model_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"'resnet17' is neither resnet20 nor resnet9 nor .*vit_b"):
-        build_model(Config(model="resnet17"), 10)
-    with pytest.raises(UserError, match=r"'resnet17' is neither"):
-        build_model(Config(model="resnet17_cifar"), 10)
+    for name in ("resnet17", "resnet17_cifar"):
+        with pytest.raises(UserError, match=r"'resnet17' is neither resnet20 nor resnet9 nor "):
+            make(name)
 
 
-def test_dtype_and_memory_format():
-    model = build_model(Config(model="resnet20", dtype="float64"), 10)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    weight = build_model(Config(model="resnet18"), 10).conv1.weight
-    assert weight.dtype == torch.float32
+def test_model_has_an_output_for_each_class_of_the_training_set():
+    train_set = SimpleNamespace(classes=["cat", "dog", "owl"])
+    model = build_model(Settings(model="resnet20"), train_set)
+    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # the scripts convert it
+    weight = make("resnet18").conv1.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -54,30 +81,18 @@ def test_weights_follow_from_the_global_seed_on_every_rank():
     def body(rank):
         torch.rand(rank)
         torch.manual_seed(5)
-        model = build_model(Config(model="resnet20"), 10)
-        return [p.sum().item() for p in model.parameters()]
+        return [p.sum().item() for p in make("resnet20").parameters()]
 
     first, second = run_ranks(body, 2)
     assert first == second
     torch.manual_seed(6)
-    other = build_model(Config(model="resnet20"), 10)
-    assert first != [p.sum().item() for p in other.parameters()]
-
-
-def test_compiled_model_keeps_the_names_of_its_parameters():
-    plain, compiled = (
-        build_model(Config(model="resnet20", compile=mode), 10) for mode in ("none", "default")
-    )
-    assert list(plain.state_dict()) == list(compiled.state_dict())
-    assert compiled._compiled_call_impl is not None and plain._compiled_call_impl is None
+    assert first != [p.sum().item() for p in make("resnet20").parameters()]
 
 
 def test_every_batchnorm_is_synchronized_under_its_name():
-    plain = build_model(Config(model="resnet20"), 10)
-    names, norms = (
-        list(plain.state_dict()),
-        [name for name, module in plain.named_modules() if "BatchNorm" in type(module).__name__],
-    )
+    plain = make("resnet20")
+    names = list(plain.state_dict())
+    norms = [name for name, m in plain.named_modules() if "BatchNorm" in type(m).__name__]
     model = convert_sync_batchnorm(plain)
     synced = [name for name, module in model.named_modules() if isinstance(module, SyncBatchNorm)]
     assert synced == norms != [] and list(model.state_dict()) == names

@@ -8,7 +8,7 @@ import pytest
 from tests.forked import fork_script, largest_difference, same_bits
 from tests.namespaces import Gate, c10d, finish, hosts, needs_namespaces, static
 from tools.runs import ROOT
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint_file import read_checkpoint
 
 pytestmark = needs_namespaces
 SLOW = pytest.mark.slow

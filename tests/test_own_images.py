@@ -1,4 +1,4 @@
-"""docs/own-images.md as a user types it, and tools.predict, tools.evaluate and tools.export."""
+"""docs/own-images.md as a user types it, and predict, evaluate and export in tasks/images."""
 
 import csv
 import json
@@ -15,17 +15,16 @@ import torch
 import torchvision
 from PIL import Image
 
-import tools.export
-from tests.launch import SMALL, run_isolated, run_script
-from tests.test_image_folder import break_file, photo
-from tools import evaluate, export, predict
-from tools.inference import load_trained
+from tasks.images import evaluate, export, predict
+from tasks.images.files import find_images
+from tasks.images.inference import load_trained
+from tasks.images.weights import find_weights
+from tests.images import break_file, photo
+from tests.launch import run_isolated
 from tools.runs import ROOT
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
-from utils.image_folder import find_images
 from utils.metrics import read_metrics
-from utils.weights import find_weights
 
 pytestmark = pytest.mark.slow  # the page trains seven times
 CLASSES = ("cat", "dog", "图")
@@ -64,7 +63,7 @@ def clone(tmp_path_factory):
     configs/finetune.yaml is as published, except for the sizes.
     """
     root = tmp_path_factory.mktemp("clone")
-    for name in ("Makefile", "train_ddp.py", "utils", "tools"):
+    for name in ("Makefile", "train_ddp.py", "utils", "tasks", "tools"):
         (root / name).symlink_to(ROOT / name)
     text = (ROOT / "configs" / "finetune.yaml").read_text()
     for line, small in (
@@ -167,7 +166,7 @@ def test_predictions_agree_in_all_formats(clone, results):
 
 
 def test_evaluation_agrees_with_predictions_and_training(clone, results):
-    test, val = (r.stdout for command, r in results.items() if "tools.evaluate" in command)
+    test, val = (r.stdout for command, r in results.items() if "tasks.images.evaluate" in command)
     with open(clone / "predictions.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if not row["error"]]
     correct = sum(f"/{row['class 1']}/" in row["path"] for row in rows)
@@ -185,7 +184,7 @@ def test_validation_split_moves_with_the_checkpoint(clone, results):
     shutil.copy(clone / "runs" / "finetune" / "best.pt", clone / "elsewhere")
     photo(clone / "my_images" / "train" / "cat" / "later.jpg")
     flags = "--data-dir my_images --on-bad-sample skip"
-    moved = shell(clone, f".venv/bin/python -m tools.evaluate elsewhere/best.pt {flags}")
+    moved = shell(clone, f".venv/bin/python -m tasks.images.evaluate elsewhere/best.pt {flags}")
     assert moved.stdout.splitlines()[-1] == val.splitlines()[-1]
 
 
@@ -213,7 +212,7 @@ def test_export_that_differs_is_not_written(clone, results, monkeypatch, tmp_pat
         original(model, images, path, facts)
         model.fc.bias.data.sub_(1)
 
-    monkeypatch.setitem(tools.export.FORMATS, "exported-program", (lossy, export.run_program))
+    monkeypatch.setitem(export.FORMATS, "exported-program", (lossy, export.run_program))
     checkpoint = clone / "runs" / "finetune" / "best.pt"
     with pytest.raises(UserError, match="was not written"):
         run_isolated(lambda: export.export(checkpoint, "exported-program", tmp_path / "x.pt2"))
@@ -263,29 +262,9 @@ def test_predict_exits_with_1_without_predictions(clone, results, monkeypatch, c
 
 
 def test_predictions_end_quietly_when_nobody_reads_them(clone, results):
-    command = [sys.executable, "-m", "tools.predict", "runs/finetune/best.pt", "new.jpg", "--csv"]
+    module = ["-m", "tasks.images.predict"]
+    command = [sys.executable, *module, "runs/finetune/best.pt", "new.jpg", "--csv"]
     reader, writer = os.pipe()
     os.close(reader)
     run = subprocess.run(command, cwd=clone, stdout=writer, stderr=subprocess.PIPE, text=True)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_evaluates_other_datasets_and_a_subset_of_the_classes(monkeypatch, capsys, tmp_path):
-    out = run_script("train_1gpu.py", output_dir=tmp_path / "first", model="resnet20_gn")
-    checkpoint = torch.load(out.output_dir / "last.pt")
-    checkpoint["data"] |= {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}
-    torch.save(checkpoint, tmp_path / "other.pt")
-    flags = {"model": "resnet20_gn", "weights": tmp_path / "other.pt", "epochs": 1}
-    out = run_script("train_1gpu.py", output_dir=tmp_path / "run", **flags)
-    assert read_checkpoint(out.output_dir / "last.pt")["data"]["std"] == [0.5, 0.6, 0.7]
-    run(evaluate, monkeypatch, out.output_dir / "last.pt", "--json", "--batch-size=7")
-    result = json.loads(capsys.readouterr().out)
-    assert (
-        result["samples"] == SMALL["synthetic_samples"] // 4 == sum(map(sum, result["confusion"]))
-    )
-    assert result["accuracy"] == out.rows[-1]["val_accuracy"]
-    assert result["loss"] == pytest.approx(out.rows[-1]["val_loss"], rel=1e-5)
-    photo(tmp_path / "images" / "test" / "pattern 3" / "1.jpg")
-    data = ["--data-dir", tmp_path / "images", "--split=test"]
-    run(evaluate, monkeypatch, out.output_dir / "last.pt", *data)
-    assert "of 1 images" in capsys.readouterr().out

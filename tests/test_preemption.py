@@ -1,9 +1,9 @@
 """A signal at any moment: all ranks save at the same step, exit with code 75, and can continue."""
 
 import itertools
+import json
 import os
 import signal
-import sys
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-import utils.config
 import utils.preemption
 from tests.forked import FIVE_STEPS, FORK, fork_script, same_bits, without_seconds
 from tests.launch import run_ranks, start_script
-from tools.runs import family, finish_run
-from utils import errors
-from utils.checkpoint import Checkpointer, read_checkpoint
-from utils.config import load_config
-from utils.preemption import SECONDS_OF_ONE_REQUEST, Interrupts
+from tools.runs import family, finish_run, kill_family
+from utils.checkpoint import Checkpointer
+from utils.checkpoint_file import read_checkpoint
+from utils.errors import set_failure_store
+from utils.preemption import SECONDS_OF_ONE_REQUEST, Interrupts, Preempted
 
 FLAGS = FIVE_STEPS | {"save_steps": 0}
 
@@ -35,8 +34,9 @@ def signalled(number, epoch, step, rank=0, again=False):
         def step_and_signal(checkpoint):
             here = (checkpoint.epoch, checkpoint.state["loader"].step)
             if here == (epoch, step) and os.environ.get("RANK", "0") == str(rank):
+                (interrupts,) = [h for h in checkpoint.hooks if isinstance(h, Interrupts)]
                 os.kill(os.getpid(), number)
-                wait_until(lambda: checkpoint.interrupts.signal)
+                wait_until(lambda: interrupts.signal)
             real(checkpoint)
 
         Checkpointer.step = step_and_signal
@@ -96,15 +96,18 @@ def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
 )
 def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):
     """As from SLURM: to the launcher, the ranks, and the workers; the launcher then repeats it."""
-    flags = FLAGS | {"output_dir": tmp_path / "run", "num_workers": 1, "loader": "workers"}
-    flags["epochs"] = 10**6
-    flags |= {} if nproc else {"spawn_processes": 2}
+    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "num_workers": 1, "loader": "workers"}
+    flags["synthetic_samples"] = 3000  # the signal arrives before the epoch ends
+    flags |= {} if nproc else {"spawn_processes": 1}
     process = start_script(script, nproc, **flags)
-    wait_until((tmp_path / "run" / "last.pt").exists)
-    for pid in family(process.run_tag):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-    run = finish_run(process, flags["output_dir"])
+    try:
+        wait_until((tmp_path / "run" / "last.pt").exists, seconds=180)
+        for pid in family(process.run_tag):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        run = finish_run(process, flags["output_dir"])
+    finally:
+        kill_family(process.run_tag)
     assert f"stopped by {number.name} after epoch" in run.stderr
     for text in ("DataLoader", "killed", "resource_tracker"):
         assert text not in run.stderr, run.stderr
@@ -118,11 +121,18 @@ def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):
 def fake_checkpoint(tmp_path):
     """What Interrupts needs of a Checkpointer."""
     loader = SimpleNamespace(step=3)
-    cfg = SimpleNamespace(save_minutes=1000, epochs=2)
+    cfg = SimpleNamespace(resume="auto", epochs=2)
     checkpoint = Namespace()  # a class with weak references
     checkpoint.__dict__ |= dict(cfg=cfg, state={"loader": loader}, epoch=1, folder=tmp_path)
     checkpoint.pending = None
     return checkpoint
+
+
+def started(checkpoint, minutes=1000.0):
+    """Interrupts that handle signals."""
+    interrupts = Interrupts(minutes)
+    interrupts.after_load(checkpoint)
+    return interrupts
 
 
 def exit_code(body, limit=30):
@@ -134,9 +144,20 @@ def exit_code(body, limit=30):
     return process.exitcode
 
 
+def test_signals_are_handled_from_the_start_of_the_run_on(fake_checkpoint):
+    """While the data are prepared, for example, there is nothing to save."""
+
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Interrupts(1000.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == -signal.SIGTERM
+
+
 def test_second_signal_ends_the_process_once_the_file_is_complete(fake_checkpoint, tmp_path):
     def body():
-        interrupts = Interrupts(fake_checkpoint)
+        interrupts = started(fake_checkpoint)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # the same request
         wait_until(lambda: interrupts.signal)
@@ -151,13 +172,14 @@ def test_second_signal_ends_the_process_once_the_file_is_complete(fake_checkpoin
     assert (tmp_path / "complete").exists()
 
 
-def test_signal_after_a_failure_of_another_rank_ends_the_process(fake_checkpoint, monkeypatch):
+def test_signal_after_a_failure_of_another_rank_ends_the_process(fake_checkpoint):
     """Launchers send SIGTERM to the other ranks: these need not save."""
-    monkeypatch.setattr("utils.errors.failure_store", dist.HashStore())
-    errors.failure_store.add("failures", 1)
 
     def body():
-        Interrupts(fake_checkpoint)
+        store = dist.HashStore()
+        store.add("failures", 1)
+        set_failure_store(store)
+        started(fake_checkpoint)
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert exit_code(body) == 128 + signal.SIGTERM
@@ -166,9 +188,9 @@ def test_signal_after_a_failure_of_another_rank_ends_the_process(fake_checkpoint
 def test_signals_act_as_before_once_the_run_is_over(fake_checkpoint):
     def body():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        interrupts = Interrupts(fake_checkpoint)
+        interrupts = started(fake_checkpoint)
         fake_checkpoint.epoch = 2
-        interrupts.after_save()
+        interrupts.after_save(fake_checkpoint)
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert exit_code(body) == -signal.SIGTERM
@@ -177,7 +199,7 @@ def test_signals_act_as_before_once_the_run_is_over(fake_checkpoint):
 def test_signals_act_as_before_in_child_processes(fake_checkpoint):
     def body():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        interrupts = Interrupts(fake_checkpoint)
+        interrupts = started(fake_checkpoint)
         running = FORK.Event()
         child = FORK.Process(target=lambda: (running.set(), time.sleep(60)))
         child.start()
@@ -190,28 +212,32 @@ def test_signals_act_as_before_in_child_processes(fake_checkpoint):
     assert exit_code(body) == 1
 
 
+def test_launcher_learns_that_the_run_is_saved(fake_checkpoint, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    fake_checkpoint.wait = lambda: (tmp_path / "saved").touch()
+    interrupts = Interrupts(1000.0)
+    interrupts.agreed = signal.SIGUSR1
+    assert interrupts.ends_run(fake_checkpoint)
+    with pytest.raises(Preempted):
+        interrupts.after_save(fake_checkpoint)
+    assert (tmp_path / "saved").exists()
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["extraInfo"]["outcome"] == "stopped"
+    assert message["message"].startswith("stopped by SIGUSR1 after epoch 1, step 3, and saved in ")
+    assert capfd.readouterr().err == message["message"] + "\n"
+
+
 def test_saves_when_minutes_are_over_on_the_clock_of_any_rank(fake_checkpoint, monkeypatch):
     def body(rank):
         minutes = itertools.count(0, 4 if rank else 0)  # rank 0's clock stands still
         clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
         monkeypatch.setattr(utils.preemption, "time", clock)
-        fake_checkpoint.cfg.save_minutes = 7
-        interrupts, saved = Interrupts(fake_checkpoint), []
+        interrupts, saved = Interrupts(7.0), []
         for step in range(12):
-            if interrupts.due():
+            if interrupts.is_due(fake_checkpoint):
                 saved.append(step)
-                interrupts.after_save()
+                interrupts.after_save(fake_checkpoint)
         return saved
 
     # Rank 1 counts 4 minutes per step. It decides after 8 minutes, and saves one step later.
     assert run_ranks(body, 2) == [[2, 5, 8, 11]] * 2
-
-
-def test_without_the_file_the_clock_is_not_automatic(monkeypatch):
-    monkeypatch.setitem(sys.modules, "utils.preemption", None)
-    real = utils.config.find_spec
-    monkeypatch.setattr(
-        utils.config, "find_spec", lambda name: name != "utils.preemption" and real(name)
-    )
-    assert load_config(argv=[]).save_minutes == 0
-    assert load_config(argv=["--save-minutes=3"]).save_minutes == 3

@@ -1,12 +1,27 @@
-"""The check that all ranks hold the same model."""
+"""The checks that all ranks run the same code on the same data, and hold the same model."""
+
+import importlib.util
+import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tasks.images.models import build_classifier
+from tasks.images.settings import Settings
 from tests.launch import run_ranks
+from tests.test_checkpoint import checkpointer, make_state, outcome
+from utils.config import Config
 from utils.errors import UserError
-from utils.replicas import check_replicas, checksums
+from utils.replicas import (
+    CompareReplicas,
+    check_replicas,
+    check_setup,
+    checksums,
+    settle_ddp_buckets,
+)
 from utils.sync_batchnorm import SyncBatchNorm
 
 
@@ -14,13 +29,16 @@ def checksum(tensor):
     return checksums([tensor])[0]
 
 
-def make(norm=torch.nn.BatchNorm1d):
+def make(norm=nn.BatchNorm1d):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), norm(4))
+    model = nn.Sequential(nn.Linear(3, 4), norm(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    return torch.nn.ModuleDict({"module": model}), optimizer
+    return nn.DataParallel(model), optimizer  # without GPUs, a wrapper that does nothing
+
+
+# What a checksum notices
 
 
 @pytest.mark.parametrize(
@@ -85,6 +103,9 @@ def test_kernels_do_not_grow_with_the_number_of_tensors(count):
     assert counter.launched <= 25
 
 
+# Which tensors are compared
+
+
 def test_differing_tensor_and_its_rank_are_named():
     cases = ("0.weight", "1.running_mean", "1.num_batches_tracked", "0.bias (momentum_buffer)")
 
@@ -94,8 +115,8 @@ def test_differing_tensor_and_its_rank_are_named():
             model, optimizer = make()
             check_replicas(model, optimizer)
             if rank == world_size - 2:
-                tensors = dict(model["module"].state_dict())
-                state = optimizer.state[model["module"][0].bias]
+                tensors = dict(model.module.state_dict())
+                state = optimizer.state[model.module[0].bias]
                 tensors["0.bias (momentum_buffer)"] = state["momentum_buffer"]
                 tensors[name].view(-1)[0] += 1
             with pytest.raises(UserError) as caught:
@@ -118,10 +139,10 @@ def test_buffers_may_differ_between_steps():
 
     def body(rank):
         outcomes = []
-        for norm in (torch.nn.BatchNorm1d, SyncBatchNorm):
+        for norm in (nn.BatchNorm1d, SyncBatchNorm):
             for between_steps in (True, False):
                 model, optimizer = make(norm)
-                model["module"][1].running_mean += rank
+                model.module[1].running_mean += rank
                 try:
                     check_replicas(model, optimizer, between_steps=between_steps)
                     outcomes.append("same")
@@ -133,7 +154,240 @@ def test_buffers_may_differ_between_steps():
     assert run_ranks(body, 2) == [expected, expected]
 
 
+def test_names_are_the_models_own():
+    """Only the names of wrappers are left out."""
+
+    def body(rank):
+        inner, optimizer = make()
+        model = DistributedDataParallel(nn.ModuleDict({"module": inner.module}))
+        inner.module[1].running_mean += rank
+        return outcome(lambda: check_replicas(model, optimizer))
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and "differs from the others in module.1.running_mean" in text
+
+
 def test_single_process_has_nothing_to_compare():
     model, optimizer = make()
-    model["module"][1].running_mean += 1
+    model.module[1].running_mean += 1
     check_replicas(model, optimizer)
+
+
+# When they are compared
+
+
+def compared(folder, state, **settings):
+    """A Checkpointer with the hook that compares the ranks."""
+    hook = CompareReplicas(Config(output_dir=str(folder), **settings), state)
+    return checkpointer(folder, state, [hook], **settings)
+
+
+def replicas_run(folder, rank, steps=4, **settings):
+    """The number of steps before the ranks are found to differ, and the message.
+
+    Rank 1 changes one weight in step 1."""
+    state = make_state()
+    writer = compared(folder, state, **settings)
+    try:
+        for step in range(1, steps + 1):
+            state["loader"].step = step
+            if rank == 1:
+                state["model"][0].weight.data[0, 0] += 1
+            writer.step()
+        step += 1
+        writer.save(1)
+        writer.wait()
+    except UserError as error:
+        return step, str(error)
+    return step + 1, ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        ({"check_replicas_every": 3}, 3),
+        ({"check_replicas_every": 0, "save_steps": 2}, 2),  # before the first save
+        ({"check_replicas_every": 0}, 5),  # before the epoch's
+        ({"check_replicas_every": -1, "save_steps": 2}, 6),  # never
+    ],
+    ids=str,
+)
+def test_replicas_are_compared_when_due(settings, step, tmp_path):
+    for stopped, message in run_ranks(lambda rank: replicas_run(tmp_path, rank, **settings), 2):
+        assert stopped == step
+        assert ("rank 1 differs from the others in 0.weight" in message) == (step < 6)
+    assert (tmp_path / "last.pt").exists() == (step == 6)
+
+
+def test_replicas_are_compared_with_the_buffers_at_the_epochs_end_only(tmp_path, monkeypatch):
+    calls = []
+
+    def check(model, optimizer, between_steps):
+        calls.append(between_steps)
+        check_replicas(model, optimizer, between_steps)
+
+    monkeypatch.setattr("utils.replicas.check_replicas", check)
+
+    def body(rank):
+        replicas_run(tmp_path, rank=0, steps=2, save_steps=1, check_replicas_every=2)
+        return calls
+
+    assert run_ranks(body, 2) == [[True, True, True, False]] * 2
+
+
+def test_replicas_are_compared_at_the_start(tmp_path):
+    def body(rank, every):
+        state = make_state(seed=rank)
+        return outcome(compared(tmp_path, state, check_replicas_every=every).load)
+
+    for kind, text in run_ranks(body, 2, 0):
+        assert kind is UserError and "the ranks no longer hold the same model" in text
+    assert run_ranks(body, 2, -1) == [(None, "")] * 2
+
+
+# Before the first step
+
+
+def test_differing_ranks_are_refused():
+    same, settings = [["a"]] * 3, [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.5}]
+    classes, free = [["a"], ["b"], ["a"]], [{"num_workers": 1}, {}, {"save_steps": 2}]
+    cases = [(settings, same), ([{}] * 3, classes), (free, same)]
+
+    def body(rank):
+        outcomes = []
+        for settings, classes in cases:
+            cfg, state = Config(**settings[rank]), make_state()
+            state["data"] = {"classes": classes[rank]}
+            outcomes.append(outcome(lambda cfg=cfg, state=state: check_setup(cfg, state)))
+        return outcomes
+
+    for rank, outcomes in enumerate(run_ranks(body, 3)):
+        (kind, text), (_, of_classes), of_free_settings = outcomes
+        assert kind is UserError, text
+        expected = "rank 0 has lr 0.1, not 0.5" if rank == 2 else "rank 2 has lr 0.5, not 0.1"
+        assert expected in text and "the ranks must agree on that" in text
+        assert "has classes [" in of_classes
+        assert rank == 1 or "rank 1 has classes ['b'], not ['a']" in of_classes
+        assert of_free_settings == (None, "")
+
+
+def test_facts_that_cannot_be_compared_are_refused():
+    def body(rank):
+        state = make_state() | {"data": {"labels": torch.arange(2)}}
+        return outcome(lambda: check_setup(Config(), state))
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and "the fact 'labels' in state['data'] holds a torch" in text
+
+
+def test_ranks_with_different_numbers_of_steps_or_versions_are_refused(monkeypatch):
+    def body(rank):
+        state, outcomes = make_state(), []
+        for change in ("steps", "torch"):
+            state["loader"].length = 7 if rank == 1 and change == "steps" else 5
+            if rank == 1 and change == "torch":
+                monkeypatch.setattr(torch, "__version__", "2.11.0")
+            outcomes.append(outcome(lambda: check_setup(Config(), state)))
+        return outcomes
+
+    steps, version = run_ranks(body, 2)[0]
+    assert steps[0] is UserError and steps[1].startswith("rank 1 has steps per epoch 7, not 5")
+    assert version[0] is UserError and version[1].startswith("rank 1 has torch '2.11.0', not")
+
+
+FILES = ("train.py", "my_task.py", "models/net.py", ".venv/lib/site-packages/numbers.py")
+
+
+def start_script(folder, changed, content):
+    """Act as if a script in this folder had imported FILES, of which one differs."""
+    for name, text in (dict.fromkeys((*FILES, "notes.txt"), "1") | {changed: content}).items():
+        path = folder / name
+        sys.modules.pop(f"own_{path.stem}", None)
+        if text is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            if name in FILES[1:]:
+                spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+                sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.argv = [str(folder / "train.py")]
+
+
+def test_ranks_that_run_different_files_are_refused(tmp_path):
+    """Also files of the user's own, in the folder of the script. Each node may have its copy."""
+    cases = [
+        ("train.py", "2", "train.py"),
+        ("my_task.py", "2", "my_task.py"),
+        ("models/net.py", "2", "models/net.py"),
+        ("my_task.py", None, "my_task.py"),  # one rank has not imported such a file
+        (".venv/lib/site-packages/numbers.py", "2", None),  # installed
+        ("notes.txt", "2", None),  # not imported
+    ]
+
+    def body(rank):
+        outcomes = []
+        for number, (changed, content, _) in enumerate(cases):
+            folder = tmp_path / f"node-{rank}" / f"case-{number}"
+            start_script(folder, changed, content if rank == 1 else "1")
+            outcomes.append(outcome(lambda: check_setup(Config(), make_state())))
+        return outcomes
+
+    for rank, outcomes in enumerate(run_ranks(body, 2)):
+        for (_, _, named), (kind, text) in zip(cases, outcomes, strict=True):
+            if named:
+                assert kind is UserError and text == f"rank {1 - rank} has different code: {named}"
+            else:
+                assert kind is None, text
+
+
+# The order of DistributedDataParallel's sums
+
+
+def test_settling_buckets_leaves_forward_and_hooks_of_the_model_alone():
+    def body(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+        calls, method = [], model.forward
+        model.forward = lambda images: method(images) + 100  # a patch of the instance
+        model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape))
+        wrapped = DistributedDataParallel(model)
+        settle_ddp_buckets(wrapped)
+        assert calls == [] and wrapped.module is model
+        return wrapped(torch.ones(3, 2)).min().item() > 90, len(calls)
+
+    assert run_ranks(body, 2) == [(True, 1)] * 2
+
+
+def test_ddp_sums_gradients_in_the_same_order_at_every_step():
+    """From three ranks on, the order matters: a resumed run must have it from its first step."""
+
+    def body(rank, settle):
+        torch.manual_seed(0)
+        model = build_classifier(Settings(model="resnet20"), 10)
+        model = DistributedDataParallel(model)
+        before = [t.clone() for t in model.state_dict().values()]
+        if settle:
+            settle_ddp_buckets(model)
+        pairs = list(zip(before, model.state_dict().values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs)
+        assert all(p.grad is None for p in model.parameters())
+        torch.manual_seed(rank)
+        images, gradients = torch.randn(2, 3, 16, 16), []
+        for _ in range(2):
+            model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
+            model.zero_grad()
+            model(images).square().sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+        return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+    assert run_ranks(body, 3, True) == [True] * 3
+    assert run_ranks(body, 3, False) == [False] * 3  # the test would notice
+
+
+def test_settling_ddp_buckets_compiles_nothing():
+    def body(rank):
+        graphs, model = [], nn.Linear(2, 3)
+        model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+        settle_ddp_buckets(DistributedDataParallel(model))
+        return len(graphs)
+
+    assert run_ranks(body, 1) == [0]

@@ -6,21 +6,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tasks.images import build_datasets
+from tasks.images import folder as image_folder
+from tasks.images.arrays import ArrayDataset
+from tasks.images.folder import FolderDataset
+from tests.images import config, folder
 from tests.launch import run_ranks
-from tests.test_image_folder import config, folder
-from utils import image_folder, resident
-from utils.array_data import ArrayDataset
-from utils.data import build_datasets
+from utils import resident
+from utils.data import BatchDataset
 from utils.errors import PeerError, UserError
-from utils.image_folder import FolderDataset
 from utils.resident import make_resident
 
 CPU = torch.device("cpu")
-AUTO, DEVICE = SimpleNamespace(loader="auto"), SimpleNamespace(loader="device")
+NBYTES = 4 * 3 * 8 * 8
 
 
-class Plain(torch.utils.data.Dataset):
-    """Any Dataset: without as_array()."""
+class Plain(BatchDataset):
+    """Without resident_bytes() and resident()."""
 
     def __len__(self):
         return 4
@@ -30,48 +32,52 @@ class Plain(torch.utils.data.Dataset):
 
 
 class Offering(Plain):
-    """A user's dataset with as_array()."""
+    """A user's dataset with both."""
 
-    def as_array(self):
+    def resident_bytes(self):
+        return NBYTES
+
+    def resident(self, device):
         images = torch.stack([self[i][0] for i in range(len(self))])
-        return ArrayDataset(images, range(len(self)), [0.5] * 3, [0.25] * 3, size=8)
+        array = ArrayDataset(images, range(len(self)), "abcd", [0.5] * 3, [0.25] * 3, size=8)
+        return array.resident(device)
 
 
 def test_auto_keeps_what_fits_in_a_quarter_of_the_memory(monkeypatch):
-    array = Offering().as_array()
-    for dataset in (Offering(), array):
-        nbytes = 4 * 3 * 8 * 8
-        monkeypatch.setattr(resident, "_free_memory", lambda device, n=nbytes: 4 * n)
-        assert isinstance(make_resident(dataset, CPU, AUTO), ArrayDataset)
-        monkeypatch.setattr(resident, "_free_memory", lambda device, n=nbytes: 4 * n - 1)
-        assert make_resident(dataset, CPU, AUTO) is None
-        assert isinstance(make_resident(dataset, CPU, DEVICE), ArrayDataset)
+    for dataset in (Offering(), Offering().resident(CPU)):
+        assert dataset.resident_bytes() == NBYTES
+        monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * NBYTES)
+        assert isinstance(make_resident(dataset, CPU, "auto"), ArrayDataset)
+        monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * NBYTES - 1)
+        assert make_resident(dataset, CPU, "auto") is None
+        assert isinstance(make_resident(dataset, CPU, "device"), ArrayDataset)
 
 
-def test_dataset_without_as_array_is_for_workers():
-    assert make_resident(Plain(), CPU, AUTO) is None
-    with pytest.raises(UserError, match=r"Plain on the device.*no as_array.*--loader workers"):
-        make_resident(Plain(), CPU, DEVICE)
+def test_dataset_without_resident_is_for_workers():
+    assert make_resident(Plain(), CPU, "auto") is None
+    with pytest.raises(UserError, match=r"keep this Plain on the device: pass --loader workers"):
+        make_resident(Plain(), CPU, "device")
 
 
 def test_image_folder_needs_a_writable_cache(tmp_path, monkeypatch):
-    train, _, _ = build_datasets(config(folder(tmp_path)))
-    array = make_resident(train, CPU, AUTO)
+    train, _ = build_datasets(config(folder(tmp_path)))
+    array = make_resident(train, CPU, "auto")
     indices = torch.tensor([3, 1, 2])
-    for ours, theirs in zip(array.get_batch(indices, 5), train.get_batch(indices, 5), strict=True):
+    batches = [dataset.get_batch(indices, 5, 0) for dataset in (array, train)]
+    for ours, theirs in zip(*batches, strict=True):
         assert torch.equal(ours, theirs)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert make_resident(train, CPU, AUTO) is None
+    assert make_resident(train, CPU, "auto") is None
 
 
 def test_resized_crop_is_for_workers(tmp_path):
-    train, val, _ = build_datasets(config(folder(tmp_path), "--augment=resized_crop"))
-    assert make_resident(train, CPU, AUTO) is None
-    assert make_resident(val, CPU, AUTO) is not None
-    with pytest.raises(UserError, match=r"augments the original images: pass --loader workers"):
-        make_resident(train, CPU, DEVICE)
-    no_cache = FolderDataset(val.paths, val.labels.tolist(), val.preprocessing)
-    assert make_resident(no_cache, CPU, AUTO) is None
+    train, val = build_datasets(config(folder(tmp_path), "--augment=resized_crop"))
+    assert make_resident(train, CPU, "auto") is None
+    assert make_resident(val, CPU, "auto") is not None
+    with pytest.raises(UserError, match=r"this FolderDataset on the device: pass --loader workers"):
+        make_resident(train, CPU, "device")
+    no_cache = FolderDataset(val.paths, val.labels.tolist(), val.classes, val.preprocessing)
+    assert make_resident(no_cache, CPU, "auto") is None
 
 
 def test_ranks_decide_alike_and_decode_once_per_node(tmp_path, monkeypatch):
@@ -79,19 +85,19 @@ def test_ranks_decide_alike_and_decode_once_per_node(tmp_path, monkeypatch):
     decode = image_folder.decode
 
     def body(rank):
-        train, _, _ = build_datasets(cfg)
+        train, _ = build_datasets(cfg)
         decoded = []
         monkeypatch.setattr(image_folder, "decode", lambda p: decoded.append(p) or decode(p))
         monkeypatch.setattr(resident, "_free_memory", lambda device: 0 if rank == 1 else 1e12)
-        too_large = make_resident(train, CPU, AUTO)
+        too_large = make_resident(train, CPU, "auto")
+        assert decoded == []
         monkeypatch.setattr(resident, "_free_memory", lambda device: 1e12)
-        decoded.clear()
-        array = make_resident(train, CPU, AUTO)
-        return too_large, len(decoded), array.get_batch(torch.arange(12), 0)[0].sum().item()
+        array = make_resident(train, CPU, "auto")
+        return too_large, len(decoded), array.get_batch(torch.arange(12), 0, 0)[0].sum().item()
 
     first, second, third = run_ranks(body, 3)
     assert first[0] is second[0] is third[0] is None
-    assert [first[1], second[1], third[1]] == [13, 1, 1]  # one image each to know their size
+    assert [first[1], second[1], third[1]] == [12, 0, 0]
     assert first[2] == second[2] == third[2]
 
 
@@ -100,8 +106,8 @@ def test_bad_file_ends_all_ranks(tmp_path):
     path.write_bytes(b"")
 
     def body(rank):
-        train, _, _ = build_datasets(config(tmp_path))
-        make_resident(train, CPU, AUTO)
+        train, _ = build_datasets(config(tmp_path))
+        make_resident(train, CPU, "auto")
 
     first, second = run_ranks(body, 2)
     assert isinstance(first, UserError) and "dog/3.jpg" in str(first)
@@ -115,17 +121,17 @@ def test_free_memory(monkeypatch):
 
 
 def test_ranks_on_one_device_share_its_memory(monkeypatch):
-    """A GPU is known by its UUID, as each task of SLURM's may see another one as cuda:0."""
-    array, cuda = Offering().as_array(), torch.device("cuda", 0)
-    nbytes = 4 * 3 * 8 * 8
-    monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * 2 * nbytes)
+    """A GPU is known by its UUID, as each task of SLURM's may see a different one as cuda:0. On a
+    CPU, the ranks of the node share it."""
+    cuda = torch.device("cuda", 0)
 
     def body(rank, gpus):
         properties = SimpleNamespace(uuid=gpus[rank])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        return resident._ranks_on(cuda), make_resident(array, CPU, AUTO) is None
+        fits = []
+        for memory in (4 * len(gpus) * NBYTES, 4 * len(gpus) * NBYTES - 1):
+            monkeypatch.setattr(resident, "_free_memory", lambda device, memory=memory: memory)
+            fits.append(make_resident(Offering(), CPU, "auto") is not None)
+        return resident._ranks_on(cuda), resident._ranks_on(CPU), fits
 
-    assert run_ranks(body, 3, "aba") == [(2, True), (1, True), (2, True)]
-    assert run_ranks(body, 2, "ab") == [(1, False)] * 2
-    monkeypatch.setattr(resident, "_free_memory", lambda device: 4 * 2 * nbytes - 1)
-    assert run_ranks(body, 2, "ab") == [(1, True)] * 2
+    assert run_ranks(body, 3, "aba") == [(n, 3, [True, False]) for n in (2, 1, 2)]

@@ -1,4 +1,4 @@
-"""Threads, precision, random seeds, progress, and what a run prints first."""
+"""Threads, precision, progress, and what a run prints first."""
 
 import os
 import sys
@@ -8,11 +8,10 @@ import torch
 
 from tests.launch import run_ranks
 from utils import runtime
-from utils.amp import AmpConfig
 from utils.config import Config, load_config
-from utils.data import seed_step
 from utils.errors import UserError
-from utils.fsdp import FsdpConfig
+from utils.rungs.amp import AmpSettings
+from utils.rungs.fsdp import FsdpSettings
 from utils.runtime import configure_torch, log_summary, progress
 
 
@@ -82,9 +81,13 @@ def test_cudnn_chooses_by_time_only_on_request():
 def test_precision_in_words():
     assert Config().precision == "float32 (on CUDA: TF32 convolutions)"
     assert Config(dtype="ieee").precision == "ieee"
-    assert AmpConfig(dtype="tf32").precision == "bfloat16 autocast, tf32"
-    assert FsdpConfig(dtype="float64").precision == "float64"
-    assert FsdpConfig(fsdp_dtype="bfloat16").precision == "bfloat16 blocks"
+    amp = load_config(script_settings=AmpSettings, argv=["--dtype=tf32"])
+    assert amp.precision == "bfloat16 autocast, tf32"
+    fsdp = [
+        load_config(script_settings=FsdpSettings, argv=[flag])
+        for flag in ("--dtype=float64", "--fsdp-dtype=bfloat16")
+    ]
+    assert [cfg.precision for cfg in fsdp] == ["float64", "bfloat16 blocks"]
 
 
 def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
@@ -96,33 +99,6 @@ def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
     monkeypatch.setenv("WORLD_SIZE", "1")
     configure_torch(Config())
     assert len(requested_threads) == 1
-
-
-# Seeds
-
-
-def test_step_has_random_numbers_by_seed_epoch_step_and_rank():
-    def body(rank):
-        found = []
-        for numbers in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0)):
-            seed_step(*numbers)
-            found.append(torch.rand(()).item())
-        return found
-
-    first, second = run_ranks(body, 2)
-    assert first[0] == first[4]
-    assert len({*first, *second}) == 8
-
-
-def test_step_seeds_cuda_once_it_is_used(monkeypatch):
-    seeds = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    seed_step(0, 0, 0)
-    assert seeds == []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    seed_step(0, 0, 0)
-    seed_step(0, 0, 1)
-    assert len(set(seeds)) == 2
 
 
 # What a run prints
@@ -155,28 +131,32 @@ def test_progress_without_stderr(monkeypatch):
     assert list(progress(Loader("ab"))) == ["a", "b"]
 
 
-def test_summary_tells_what_the_run_will_do(capfd, monkeypatch):
-    cfg = load_config(argv=["--global-batch-size=8", "--epochs=3", "--output-dir=x", "--lr=0.2"])
+def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
+    flags = ["--global-batch-size=8", "--epochs=3", f"--output-dir={tmp_path}", "--lr=0.2"]
+    cfg = load_config(argv=flags)
     model = torch.nn.Linear(2, 3)
     model.bias.requires_grad_(False)
     loader = Loader("abc")
-    log_summary(cfg, {"model": model, "loader": loader}, 1)
+    state = {"model": torch.nn.DataParallel(model), "loader": loader}
+    log_summary(cfg, state, 1)
     text = capfd.readouterr().out
     for part in (
-        "resnet18, 6 trainable parameters, float32 (on CUDA: TF32 convolutions)\n",
-        "synthetic, 50 training images, loader=workers",
-        "8 = 1 replicas x 4 on cpu (",
-        "peak lr 0.2",
-        "3 of 3 steps, from epoch 1, step 7, in x",
+        "model: Linear, 6 trainable parameters, float32 (on CUDA: TF32 convolutions)\n",
+        "data: range, 50 training samples, loader=workers\n",
+        "batch: 8 = 1 replicas x 4 on cpu (",
+        "peak lr 0.2\n",
+        f"epochs: 3 of 3 steps, from epoch 1, step 7, in {tmp_path}\n",
     ):
         assert part in text
     assert "nothing left to do" not in text
+    assert load_config(argv=[f"--config={tmp_path / 'config.yaml'}"]) == cfg
     loader.start = 0
-    log_summary(cfg, {"model": model, "loader": loader}, 3)
+    log_summary(cfg, state, 3)
     text = capfd.readouterr().out
-    assert (
-        "from epoch 3, step 0, in x" in text and "nothing left to do: pass --resume never" in text
-    )
+    assert "from epoch 3, step 0, in" in text
+    assert "nothing left to do: pass --resume never" in text
+    (tmp_path / "config.yaml").unlink()
     monkeypatch.setattr(runtime, "is_main_process", lambda: False)
-    log_summary(cfg, {"model": model, "loader": loader}, 3)
+    log_summary(cfg, state, 3)
     assert capfd.readouterr().out == ""
+    assert not list(tmp_path.iterdir())

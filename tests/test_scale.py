@@ -1,11 +1,11 @@
-"""tools.scale: thousands of ranks in a fake process group."""
+"""lab.scale: thousands of ranks in a fake process group."""
 
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from lab import scale
 from tests.forked import FORK
-from tools import scale
 from tools.lessons import ROOT
 
 

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.launch import run_ranks
+from tests.test_checkpoint import checkpointer, make_state
+from tests.test_checkpoint import save as save_run
 from utils.errors import UserError
-from utils.sharded import (
+from utils.options.sharded import (
     check_sharded,
     join_tensors,
     load_sharded,
@@ -85,6 +87,18 @@ def test_tensors_are_split_off_and_joined_again():
     assert joined == checkpoint and joined["optimizer"]["state"] == state
 
 
+def test_extra_state_that_is_no_tensor_stays_in_the_file():
+    tensor = torch.ones(2)
+    checkpoint = {
+        "model": {"weight": tensor, "_extra_state": {"recipe": "x", "scale": tensor}},
+        "optimizer": {"state": {}, "param_groups": []},
+    }
+    tensors, rest = split_tensors(checkpoint)
+    assert list(tensors) == ["model/weight"]
+    assert rest["model"] == {"_extra_state": checkpoint["model"]["_extra_state"]}
+    assert join_tensors(tensors, rest) == checkpoint
+
+
 def test_saved_by_two_ranks_read_by_one_and_by_three(tmp_path):
     def save_shards(rank):
         checkpoint = make(seed=0, sharded=True)
@@ -143,6 +157,21 @@ def test_damaged_and_missing_parts_are_named(tmp_path):
     part.unlink()
     with pytest.raises(UserError, match=rf"{part.name} is missing"):
         read(tmp_path / "last.pt")
+
+
+def test_damaged_or_missing_part_of_a_sharded_checkpoint_is_passed_over(tmp_path, capsys):
+    state = make_state()
+    for epoch in (1, 2, 3):
+        save_run(tmp_path, state, epoch, save_sharded=True, keep_last=3)
+    assert len(list(tmp_path.glob("*.parts"))) == 3
+    for epoch, damage in ((3, lambda path: os.truncate(path, 100)), (2, os.unlink)):
+        folder = torch.load(tmp_path / f"epoch-000{epoch}.pt")["parts"]["folder"]
+        damage(max((tmp_path / folder).iterdir(), key=lambda path: path.stat().st_size))
+    assert checkpointer(tmp_path, make_state(seed=1)).load() == 1
+    text = capsys.readouterr().err
+    assert "is damaged; trying" in text and "is missing; trying" in text
+    save_run(tmp_path, state, 4, keep_last=1)
+    assert not list(tmp_path.glob("*.parts"))  # removed with the last checkpoint that used them
 
 
 def test_unused_parts_are_removed(tmp_path):

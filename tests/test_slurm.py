@@ -11,7 +11,7 @@ from tests.slurm import cluster, needs_slurm, sbatch
 from tests.test_clusters import published
 from tests.test_nodes import RUN, assert_same_weights
 from tools.runs import ROOT, flag_list
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint_file import read_checkpoint
 
 pytestmark = [*needs_slurm, pytest.mark.slow]
 FLAGS = SMALL | RUN | {"save_steps": 1}

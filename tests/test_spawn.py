@@ -11,11 +11,11 @@ import torch.multiprocessing as mp
 
 from tests.forked import FORK, fork_script
 from tests.launch import ROOT, run_script
-from utils.checkpoint import read_checkpoint
-from utils.config import load_config
+from utils.checkpoint_file import read_checkpoint
+from utils.config import Config, load_config
 from utils.distributed import all_gather_object, init_distributed
 from utils.errors import UserError, report_errors
-from utils.spawn import SpawnConfig, host_store, set_environment, wait_for_ranks
+from utils.rungs.spawn import SpawnSettings, host_store, set_environment, wait_for_ranks
 
 
 class Launcher:
@@ -75,8 +75,8 @@ def is_alive(pid):
 
 
 def test_settings():
-    assert load_config(SpawnConfig, ["--spawn-processes=3"]).spawn_processes == 3
-    assert "spawn_processes" not in load_config(SpawnConfig, []).fixed_on_resume()
+    assert load_config(Config, SpawnSettings, ["--spawn-processes=3"]).spawn_processes == 3
+    assert "spawn_processes" not in load_config(Config, SpawnSettings, []).fixed_on_resume()
 
 
 def test_ranks_meet_and_end_well(tmp_path):

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launch import run_ranks
-from utils.models import convert_sync_batchnorm
-from utils.sync_batchnorm import SyncBatchNorm, _Normalize
+from utils.errors import UserError
+from utils.sync_batchnorm import SyncBatchNorm, _Normalize, convert_sync_batchnorm
 
 
 def norm(kind, **options):
@@ -33,7 +33,7 @@ def train_two_steps(options, shape, share, sync):
     gradient = torch.randn(shape).double()
     module = norm(torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d, **options)
     if sync:
-        module = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(module))[0]
+        module = convert_sync_batchnorm(torch.nn.Sequential(module))[0]
     for images in batches:
         images = images[share].requires_grad_()
         outputs = module(images)
@@ -73,7 +73,7 @@ def test_bfloat16_eval_mode_and_a_single_process():
     plain[0].reset_running_stats()
 
     def body(rank):
-        module = SyncBatchNorm.convert_sync_batchnorm(plain)
+        module = convert_sync_batchnorm(plain)
         share = images[3 * rank : 3 * rank + 3].bfloat16().requires_grad_()
         outputs = module(share)
         outputs.sum().backward()
@@ -90,6 +90,28 @@ def test_bfloat16_eval_mode_and_a_single_process():
     assert isinstance(again[0], SyncBatchNorm)
     with pytest.raises(ValueError, match="at least 2D input"):
         synced(torch.zeros(3))
+
+
+class BatchNormAct2d(torch.nn.BatchNorm2d):
+    """Like timm's: the activation would be lost."""
+
+    def forward(self, images):
+        return super().forward(images).relu()
+
+
+class Renamed(torch.nn.BatchNorm2d):
+    """Computes what its base computes."""
+
+
+def test_subclass_that_computes_more_is_refused():
+    block = torch.nn.Sequential(torch.nn.Conv2d(3, 5, 1), BatchNormAct2d(5))
+    model = torch.nn.ModuleDict({"stem": torch.nn.Sequential(block), "head": Renamed(5)})
+    text = r"stem\.0\.1 is a BatchNormAct2d, which computes more than .* pass --no-sync-bn"
+    with pytest.raises(UserError, match=text):
+        convert_sync_batchnorm(model)
+    model["stem"] = torch.nn.SyncBatchNorm(5)
+    converted = convert_sync_batchnorm(model)
+    assert {type(module) for module in converted.values()} == {SyncBatchNorm}
 
 
 def test_ddp_broadcasts_only_buffers_that_may_differ():
@@ -171,7 +193,7 @@ def test_compiles_into_one_graph():
             return graph.forward
 
         for compiled in (False, True):
-            module = SyncBatchNorm.convert_sync_batchnorm(norm(torch.nn.BatchNorm2d).float())
+            module = convert_sync_batchnorm(norm(torch.nn.BatchNorm2d).float())
             if compiled:
                 module.compile(fullgraph=True, backend=count)
             share = images.clone().requires_grad_()

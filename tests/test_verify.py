@@ -1,29 +1,34 @@
 """make verify: every script trains the same model, and a planted bug fails a case."""
 
+import importlib
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
+import tasks.text
 import tools.verify.__main__ as verify
-from tools.lessons import ROOT
+from tools.copy import task_module
+from tools.lessons import ROOT, RUNGS
 from tools.runs import flag_list
 from tools.verify import table
-from tools.verify.cases import BASE, CASES, FLOAT32, KILLED, REFERENCES, Case, matrix_cases
+from tools.verify.cases import FLOAT32, IMAGES, SUITES, Case, matrix_cases
 from tools.verify.judge import Evidence, Problem, Row, judge
 from tools.verify.plants import BUGS, planted_copy
-from tools.verify.run import Verifier, autocast_copy, run_matrix
+from tools.verify.run import Verifier, autocast_copy, run_matrix, write_text
 from utils.config import load_config
 
 # These cases and bugs are also part of `make test`; all others are slow.
-FAST_CASES = ("ddp x2", "fsdp x2", "killed, resumed x2")
-FAST_BUGS = ("set_epoch-forgotten", "padding-counted", "seed-per-rank")
+FAST_CASES = ("images: ddp x2", "text: accum x2")
+FAST_BUGS = ("set_epoch-forgotten", "mean-of-the-ranks-means")
+CASES = {f"{suite.task}: {c.name}": (suite, c) for suite in SUITES.values() for c in suite.cases}
 
 
 def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
-    dp, ddp = (next(case for case in CASES if case.name == name) for name in ("dp", "ddp x2"))
+    dp, ddp = (CASES[f"images: {name}"][1] for name in ("dp", "ddp x2"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     name = "CUDA_VISIBLE_DEVICES"
     assert Verifier(tmp_path)._device(dp) == ("cpu", {name: ""})
@@ -35,11 +40,10 @@ def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
     assert on_gpu._device(dp) == ("cuda", {name: "6"})
 
 
-def parametrize(items, fast):
+def parametrize(names, fast):
     marks = {True: (), False: pytest.mark.slow}
     return pytest.mark.parametrize(
-        "name",
-        [pytest.param(i.name, marks=marks[i.name in fast], id=i.name) for i in items],
+        "name", [pytest.param(name, marks=marks[name in fast], id=name) for name in names]
     )
 
 
@@ -51,51 +55,66 @@ def without_coverage():
         yield
 
 
-def selected(request, items):
+def selected(request, names):
     """Those of the cases or bugs whose tests are part of this pytest run."""
     tests = [test for test in request.session.items if test.path == request.path]
-    names = {test.callspec.params.get("name") for test in tests if hasattr(test, "callspec")}
-    return [item for item in items if item.name in names]
+    chosen = {test.callspec.params.get("name") for test in tests if hasattr(test, "callspec")}
+    return [name for name in names if name in chosen]
 
 
 @pytest.fixture(scope="module")
-def verifier(tmp_path_factory):
-    return Verifier(tmp_path_factory.mktemp("verify"))
+def verifiers(tmp_path_factory):
+    """A Verifier per task."""
+    return {
+        suite.task: Verifier(tmp_path_factory.mktemp(f"verify-{suite.task}"), suite)
+        for suite in SUITES.values()
+    }
 
 
 @pytest.fixture(scope="module")
-def rows(request, verifier):
-    return {row.case: row for row in verifier.run(selected(request, CASES))}
+def rows(request, verifiers):
+    """{task: {case: Row}} of the selected cases."""
+    chosen = [CASES[name] for name in selected(request, CASES)]
+    return {
+        task: {row.case: row for row in verifier.run([c for s, c in chosen if s.task == task])}
+        for task, verifier in verifiers.items()
+    }
 
 
 @parametrize(CASES, FAST_CASES)
 def test_case_passes(name, rows):
-    row = rows[name]
-    case = next(case for case in CASES if case.name == name)
+    suite, case = CASES[name]
+    row = rows[suite.task][case.name]
     assert row.problem is None, row
-    assert row.each_sample_once and (row.writers == (0,) or case.flags.get("save_sharded"))
+    is_sharded = case.flags.get("save_sharded")
+    assert row.each_sample_once and (row.writers == (0,) or is_sharded)
     if case.reference:
         assert 0 <= row.loss_difference <= case.tolerance
 
 
 @pytest.fixture(scope="module")
-def planted(request, verifier, tmp_path_factory):
+def planted(request, verifiers, tmp_path_factory):
     """{bug: the future of its row}. They run in parallel, on the same cores and with the same
     references as the unchanged cases."""
-    folder, cases = tmp_path_factory.mktemp("planted"), {case.name: case for case in CASES}
+    folder = tmp_path_factory.mktemp("planted")
+    names = selected(request, [bug.name for bug in BUGS])
+    bugs = [bug for bug in BUGS if bug.name in names]
 
     def row_of(bug):
+        suite, case = CASES[f"{bug.task}: {bug.row}"]
         root = planted_copy(bug, folder / bug.name / "copy")
+        verifier = verifiers[bug.task]
         shared = {"cores": verifier.cores, "references": verifier.references}
-        return Verifier(folder / bug.name, root, **shared).run([cases[bug.row]])[0]
+        return Verifier(folder / bug.name, suite, root, **shared).run([case])[0]
 
-    bugs = selected(request, BUGS)
-    verifier.run_references([cases[bug.row] for bug in bugs])
+    for task, verifier in verifiers.items():
+        rows_of_task = [CASES[f"{task}: {bug.row}"][1] for bug in bugs if bug.task == task]
+        verifier.run_references(rows_of_task)
     with ThreadPoolExecutor(len(bugs)) as pool:
         return {bug.name: pool.submit(row_of, bug) for bug in bugs}
 
 
-@parametrize(BUGS, FAST_BUGS)
+@parametrize([bug.name for bug in BUGS], FAST_BUGS)
 def test_planted_bug_fails_its_case(name, planted):
     """For the reason that it is about, not because of a crash that it happens to cause."""
     bug, row = next(bug for bug in BUGS if bug.name == name), planted[name].result()
@@ -103,12 +122,12 @@ def test_planted_bug_fails_its_case(name, planted):
     assert row.problem is problem and details in row.details, row
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_line_occurs_once(bug, tmp_path):
-    copy = planted_copy(bug, tmp_path) / bug.file
-    compile(copy.read_text(), copy, "exec")
-    assert copy.read_text() != (ROOT / bug.file).read_text()
-    assert bug.row in {case.name for case in CASES}
+def test_planted_lines_occur_once(tmp_path):
+    for bug in BUGS:
+        copy = planted_copy(bug, tmp_path / bug.name) / bug.file
+        compile(copy.read_text(), copy, "exec")
+        assert bug.replacement in copy.read_text()
+        assert f"{bug.task}: {bug.row}" in CASES
 
 
 @pytest.mark.slow
@@ -119,14 +138,43 @@ def test_scripts_continue_each_other(tmp_path):
     assert [row.problem for row in rows] == [None] * 6
 
 
-@pytest.mark.parametrize("case", [*CASES, *REFERENCES, KILLED, *matrix_cases()])
-def test_cases_have_settings_that_their_scripts_know(case):
-    from tools.lessons import RUNGS
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_cases_have_settings_that_their_scripts_know(suite):
+    task = importlib.import_module(f"tasks.{suite.task}")
+    cases = [*suite.cases, *suite.references, suite.killed]
+    if suite.task != "segmentation":
+        cases += matrix_cases(suite)
+    for case in cases:
+        rung = RUNGS[case.script if case.script in RUNGS else "train_1gpu.py"]
+        flags = suite.base | case.flags
+        for name in ("weights", "freeze"):  # the Verifier writes the file
+            flags.pop(name, None)
+        assert load_config(task.Settings, rung.settings_class(), flag_list(flags)).epochs == 2
 
-    kind = RUNGS[case.script if case.script in RUNGS else "train_1gpu.py"].config_class()
-    flags = {name: value for name, value in (BASE | case.flags).items() if name != "weights"}
-    flags.pop("freeze", None)
-    assert load_config(kind, flag_list(flags)).synthetic_samples == 150
+
+def test_every_task_has_a_suite_and_every_script_a_case_or_a_reason():
+    assert set(SUITES) == {path.stem for path in (ROOT / "tasks").iterdir() if task_exists(path)}
+    for suite in SUITES.values():
+        named = " ".join(suite.left_out)
+        without = RUNGS.keys() - {case.script for case in suite.cases} - {"train_1gpu.py"}
+        for script in without:
+            assert script.removeprefix("train_").removesuffix(".py") in named, (suite.task, script)
+
+
+def task_exists(path):
+    return not path.name.startswith("_") and task_module(path.stem).exists()
+
+
+def test_number_of_targets_differs_between_ranks_and_micro_batches(tmp_path):
+    """Otherwise, the means of means would be right."""
+    text = tasks.text
+    cfg = load_config(text.Settings, argv=[f"--text-file={write_text(tmp_path / 'text')}"])
+    train_set, _ = text.build_datasets(replace(cfg, context=24, padding="longest"))
+    lengths = torch.tensor([len(piece) - 1 for piece in train_set.pieces])
+    assert len(lengths) == 150 and len(lengths.unique()) > 10
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))[:144].view(8, 9, 2)
+    counts = lengths[order].sum(1)
+    assert (counts[:, 0] != counts[:, 1]).sum() >= 7  # of 8 steps
 
 
 # The command line
@@ -210,41 +258,41 @@ def changed(rows, **values):
         (GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])}), Problem.WEIGHTS),
         (GOOD._replace(metrics=changed(METRICS, val_loss=2.1)), Problem.LOSS),
         (GOOD._replace(metrics=changed(METRICS, train_loss=float("nan"))), Problem.LOSS),
-        (GOOD._replace(metrics=changed(METRICS, train_accuracy=0.51)), Problem.ACCURACY),
-        (GOOD._replace(metrics=changed(METRICS, val_accuracy=0.49)), Problem.ACCURACY),
+        (GOOD._replace(metrics=changed(METRICS, train_accuracy=0.51)), Problem.METRIC),
+        (GOOD._replace(metrics=changed(METRICS, val_accuracy=0.49)), Problem.METRIC),
         (GOOD._replace(best=2), Problem.BEST),
         (GOOD._replace(best=None), Problem.BEST),
     ],
 )
 def test_judge_names_the_problem(evidence, problem):
-    assert judge(CASE, evidence, GOOD).problem is problem
+    assert judge(IMAGES, CASE, evidence, GOOD).problem is problem
 
 
 def test_judge_requires_a_resumed_run_to_resume():
     case = CASE._replace(resumes=True)
-    assert judge(case, GOOD, GOOD).problem is Problem.NOT_RESUMED
+    assert judge(IMAGES, case, GOOD, GOOD).problem is Problem.NOT_RESUMED
     resumed = [AUDIT[0] | {"resumed_at_step": 3}, AUDIT[1]]
-    assert judge(case, GOOD._replace(audit=resumed), GOOD).problem is None
+    assert judge(IMAGES, case, GOOD._replace(audit=resumed), GOOD).problem is None
 
 
 def test_weights_are_compared_in_float64_alone():
     rounded = GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])})
-    row = judge(CASE._replace(tolerance=FLOAT32), rounded, GOOD)
+    row = judge(IMAGES, CASE._replace(tolerance=FLOAT32), rounded, GOOD)
     assert row.problem is None and row.weight_difference == pytest.approx(0.1)
 
 
 def test_sharded_checkpoints_are_written_by_all_ranks():
     case = CASE._replace(flags={"save_sharded": True})
-    assert judge(case, GOOD._replace(writers=[0, 1]), GOOD).problem is None
+    assert judge(IMAGES, case, GOOD._replace(writers=[0, 1]), GOOD).problem is None
 
 
 def test_table_shows_problem_and_details():
-    failed = judge(CASE, GOOD._replace(code=3, error="disk full"), GOOD)
+    failed = judge(IMAGES, CASE, GOOD._replace(code=3, error="disk full"), GOOD)
     cells = dict(zip(table.HEAD, table.cells_of(failed.to_json()), strict=True))
     assert cells["result"] == "FAIL: the run failed (exit code 3: disk full)"
     assert cells["train loss"] == "" and cells["each sample once"] == ""
-    passed = table.cells_of(judge(CASE, GOOD, GOOD).to_json())
-    assert passed[1:-1] == ["2.000000", "50.00%", "0.0e+00", "0.0e+00", "yes", "rank 0", "pass"]
+    passed = table.cells_of(judge(IMAGES, CASE, GOOD, GOOD).to_json())
+    assert passed[1:-1] == ["2.000000", "0.500000", "0.0e+00", "0.0e+00", "yes", "rank 0", "pass"]
     assert table.cells_of(Row("y").to_json())[0] == "y"
 
 

@@ -14,7 +14,7 @@ from tests.forked import FORK
 from utils import errors, watchdog
 from utils.distributed import all_gather_object, init_distributed
 from utils.errors import report_errors
-from utils.spawn import host_store, set_environment
+from utils.rungs.spawn import host_store, set_environment
 
 TIMEOUT = 8.0
 
@@ -99,9 +99,9 @@ def status(seconds=0, **counts):
 
 def test_rank_that_waits_itself_is_not_blamed(monkeypatch):
     """Rank 0 waits for rank 1 in one group, and that for rank 3 in another."""
-    monkeypatch.setattr(errors, "failure_store", dist.HashStore())
+    monkeypatch.setattr(errors, "_failure_store", dist.HashStore())
     reports, codes = [], []
-    monkeypatch.setattr(errors, "_report", lambda error: reports.append(str(error)))
+    monkeypatch.setattr(watchdog, "report", lambda error: reports.append(str(error)))
     monkeypatch.setattr(os, "_exit", codes.append)
     first = [status(x=5), status(x=4, y=3), status(y=3), status(y=2)]
     last = [status(1, x=5), status(1, x=4, y=3), status(1, y=3), status(1, y=2)]

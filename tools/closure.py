@@ -1,21 +1,26 @@
-"""What a script needs: the project's modules that it imports, with their code lines and tokens.
+"""What a script needs, and what its default run loads: the project's modules, and their size.
 
-    python -m tools.closure [SCRIPT ...]
+    python -m tools.closure [SCRIPT ...]     what the scripts import, and options that they know
+    python -m tools.closure --write          run each script, and write docs/results/loaded.json
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
 would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
-that is imported inside a function is an option: it is only needed if a setting selects it.
+that is imported in a block `with required_by(SETTING):` is an option.
 """
 
 import ast
 import io
+import json
+import os
+import subprocess
 import sys
 import tokenize
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tools.lessons import LADDER, ROOT
+from tools.lessons import LADDER, ONE_PROCESS, ROOT
 
 LAYOUT = {
     tokenize.COMMENT,
@@ -25,6 +30,9 @@ LAYOUT = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+
+
+WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 class Size(NamedTuple):
@@ -80,32 +88,43 @@ def purpose(path):
 
 
 def imports(path, root=ROOT):
-    """The project's modules that a file imports when it is imported itself. Returns paths."""
-    nodes = []
-    for node in parse(path).body:
-        nodes += ast.walk(node) if isinstance(node, ast.Try | ast.If) else [node]
-    return _modules(nodes, root)
+    """The project's modules that a file imports, in functions, too, but not as options."""
+    optional = {id(node) for block, _ in option_blocks(path) for node in ast.walk(block)}
+    return modules_in([node for node in ast.walk(parse(path)) if id(node) not in optional], root)
 
 
-def lazy_imports(path, root=ROOT):
-    """The project's modules that a file imports only inside functions. Returns paths."""
-    return _modules(ast.walk(parse(path)), root) - imports(path, root)
+def option_blocks(path):
+    """(block, setting) of each `with required_by("SETTING"):` in a file."""
+    for node in ast.walk(parse(path)):
+        call = node.items[0].context_expr if isinstance(node, ast.With) else None
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "required_by":
+            parts = getattr(call.args[0], "values", [call.args[0]])  # of an f-string
+            texts = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+            yield node, "".join(texts)
 
 
-def _modules(nodes, root):
+def modules_in(nodes, root):
+    """The project's modules that these nodes of a syntax tree import, as a set of paths."""
     names = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-    stems = [root / name.replace(".", "/") for name in names]
-    paths = [path for s in stems for path in (s.with_suffix(".py"), s / "__init__.py")]
-    return {path for path in paths if path.is_file() and size(path).lines}
+    modules = set()
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):  # importing a module imports its packages
+            stem = root.joinpath(*parts[:end])
+            for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+                if path.is_file() and size(path).lines:
+                    modules.add(path)
+    return modules
 
 
 def closure(*scripts, root=ROOT):
-    """The modules that files import at module level, directly or indirectly, without the files."""
+    """The modules that files import, directly or indirectly, but not as options; without the
+    files. Returns sorted paths."""
     modules, pending = set(), list(scripts)
     while pending:
         new = imports(pending.pop(), root) - modules - set(scripts)
@@ -114,54 +133,126 @@ def closure(*scripts, root=ROOT):
     return sorted(modules)
 
 
-def depth(script, root=ROOT):
-    """The length of the longest chain of imports below a script."""
-    return max((1 + depth(path, root) for path in imports(script, root)), default=0)
-
-
 def options(script, root=ROOT):
-    """The Options of a script and of its closure, by name, sorted."""
+    """The Options of a script and of its closure, and theirs, by name, sorted."""
     core, result, pending = closure(script, root=root), {}, [script]
     while pending:
-        needed = {pending[0], *closure(pending.pop(0), root=root)}
-        settings = {}
-        for name, text in (pair for path in sorted(needed) for pair in _settings(path)):
-            if text.startswith("--") or name not in settings:
-                settings[name] = text
-        for path in sorted({p for module in needed for p in lazy_imports(module, root)}):
-            if path not in core and path.stem not in result:
-                result[path.stem] = Option(path.stem, path, settings.get(path.stem, ""))
-                pending.append(path)
+        start = pending.pop(0)
+        for path in [start, *closure(start, root=root)]:
+            for block, setting in option_blocks(path):
+                for module in modules_in(ast.walk(block), root):
+                    known = module in core or module.stem in result or module.stem == "__init__"
+                    if not known:
+                        result[module.stem] = Option(module.stem, module, setting)
+                        pending.append(module)
     return dict(sorted(result.items()))
 
 
-def _settings(path):
-    """(module's name, setting) of a file's blocks `with option("SETTING"): from utils.X import`;
-    (X, "used if present") where it calls find_spec("utils.X")."""
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find_spec":
-            yield node.args[0].value.rpartition(".")[2], "used if present"
-        call = node.items[0].context_expr if isinstance(node, ast.With) else None
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "option":
-            parts = getattr(call.args[0], "values", [call.args[0]])  # of an f-string
-            texts = [part.value if isinstance(part, ast.Constant) else "NAME" for part in parts]
-            for statement in ast.walk(node):
-                if isinstance(statement, ast.Import | ast.ImportFrom):
-                    module = getattr(statement, "module", "")
-                    for name in (module, *(alias.name for alias in statement.names)):
-                        yield name.rpartition(".")[2], "".join(texts).partition(" (")[0]
+# Prints the files of all modules that a process of rank 0 has loaded when it ends.
+SITECUSTOMIZE = """
+import atexit, os, sys
+
+def report():
+    if os.environ.get("RANK", "0") == "0" and "utils.config" in sys.modules:
+        files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        open(os.environ["LOADED"], "w").write("\\n".join(filter(None, files)))
+
+atexit.register(report)
+"""
+
+
+def default_command(script):
+    """The arguments that a script's own docstring passes to it, as a list."""
+    for line in ast.get_docstring(parse(script)).splitlines():
+        before, found, after = line.partition(f"{script.name}")
+        if found and ("torchrun" in before or "python " in before):
+            return after.partition("#")[0].split()
+    return []
+
+
+def loaded(script, root=ROOT):
+    """The project's modules that a run of the script by its own command loads, on two processes
+    where it starts with torchrun (four for two dimensions): sorted paths, with the script.
+
+    The run is small: its data are few.
+    """
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        output = Path(folder) / "loaded"
+        path = os.pathsep.join([folder, str(ROOT)])
+        environment = {"PYTHONPATH": path, "LOADED": str(output), "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            small_command(script, folder),
+            cwd=root,
+            env=os.environ | environment,
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        files = {Path(file).resolve() for file in output.read_text().splitlines()}
+    return sorted(
+        path
+        for path in files
+        if path.is_relative_to(root)
+        and path.is_file()
+        and path.suffix == ".py"
+        and ".venv" not in path.relative_to(root).parts[0]
+        and size(path).lines
+    )
+
+
+def small_flags(script, folder):
+    """The arguments of the script's own command, for fewer epochs and samples, as a list."""
+    flags = [*default_command(script), "--epochs=1", f"--output-dir={folder}/run", "--device=cpu"]
+    text = script.read_text()
+    if "import tasks.images as task" in text:
+        flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
+    if "import tasks.segmentation as task" in text:
+        flags += ["--synthetic-samples=64"]
+    if "import tasks.text as task" in text:
+        flags += [f"--text-file={script}", "--layers=2", "--width=16", "--context=32"]
+    for name, value in (("--fsdp-size", "2"), ("--devices", "cpu,cpu"), ("--micro-batches", "2")):
+        if name in flags:
+            flags[flags.index(name) + 1] = value
+    return [*flags, "--global-batch-size=32", "--num-threads=1"]
+
+
+def small_command(script, folder):
+    """The command that runs the script with small_flags(), as a list."""
+    command, flags = [sys.executable], small_flags(script, folder)
+    if script.name not in WITHOUT_TORCHRUN:
+        count = 4 if script.name == "train_fsdp_tp.py" else 2
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    elif script.name == "train_ddp_spawn.py":
+        flags.append("--spawn-processes=2")
+    return [*command, script.name, *flags]
+
+
+def write_loaded():
+    """Run each script, and write what it loads to docs/results/loaded.json."""
+    result = {}
+    for rung in LADDER:
+        files = loaded(ROOT / rung.script)
+        lines, tokens = total(files)
+        names = [str(path.relative_to(ROOT)) for path in files]
+        result[rung.script] = {"modules": len(files) - 1, "lines": lines, "tokens": tokens}
+        result[rung.script]["files"] = names
+        print(f"{rung.script:20}  {len(files) - 1:7}  {lines:10}  {tokens:6}", flush=True)
+    (ROOT / "docs" / "results" / "loaded.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main():
+    if sys.argv[1:] == ["--write"]:
+        write_loaded()
+        return
     scripts = sys.argv[1:] or [rung.script for rung in LADDER]
-    print(f"{'script':20}  modules  code lines  tokens  depth")
+    print(f"{'script':20}  modules  code lines  tokens  options")
     for name in scripts:
         script = ROOT / name
         modules = closure(script)
         lines, tokens = total([script, *modules])
-        print(f"{name:20}  {len(modules):7}  {lines:10}  {tokens:6}  {depth(script):5}")
-    for folder in ("utils", "tools", "tests"):
-        print(f"{folder + '/':20}  {'':7}  {total((ROOT / folder).rglob('*.py')).lines:10}")
+        known = ", ".join(options(script))
+        print(f"{name:20}  {len(modules):7}  {lines:10}  {tokens:6}  {known}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Copy a script and the modules that it needs into your own folder.
+"""Copy a script, its task and all modules that they need into your own folder, where it runs.
 
     python -m tools.copy train_ddp.py DEST
-    python -m tools.copy train_ddp.py DEST --with image_folder weights
+    python -m tools.copy train_ddp.py DEST --task text
+    python -m tools.copy train_ddp.py DEST --with sharded weights
 
-Modules that only a setting needs are copied only if --with names them. This prints what was copied
-and which options were not.
+Modules that only a setting needs are copied only if --with names them (or --all). This prints what
+was copied and which options were not.
 """
 
 import argparse
@@ -15,24 +16,47 @@ from pathlib import Path
 from tools.closure import closure, options, purpose, size, total
 from tools.lessons import LADDER, ROOT
 
+TASKS = ("images", "text", "segmentation")
+TASK_LINE = "import tasks.{} as task"
 
-def files_to_copy(script, chosen=()):
-    """The script, its closure, and the chosen Options with the modules that these import."""
+
+def with_task(text, task):
+    """The text of a script that trains the images task, with a different task in its place."""
+    line = TASK_LINE.format("images")
+    assert text.count(line) == 1
+    text = text.replace(line, TASK_LINE.format(task))
+    if task != "images":
+        text = text.replace(" --model vit_tiny", "")  # in the command of the docstring
+    return text
+
+
+def task_module(task):
+    """The path of a task's module."""
+    stem = ROOT / "tasks" / task
+    return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+
+
+def files_to_copy(script, task="images", chosen=()):
+    """The script, the modules that it and the task import, and the chosen Options with theirs."""
+    images, start = task_module("images"), task_module(task)
+    shared = [path for path in closure(script) if images.parent not in (path.parent, path)]
     added = [option.path for option in chosen]
-    return [script, *sorted({*closure(script), *closure(*added), *added} - {script})]
+    return [script, *sorted({*shared, start, *closure(start), *closure(*added), *added})]
 
 
-def copy(files, destination):
+def copy(files, destination, task="images"):
     """Copy files of the project, each to its place below `destination`."""
     for file in files:
         target = destination / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-        if target.parent != destination:
-            (target.parent / "__init__.py").touch()
+        for package in target.relative_to(destination).parents[:-1]:
+            (destination / package / "__init__.py").touch()
+    script = destination / files[0].name
+    script.write_text(with_task(script.read_text(), task))
 
 
-def report(script, files, left_out):
+def report(files, left_out):
     """What was copied, and the options that were not."""
     width = max(len(str(file.relative_to(ROOT))) for file in files)
     lines = [f"{'file':{width}}  code lines  purpose"]
@@ -48,12 +72,14 @@ def report(script, files, left_out):
     return "\n".join(lines)
 
 
-def main():
+def parse_arguments():
+    """The command line, and the Options that it selects."""
     parser = argparse.ArgumentParser(prog="python -m tools.copy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = [rung.script for rung in LADDER]
     parser.add_argument("script", type=lambda path: Path(path).name, choices=names)
     parser.add_argument("destination", type=Path, help="a folder; it is created if necessary")
+    parser.add_argument("--task", choices=TASKS, default="images", help="what the script trains")
     parser.add_argument(
         "--with",
         dest="options",
@@ -61,29 +87,47 @@ def main():
         action="extend",
         nargs="+",
         default=[],
-        help="modules of utils/ that a setting needs",
+        help="modules that a setting needs",
     )
+    parser.add_argument("--all", action="store_true", help="all of these modules")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
     args = parser.parse_args()
-    script, known = ROOT / args.script, options(ROOT / args.script)
+    known = options(ROOT / args.script) | options(task_module(args.task))
+    if args.task != "images":
+        known = {n: o for n, o in known.items() if "images" not in o.path.parts}
     unknown = sorted(set(args.options) - known.keys())
     if unknown:
         parser.error(f"unknown option {', '.join(unknown)}: choose from {', '.join(known)}")
-    files = files_to_copy(script, [known[name] for name in args.options])
-    if (args.destination / "utils.py").exists():
-        sys.exit(
-            f"error: the folder utils would hide {args.destination}/utils.py: rename that file, or "
-            f"copy to another folder"
-        )
-    existing = [name for f in files if (args.destination / (name := f.relative_to(ROOT))).exists()]
+    return args, known
+
+
+def main():
+    args, known = parse_arguments()
+    chosen = list(known.values()) if args.all else [known[name] for name in args.options]
+    files = files_to_copy(ROOT / args.script, args.task, chosen)
+    for name in ("utils", "tasks"):
+        if (args.destination / f"{name}.py").exists():
+            sys.exit(
+                f"error: the folder {name} would hide {args.destination}/{name}.py: rename that "
+                f"file, or copy to a different folder"
+            )
+    existing = [
+        str(file.relative_to(ROOT))
+        for file in files
+        if (copied := args.destination / file.relative_to(ROOT)).exists()
+        and copied.read_bytes() != file.read_bytes()
+    ]
     if existing and not args.force:
-        names = ", ".join(map(str, existing))
-        sys.exit(f"error: {args.destination} already has {names}: pass --force to overwrite them")
+        names = ", ".join(existing)
+        sys.exit(
+            f"error: {args.destination} already has different files {names}: pass --force to "
+            f"overwrite them"
+        )
     try:
-        copy(files, args.destination)
+        copy(files, args.destination, args.task)
     except OSError as error:
         sys.exit(f"error: cannot copy to {args.destination}: {error.strerror}")
-    print(report(script, files, [o for o in known.values() if o.path not in files]))
+    print(report(files, [option for option in known.values() if option.path not in files]))
 
 
 if __name__ == "__main__":

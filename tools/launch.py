@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-from utils.spawn import OUT_OF_MEMORY
+from utils.rungs.spawn import OUT_OF_MEMORY
 
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 
@@ -42,10 +42,15 @@ def root_cause(error):
 
 
 def reports(folder, since):
-    """What ranks have reported in files below `folder`, written after `since`, in seconds since
-    1970: errors, or that the run is saved and stopped (utils/preemption.py)."""
-    files = [path for path in Path(folder).rglob("error.json") if path.stat().st_mtime >= since]
-    return [json.loads(path.read_text())["message"]["message"].rstrip() for path in files]
+    """What ranks have reported in torchrun's error files below `folder` after `since`, in seconds
+    since 1970: {outcome: the text of a report}. See utils.errors.write_error_file()."""
+    texts = {}
+    for path in Path(folder).rglob("error.json"):
+        if path.stat().st_mtime >= since:
+            report = json.loads(path.read_text())["message"]
+            outcome = report["extraInfo"].get("outcome", "failed")  # of other scripts: none
+            texts[outcome] = report["message"].rstrip()
+    return texts
 
 
 def watch_rendezvous(endpoint, patience=PATIENCE):
@@ -84,11 +89,11 @@ def main():
             print(text, file=sys.stderr)
             sys.exit(code)
         except SignalException as error:
-            messages = reports(args.log_dir, start)
-            if any(message.startswith("stopped by ") for message in messages):
+            reported = reports(args.log_dir, start)
+            if "stopped" in reported:
                 sys.exit(75)
-            if errors := [message for message in messages if not message.endswith("interrupted")]:
-                print(errors[0], file=sys.stderr)
+            if "failed" in reported:
+                print(reported["failed"], file=sys.stderr)
                 sys.exit(1)
             sys.exit(128 + error.sigval)
         except KeyboardInterrupt:

@@ -16,11 +16,11 @@ class Rung(NamedTuple):
     parent: str | None
     budget: int  # changed code lines, added and removed, without the module docstring
     adds: str
-    config: str = "utils.config:Config"  # the class of its settings
+    settings: str | None = None  # the class of its own settings, if it has any
 
-    def config_class(self):
-        """The dataclass of the script's settings."""
-        return pkgutil.resolve_name(self.config)
+    def settings_class(self):
+        """The dataclass of the script's own settings, or None."""
+        return self.settings and pkgutil.resolve_name(self.settings)
 
 
 LADDER = [
@@ -29,13 +29,13 @@ LADDER = [
     Rung(
         "train_1gpu_graph.py",
         "train_1gpu.py",
-        30,
+        24,
         "the whole training step in one CUDA graph",
     ),
     Rung(
         "train_ddp.py",
         "train_1gpu.py",
-        24,
+        28,
         "`DistributedDataParallel`: one process per device, on one node or several",
     ),
     Rung(
@@ -43,33 +43,33 @@ LADDER = [
         "train_ddp.py",
         16,
         "launched from Python with `mp.spawn`, without torchrun",
-        "utils.spawn:SpawnConfig",
+        "utils.rungs.spawn:SpawnSettings",
     ),
     Rung(
         "train_ddp_amp.py",
         "train_ddp.py",
-        23,
+        24,
         "mixed precision: `autocast` and `GradScaler`",
-        "utils.amp:AmpConfig",
+        "utils.rungs.amp:AmpSettings",
     ),
     Rung(
         "train_ddp_accum.py",
         "train_ddp.py",
         28,
         "gradient accumulation with `no_sync`",
-        "utils.accumulation:AccumulationConfig",
+        "utils.rungs.accumulation:AccumulationSettings",
     ),
     Rung(
         "train_fsdp.py",
         "train_ddp.py",
-        12,
+        16,
         "`fully_shard` (FSDP2): parameters, gradients and optimizer state are sharded",
-        "utils.fsdp:FsdpConfig",
+        "utils.rungs.fsdp:FsdpSettings",
     ),
     Rung(
         "train_tp.py",
         "train_ddp.py",
-        24,
+        28,
         "tensor parallelism: each layer of a ViT is divided among the ranks",
     ),
     Rung(
@@ -77,28 +77,28 @@ LADDER = [
         "train_fsdp.py",
         24,
         "two dimensions: `fully_shard` across replicas, tensor parallelism within each",
-        "utils.fsdp:FsdpConfig",
+        "utils.rungs.fsdp:FsdpSettings",
     ),
     Rung(
         "train_pp.py",
         "train_ddp.py",
-        28,
+        36,
         "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
-        "utils.pipeline:PipelineConfig",
+        "utils.rungs.pipeline:PipelineSettings",
     ),
     Rung(
         "train_mp.py",
         "train_1gpu.py",
         28,
         "model parallelism: one model over several devices",
-        "utils.model_parallel:StagesConfig",
+        "utils.rungs.model_parallel:StagesSettings",
     ),
     Rung(
         "train_ddp_mp.py",
         "train_mp.py",
-        22,
+        26,
         "model parallelism in each process, data parallelism across processes",
-        "utils.model_parallel:StagesConfig",
+        "utils.rungs.model_parallel:StagesSettings",
     ),
 ]
 ONE_PROCESS = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")

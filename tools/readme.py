@@ -9,12 +9,13 @@ A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME A
 import json
 import re
 
-from tools.bench import peers as bench_peers
-from tools.bench import split as bench_split
-from tools.bench.report import HEAD, markdown_table, table_rows
-from tools.closure import closure, options, purpose, size, total
+from lab.bench import peers as bench_peers
+from lab.bench import split as bench_split
+from lab.bench.report import HEAD, table_rows
+from lab.memory import table as memory
+from tools.closure import options, purpose, size
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
-from tools.memory import table as memory
+from tools.markdown import markdown_table
 from tools.verify import table as verify_table
 from tools.verify.plants import BUGS
 
@@ -37,40 +38,44 @@ def lesson_block(script):
     return "\n".join(["```diff", *lines, "```"])
 
 
-def closure_block():
-    """What each script needs: its modules, and their code lines and tokens with its own."""
-    rows = []
-    for rung in LADDER:
-        script = ROOT / rung.script
-        modules = closure(script)
-        lines, tokens = total([script, *modules])
-        counts = [size(script).lines, len(modules), lines, tokens]
-        rows.append([f"`{rung.script}`", *(f"{n:,}" for n in counts)])
-    head = ["script", "its own code lines", "modules it needs", "code lines with them", "tokens"]
+def loaded_block():
+    """What a run of each script by its default command loads, from docs/results/loaded.json."""
+    result = json.loads((RESULTS / "loaded.json").read_text())
+    rows = [
+        [f"`{script}`", *(f"{row[name]:,}" for name in ("modules", "lines", "tokens"))]
+        for script, row in result.items()
+    ]
+    own = [size(ROOT / script).lines for script in result]
+    rows = [[row[0], str(lines), *row[1:]] for row, lines in zip(rows, own, strict=True)]
+    head = ["script", "its own code lines", "modules", "code lines with them", "tokens"]
     return markdown_table(head, rows)
 
 
 def options_block():
-    """The modules of utils/ that only a setting needs."""
+    """The modules that only a setting, or a function of a task, needs."""
     by_name = {}
     for rung in LADDER:
         by_name |= options(ROOT / rung.script)
     rows = [
         [
-            f"`utils/{name}.py`",
-            f"`{option.setting}`" if option.setting.startswith("--") else option.setting,
+            f"`{option.path.relative_to(ROOT)}`",
+            f"`{option.setting}`",
             purpose(option.path),
             str(size(option.path).lines),
         ]
-        for name, option in sorted(by_name.items())
+        for _, option in sorted(by_name.items())
     ]
     return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
 
 
-def verify():
-    """The table of `make verify`."""
-    result = json.loads((RESULTS / "verify.json").read_text())
-    return markdown_table(verify_table.HEAD, map(verify_table.cells_of, result["rows"]))
+def verify(task="images"):
+    """The table of `make verify` for a task, and what has no row in it."""
+    name = "verify.json" if task == "images" else f"verify-{task}.json"
+    result = json.loads((RESULTS / name).read_text())
+    lines = [f"No rows for {what}: {why}." for what, why in result.get("left_out", {}).items()]
+    head = verify_table.head_of(task)
+    table = markdown_table(head, map(verify_table.cells_of, result["rows"]))
+    return "\n\n".join([table, *lines])
 
 
 def _columns(names, head, rows):
@@ -108,17 +113,21 @@ def traps():
     return "\n\n".join(
         f"## {bug.name}\n\n{bug.effect}\n\n"
         f"- **Symptom**: {bug.symptom}\n"
-        f"- **Caught by** the row `{bug.row}` of `make verify`.\n"
+        f"- **Caught by** the row `{bug.row}` of {_command(bug)}.\n"
         f"- **Prevented by**: {bug.prevention}\n\n"
         f"```diff\n# {bug.file}\n{bug.diff()}\n```"
         for bug in BUGS
     )
 
 
+def _command(bug):
+    return "`make verify`" if bug.task == "images" else f'`make verify ARGS="--task {bug.task}"`'
+
+
 BLOCKS = {
     "ladder": ladder,
     "lesson": lesson_block,
-    "closure": closure_block,
+    "loaded": loaded_block,
     "options": options_block,
     "verify": verify,
     "bench": bench,

@@ -1,5 +1,6 @@
 """Running the scripts as a user would, always with a time limit and without orphaned processes."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from tools.lessons import ROOT
 from utils.metrics import read_metrics
@@ -43,11 +46,25 @@ def command(script, nproc, flags, launcher="torch.distributed.run"):
 
 def flag_list(flags):
     """{name: value} -> the flags of a script."""
-    flags = {name.replace("_", "-"): value for name, value in flags.items()}
-    return [
-        f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}"
-        for flag, value in flags.items()
-    ]
+    texts = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value is True:
+            texts.append(f"--{flag}")
+        elif value is False:
+            texts.append(f"--no-{flag}")
+        else:
+            texts.append(f"--{flag}={value}")
+    return texts
+
+
+def load_script(script):
+    """Import a script as a module, whose main() forks of this process can call."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports many modules, here and not in each fork
+    return module
 
 
 def start_run(

@@ -1,66 +1,96 @@
-"""Datasets by name, and loaders for any map-style Dataset of (image, label).
+"""Loaders for any map-style dataset, whatever its samples are.
 
 What a global batch holds depends only on (seed, epoch, sample index), not on the number of ranks or
 workers: the sampler decides the order, and random transforms are seeded for each sample. A loader
 is part of the checkpoint: a resumed run continues with the next global batch.
-
-A dataset is faster if it also has `get_batch(indices, epoch)`: int64 (n,) -> uint8 images
-(n, 3, height, width) and int64 labels (n,), augmented as a function of (seed, epoch, index). uint8
-images are normalized on the device, with the dataset's `mean` and `std` (per channel, in [0, 1]).
 """
 
-import random
 import signal
-import zlib
-from importlib.util import find_spec
+import time
+import weakref
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, default_collate
-from torchvision.datasets import FakeData
-from torchvision.transforms import ToTensor
+from torch.utils.data import DataLoader, Dataset
 
-from utils.distributed import cores_per_rank, dp_rank, dp_world_size, main_process_first
-from utils.errors import UserError, option
-
-
-def build_datasets(cfg):
-    """The training set, the validation set and the class names, as the config selects them."""
-    if cfg.dataset == "fake":
-        return _fake(cfg)
-    with option(f"--dataset {cfg.dataset} (--dataset fake needs no file)"):
-        if cfg.dataset == "imagefolder":
-            from utils.image_folder import build
-        else:
-            from utils.array_data import build
-    with main_process_first():  # one download per node
-        return build(cfg)
+from utils.batches import as_pair, collate, map_tensors
+from utils.distributed import cores_per_rank, dp_rank, dp_world_size
+from utils.errors import UserError
+from utils.preemption import shield_worker
+from utils.resident import make_resident
+from utils.seeds import SampleSeeds, seed_step
 
 
-def _fake(cfg):
-    """Random images and labels, to try out a script."""
-    train, val = (
-        FakeData(n, (3, cfg.image_size, cfg.image_size), 10, ToTensor(), random_offset=cfg.seed + n)
-        for n in (cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4))
-    )
-    return train, val, list("0123456789")
+class BatchDataset(Dataset):
+    """A dataset that can do more than return one sample, for speed. Everything but __len__ and
+    __getitem__ is optional. Any other map-style dataset works as well.
+
+    A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        number, maker = next((n, c) for n, c in enumerate(cls.__mro__) if "get_batch" in vars(c))
+        overrides = any("__getitem__" in vars(c) for c in cls.__mro__[:number])
+        if overrides and maker is not BatchDataset:
+            raise TypeError(
+                f"{cls.__name__} overrides __getitem__, but batches are made by "
+                f"{maker.__name__}.get_batch(): override it as well"
+            )
+
+    def get_batch(self, indices, epoch, seed):
+        """The batch of the samples with these indices, int64 (n,). Random transforms must be a
+        function of (seed, epoch, index)."""
+        return fetch_samples(self, indices, epoch, seed)
+
+    def on_device(self, batch, dtype):
+        """The batch as the training loop gets it. Called with the batch on the device, in which
+        floating-point tensors are of `dtype`; for example, to normalize uint8 images there."""
+        return batch
+
+    def resident_bytes(self):
+        """The memory that resident() takes on a device, in bytes, or None if it cannot be used."""
+        return None
+
+    def resident(self, device):
+        """This dataset with its samples in the memory of `device`, where get_batch() then gets its
+        indices and makes its batches; None if that is not possible."""
+        return None
 
 
-def describe_data(train_set, val_set, classes):
-    """What a checkpoint stores about the data: preprocessing, and enough to notice other data."""
-    facts = {"classes": list(classes)}
-    for name, dataset in (("train", train_set), ("val", val_set)):
-        labels = getattr(dataset, "labels", getattr(dataset, "targets", ()))
-        facts[f"{name}_samples"] = len(dataset)
-        facts[f"{name}_labels"] = zlib.crc32(numpy.asarray(labels).astype(str).tobytes())
-    return facts | getattr(train_set, "preprocessing", {}) | getattr(val_set, "split", {})
+def fetch_samples(dataset, indices, epoch, seed):
+    """A batch of dataset[index] for each of the indices, int64 (n,), made by the dataset's method
+    collate_fn, if it has one, or by utils.batches.collate.
+
+    The generators of torch, random and numpy are seeded with (seed, epoch, index) before each
+    sample. So __getitems__, which could read many samples at once, is called with one index at a
+    time, and only if the dataset has no __getitem__.
+    """
+    samples = []
+    # Of the class: a wrapper may forward all attributes to the dataset in it.
+    getitem = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
+    has_only_getitems = getitem is Dataset.__getitem__ and hasattr(type(dataset), "__getitems__")
+    with SampleSeeds(seed, epoch) as seeds:
+        for index in indices.tolist():
+            seeds.seed(index)
+            if has_only_getitems:
+                samples += dataset.__getitems__([index])
+            else:
+                samples.append(dataset[index])
+        return getattr(dataset, "collate_fn", collate)(samples)
 
 
-def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
-    """A Loader for any map-style dataset of (image, label).
+def describe_datasets(train_set, val_set):
+    """What a checkpoint stores about any two datasets: their sizes."""
+    return {"train_samples": len(train_set), "val_samples": len(val_set)}
+
+
+def build_loader(dataset, sampler, batch_size, device, cfg, train=False, micro_batches=None):
+    """A Loader for any map-style dataset.
 
     batch_size: this rank's share of the global batch. train: drop the samples that do not fill a
-    global batch, and seed dropout for each step.
+    global batch, and seed dropout for each step. micro_batches: a number; the loader then
+    yields lists of that many parts of a batch, each of which is collated separately.
     Raises UserError if the global batch cannot be divided evenly or filled.
     """
     batch = cfg.global_batch_size
@@ -74,38 +104,55 @@ def build_loader(dataset, sampler, batch_size, device, cfg, train=False):
             f"{len(dataset)} {'training' if train else 'validation'} samples do not fill one "
             f"global batch of {batch}: pass a smaller --global-batch-size, or add samples"
         )
-    kind = Loader
-    if train and cfg.audit:
-        with option("--audit"):
-            from utils.audit import AuditedLoader as kind
-    return kind(dataset, sampler, batch_size, device, cfg, train)
+    return Loader(dataset, sampler, batch_size, device, cfg, train, micro_batches)
 
 
 class Loader:
-    """Iterates over (images, labels) on the device: float images, channels_last if 4-D.
+    """Iterates over (inputs, targets) on the device; floating-point tensors have the run's dtype.
+
+    A batch that is not a pair, such as a dict, is yielded as (batch, batch). In evaluation, the
+    last batch may be smaller; a rank that has no samples left yields batches that do not count,
+    because a forward pass may communicate and so must run on all ranks.
 
     step: batches yielded in this epoch; start: where the next iteration begins, after a resume;
-    epoch: of the current iteration; indices: the samples of the last batch, int64 (n,).
+    epoch: of the current iteration; indices: the samples of the last batch, int64 (n,); counts:
+    whether the last batch counts; samples: this rank's samples in this epoch so far; started: when
+    the iteration began (time.perf_counter).
     """
 
-    def __init__(self, dataset, sampler, batch_size, device, cfg, train):
+    def __init__(self, dataset, sampler, batch_size, device, cfg, train, micro_batches=None):
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.global_batch = cfg.global_batch_size
-        self.step = self.start = 0
-        std = torch.tensor(getattr(dataset, "std", (1.0,)), dtype=self.dtype)[:, None, None]
-        mean = torch.tensor(getattr(dataset, "mean", (0.0,)), dtype=self.dtype)[:, None, None]
-        self.scale, self.shift = (1 / (255 * std)).to(device), (-mean / std).to(device)
-        resident = _resident(dataset, device, cfg)
-        self.name = "device" if resident else "workers"
-        workers = min(32, cores_per_rank() - 1) if device.type == "cuda" else 0  # a CPU is busy
-        workers = 0 if resident else workers if cfg.num_workers < 0 else cfg.num_workers
-        self.reader = DataLoader(
-            _Batches(resident or dataset, cfg.seed),
+        self.step = self.start = self.samples = self.start_samples = 0
+        self.counts, self.started = True, time.perf_counter()
+        resident = None
+        if cfg.loader != "workers" and isinstance(dataset, BatchDataset):
+            resident = make_resident(dataset, device, cfg.loader)
+        elif cfg.loader == "device":
+            raise UserError(
+                f"loader=device needs a BatchDataset with resident(), not a "
+                f"{type(dataset).__name__}: pass --loader workers"
+            )
+        self.source = dataset if resident is None else resident
+        self.name = "workers" if resident is None else "device"
+        self.reader = self._build_reader(resident is not None, micro_batches, cfg)
+
+    def _build_reader(self, is_resident, micro_batches, cfg):
+        workers = cfg.num_workers
+        if workers < 0:  # on a CPU, workers would compete with training
+            workers = min(32, cores_per_rank() - 1) if self.device.type == "cuda" else 0
+        if is_resident:
+            workers = 0
+        batches = _Batches(self.source, cfg.seed, micro_batches)
+        sampler = _BatchSampler(self, self.device if is_resident else "cpu")
+        return DataLoader(
+            batches,
             batch_size=None,  # the sampler yields whole batches
-            sampler=_BatchSampler(sampler, batch_size, len(self), device if resident else "cpu"),
+            sampler=sampler,
+            collate_fn=_unchanged,
             num_workers=workers,
-            pin_memory=device.type == "cuda" and not resident,
+            pin_memory=self.device.type == "cuda" and not is_resident,
             persistent_workers=workers > 0,
             worker_init_fn=_init_worker,
             generator=torch.Generator(),  # leaves the global random state alone
@@ -116,34 +163,62 @@ class Loader:
         samples, batch = len(self.sampler), self.batch_size
         return samples // batch if self.train else -(-samples // batch)
 
+    @property
+    def own_samples(self):
+        """How many of the sampler's indices are this rank's own. The others, at the end, have been
+        added by DistributedSampler so that all ranks have the same number of them."""
+        return len(range(dp_rank(), len(self.dataset), dp_world_size()))
+
     def __iter__(self):
         self.step, self.start = self.start, 0
+        self.samples, self.start_samples = self.start_samples, 0
+        self.started = time.perf_counter()
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-        self.reader.sampler.start = self.step
         for batch in self.reader:
             if isinstance(batch, UserError):
                 raise batch
-            images, labels, self.indices = batch
+            contents, self.indices = batch
             if self.train:
-                seed_step(self.seed, self.epoch, self.step)
+                seed_step(self.seed, self.epoch, self.step, dp_rank())
+            self.counts = self.train or self.step * self.batch_size < self.own_samples
+            if self.counts:
+                self.samples += len(self.indices)
             self.step += 1
-            if not labels.is_floating_point():
-                labels = labels.long()
-            yield self._normalize(images), labels.to(self.device, non_blocking=True)
+            yield self._prepare(contents)
         self.step = 0
 
-    def _normalize(self, images):
-        images = images.to(self.device, non_blocking=True)
-        is_4d = images.dim() == 4
-        pixels = images.dtype == torch.uint8 and is_4d
-        if pixels or images.is_floating_point():  # others, such as the indices of words, stay
-            layout = torch.channels_last if is_4d else torch.contiguous_format
-            images = images.to(self.dtype, memory_format=layout)
-        return images.mul_(self.scale).add_(self.shift) if pixels else images
+    def example(self, samples=2):
+        """The inputs of the first samples, on the device, to see what a model makes of them."""
+        count = min(samples, len(self.dataset))
+        device = self.device if self.name == "device" else "cpu"
+        indices = torch.arange(count, device=device)
+        inputs, _ = self._prepare(_make_batch(self.source, indices, 0, self.seed))
+        return inputs
+
+    def discount(self, samples):
+        """Take back a number of samples, which do not count after all."""
+        self.samples -= samples
+
+    def _prepare(self, contents):
+        if isinstance(contents, _MicroBatches):
+            return [self._prepare(part) for part in contents]
+        contents = map_tensors(self._move, contents)
+        if isinstance(self.source, BatchDataset):
+            contents = self.source.on_device(contents, self.dtype)
+        return as_pair(contents)
+
+    def _move(self, tensor):
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.device, dtype, non_blocking=True)
 
     def state_dict(self):
-        """How far the epoch is, in global batches; all ranks call it together."""
-        return {"step": self.step, "global_batch": self.global_batch}
+        """How far the epoch is, in global batches, and how many samples of these batches do not
+        count, if any; all ranks call it together."""
+        state = {"step": self.step, "global_batch": self.global_batch}
+        discounted = self.step * self.batch_size - self.samples
+        if self.step and discounted:
+            state["discounted"] = discounted * dp_world_size()
+        return state
 
     def load_state_dict(self, state):
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
@@ -155,77 +230,65 @@ class Loader:
                 f"{self.global_batch}"
             )
         self.start = state["step"]
-
-
-def _resident(dataset, device, cfg):
-    """The dataset as an ArrayDataset on the device, or None if workers are to read it."""
-    if cfg.loader == "workers" or (cfg.loader == "auto" and not find_spec("utils.resident")):
-        return None
-    with option("--loader device"):
-        from utils.resident import make_resident
-    return make_resident(dataset, device, cfg)
-
-
-def seed_step(seed, epoch, step):
-    """Seed the random numbers in the model (dropout): different on each rank and in each step, but
-    the same in a run that resumes within an epoch."""
-    seed = hash((seed, epoch, step, dp_rank()))  # of integers: the same in every process
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed checks for CUDA: 50 times slower
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+        counted = self.start * self.global_batch - state.get("discounted", 0)
+        self.start_samples = counted // dp_world_size()
 
 
 class _BatchSampler:
     """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
-    persistent workers keep the copy of the dataset that they started with. All batches have the
-    same size: in evaluation, the last one repeats samples, which evaluate() does not count."""
+    persistent workers keep the copy of the dataset that they started with."""
 
-    def __init__(self, sampler, batch_size, count, device):
-        self.sampler, self.batch_size, self.device = sampler, batch_size, device
-        self.start, self.count = 0, count
+    def __init__(self, loader, device):
+        # Not a cycle: the garbage collector would close the queues of the workers before their
+        # loader can tell them to end, and then wait five seconds for each.
+        self.loader, self.device = weakref.proxy(loader), device
 
     def __iter__(self):
-        epoch, indices = getattr(self.sampler, "epoch", 0), numpy.fromiter(self.sampler, int)
-        padding = indices[: -len(indices) % self.batch_size]  # or a short batch would recompile
-        indices = torch.from_numpy(numpy.append(indices, padding)).to(self.device)
-        for batch in indices.split(self.batch_size)[self.start : self.count]:
-            yield epoch, batch
+        loader = self.loader
+        indices = torch.from_numpy(numpy.fromiter(loader.sampler, int)).to(self.device)
+        if not loader.train:
+            indices = indices[: loader.own_samples]
+        batches = indices.split(loader.batch_size) if len(indices) else []
+        for number in range(loader.step, len(loader)):
+            if number < len(batches):
+                yield loader.epoch, batches[number]
+            else:  # of a rank without samples: the forward pass must run nevertheless
+                yield loader.epoch, torch.zeros(1, dtype=torch.int64, device=self.device)
+
+
+class _MicroBatches(list):
+    """The parts of one batch."""
 
 
 class _Batches:
-    """Makes whole batches, in a worker or in this process: (images, labels, indices)."""
+    """Makes whole batches, in a worker or in this process: (contents, indices)."""
 
-    def __init__(self, dataset, seed):
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset, seed, micro_batches):
+        self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
 
     def __getitem__(self, batch):
         epoch, indices = batch
         try:
-            make = getattr(self.dataset, "get_batch", self._collate)
-            return *make(indices, epoch), indices
+            if self.micro_batches is None:
+                return _make_batch(self.dataset, indices, epoch, self.seed), indices
+            parts = indices.tensor_split(self.micro_batches)
+            made = [_make_batch(self.dataset, part, epoch, self.seed) for part in parts]
+            return _MicroBatches(made), indices
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
 
-    def _collate(self, indices, epoch):
-        state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-        samples = []
-        for index in indices.tolist():
-            seed = hash((self.seed, epoch, index))  # of integers: the same in every process
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-            image, label = self.dataset[index]  # fails here if a sample is anything else
-            samples.append((image, label))
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        numpy.random.set_state(state[2])
-        return default_collate(samples)
+
+def _make_batch(dataset, indices, epoch, seed):
+    if isinstance(dataset, BatchDataset):
+        return dataset.get_batch(indices, epoch, seed)
+    return fetch_samples(dataset, indices, epoch, seed)
+
+
+def _unchanged(batch):
+    return batch
 
 
 def _init_worker(_):
     """Signals may reach every process of a job, but only the rank should handle them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if find_spec("utils.preemption"):
-        from utils.preemption import shield_worker
-
-        shield_worker()
+    shield_worker()

@@ -12,29 +12,46 @@ import socket
 import sys
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from utils import errors
-from utils.errors import PeerError, UserError
+from utils.errors import PeerError, UserError, set_failure_store
+from utils.watchdog import watch
 
 _control_group = None  # gloo with a long timeout
-# The data-parallel ranks, which divide each global batch among them; None: all ranks. A script that
-# splits the model over several ranks sets it to a group with one rank of each replica.
-dp_group = None
+_data_parallel_group = None  # None: all ranks
+
+
+def set_data_parallel_group(group):
+    """Declare which ranks divide each global batch among them: one rank of each replica.
+
+    Without this call, every rank holds a replica of the model. For scripts that split the model
+    over several ranks.
+    """
+    global _data_parallel_group
+    _data_parallel_group = group
 
 
 def dp_rank():
     """This process's number among the data-parallel ranks, which divide each global batch."""
-    return dist.get_rank(dp_group) if dist.is_initialized() else 0
+    return dist.get_rank(_data_parallel_group) if dist.is_initialized() else 0
 
 
 def dp_world_size():
     """The number of data-parallel ranks, which is the number of replicas of the model."""
-    return dist.get_world_size(dp_group) if dist.is_initialized() else 1
+    return dist.get_world_size(_data_parallel_group) if dist.is_initialized() else 1
+
+
+def launched_world_size():
+    """The number of processes of this job, known before they form a process group: WORLD_SIZE."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def control_group():
+    """The gloo group for messages that are no part of a step; it has a long timeout."""
+    return _control_group
 
 
 def get_local_world_size():
@@ -49,8 +66,24 @@ def is_main_process():
 def all_reduce(tensor):
     """Reduce `tensor` in place over the data-parallel ranks, and return it."""
     if dist.is_initialized():
-        dist.all_reduce(tensor, group=dp_group)
+        dist.all_reduce(tensor, group=_data_parallel_group)
     return tensor
+
+
+def mean_over_replicas(count):
+    """The mean of `count` over the replicas of the model, for the denominator of a loss.
+
+    DistributedDataParallel averages gradients over the replicas. If each replica divides its sum of
+    losses by this mean, the result is the gradient of the mean loss over the whole global batch,
+    however the targets are distributed. If each divided by its own count, the targets of a replica
+    that has few of them would weigh more (docs/mean-of-means.md).
+
+    count: a 0-dim tensor, which is reduced; or a number, which must be the same on every replica,
+    so that nothing has to be sent (Meter.compute() checks that).
+    """
+    if not isinstance(count, torch.Tensor):
+        return count
+    return all_reduce(count.to(torch.float64, copy=True)) / dp_world_size()
 
 
 def all_gather_object(value):
@@ -62,8 +95,10 @@ def all_gather_object(value):
     return values
 
 
-def get_device(name="auto", local_rank=0, local_world_size=1):
-    """Return the torch.device that `name` means for this process, as the current device.
+def select_device(name="auto", local_rank=0, local_world_size=1):
+    """Make the device that `name` means for this process the current one, and return it.
+
+    For the CPU, this hides the GPUs from the process (CUDA_VISIBLE_DEVICES).
 
     name: auto, cpu, cuda (the GPU with index local_rank; or the only one that a task sees under
     srun --gpus-per-task=1), cuda:1, ... Raises UserError if there is no such device.
@@ -100,29 +135,27 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
 
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
     timeout: seconds that a collective waits for the other ranks.
-    devices: torch.devices of this process, if it uses several (utils/model_parallel.py).
+    devices: torch.devices of this process, if it uses several (utils/rungs/model_parallel.py).
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
     shared = "cuda:" in device and local_world_size > 1
-    devices = devices or [get_device(device, local_rank, local_world_size)]
+    devices = devices or [select_device(device, local_rank, local_world_size)]
     nccl = devices[0].type == "cuda" and not shared
     device_id = devices[0] if nccl and len(devices) == 1 else None
     backend, one_node = "nccl" if nccl else "gloo", local_world_size == world_size
     try:
-        _join(backend, device_id, timedelta(seconds=timeout), one_node)
+        store = _join(backend, device_id, timedelta(seconds=timeout), one_node)
     except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1
         raise UserError(
             f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
             f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
             f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
         ) from None
-    if world_size > 1 and find_spec("utils.watchdog"):
-        from utils.watchdog import watch
-
-        watch(errors.failure_store, timeout)
+    if world_size > 1:
+        watch(store, timeout, ignored_group=_control_group)
     return devices[0]
 
 
@@ -133,7 +166,7 @@ def _join(backend, device_id, timeout, one_node):
         # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
         # connects to the addresses of the dead ones (pytorch/pytorch#135712).
         store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    errors.failure_store = store
+    set_failure_store(store)
     options = dict(store=store, rank=rank, world_size=world_size, device_id=device_id)
     dist.init_process_group(backend, timeout=timeout, **options)
     _control_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -141,7 +174,8 @@ def _join(backend, device_id, timeout, one_node):
     extend(timedelta(hours=12), _control_group)  # downloads and saves outlast a step
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
-    atexit.register(setattr, errors, "failure_store", None)
+    atexit.register(set_failure_store, None)
+    return store
 
 
 def _read_environment():
@@ -198,8 +232,11 @@ def main_process_first():
     may share its folder, or have one each. All return together. If the body raises on a process,
     the others raise PeerError, and those whose turn has not come never run it.
     """
-    turn = 2 if dist.get_node_local_rank(0) else not is_main_process()
-    for now in range(3):
+    main_process, first_of_node, others = range(3)
+    turn = main_process if is_main_process() else first_of_node
+    if dist.get_node_local_rank(0) > 0:
+        turn = others
+    for now in (main_process, first_of_node, others):
         with fail_together():
             if now == turn:
                 yield

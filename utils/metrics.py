@@ -1,97 +1,176 @@
-"""Loss and accuracy over all ranks, and where they are logged. Needs torch and distributed.py."""
+"""Loss and metrics over all ranks, and where they are logged. Needs torch and distributed.py."""
 
 import json
 import math
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 
-from utils import errors
-from utils.distributed import all_gather_object, all_reduce, dp_rank, dp_world_size, is_main_process
+from utils.batches import on_device_of
+from utils.distributed import (
+    all_gather_object,
+    all_reduce,
+    dp_rank,
+    dp_world_size,
+    is_main_process,
+    launched_world_size,
+)
 from utils.errors import UserError
 
 
-class Meter:
-    """Running sums of loss and correct predictions, kept on the device.
+def check_task(task):
+    """Raise UserError if a task lacks what every script needs (docs/own-task.md)."""
+    label = getattr(task, "__name__", type(task).__name__)
+    names = ("loss", "count", "measure", "summarize", "BEST")
+    if missing := [name for name in names if not hasattr(task, name)]:
+        raise UserError(f"the task {label} does not define {', '.join(missing)}")
+    name, best_of = task.BEST
+    if not isinstance(name, str) or best_of not in (max, min):
+        raise UserError(
+            f"BEST of the task {label} is {task.BEST}, but must be the name of a metric "
+            f"and the function max or min, such as ('accuracy', max)"
+        )
 
-    There is no .item() in a step, because it would make the CPU wait for the GPU, and only one
-    reduction per epoch. A checkpoint within an epoch holds the sums so far.
+
+class Meter:
+    """Running sums of the loss and of what the task measures, kept on the device.
+
+    There is no .item() in a step, because it would make the host wait for the device, and only one
+    reduction per epoch. Sums are reduced, not the ranks' means, which would overweight the targets
+    of a rank that has fewer of them. A checkpoint within an epoch holds the sums so far.
     """
 
-    def __init__(self, device):
-        self.device = device
-        self._set()
+    def __init__(self, task, loader):
+        check_task(task)
+        self.task, self.loader = task, loader
+        self.reset()
 
-    def _set(self, loss=0.0, correct=0.0, samples=0, seconds=0.0):
-        self.sums = torch.tensor([loss, correct], dtype=torch.float64, device=self.device)
-        self.samples, self.seconds = samples, seconds
-        self.start()
+    def reset(self):
+        """Set all sums to 0."""
+        self.sums = 0.0  # a float64 vector, from the first update on: see _flatten()
+        self.shapes = {}  # {name: shape} of what the vector holds
+        self.count = 0  # of targets, where the task counts them with plain numbers
+        self.compared = 0  # the part of it that must be the same on every rank
+        self.seconds = 0.0  # before the run was resumed
 
-    def start(self):
-        """Start the clock: the time before this call does not count."""
-        self.clock = time.perf_counter()
+    def update(self, loss_sum, outputs, targets):
+        """Add a batch, or a part of one. loss_sum: a 0-dim tensor, task.loss(outputs, targets)."""
+        measured = self.task.measure(outputs, targets)
+        if taken := measured.keys() & {"loss", "count"}:
+            raise UserError(
+                f"measure() of the task returns {', '.join(sorted(taken))}, which are the sums of "
+                f"loss() and count(): use different names"
+            )
+        values = {"loss": loss_sum, **measured}
+        count = self.task.count(targets)
+        if isinstance(count, torch.Tensor):
+            values["count"] = count
+        elif self.loader.counts:
+            self.count += count
+            self.compared += count
+        sums = self._flatten(values)
+        if not self.loader.counts:  # a batch that this rank computes only because the others do
+            sums = torch.zeros_like(sums)
+        previous = self.sums
+        if isinstance(previous, torch.Tensor):
+            previous = previous.to(sums.device)
+        self.sums = previous + sums
 
-    def update(self, loss, outputs, labels):
-        """loss: mean over this batch; outputs: (n, classes); labels: int64 (n,)."""
-        correct = (outputs.argmax(1) == labels).sum()
-        self.sums += torch.stack([loss.detach().double() * len(labels), correct.double()])
-        self.samples += len(labels)
+    def restore_where(self, condition, sums):
+        """Where `condition`, a 0-dim bool tensor, is true, go back to `sums`, from an earlier
+        time. Does not wait for the device."""
+        self.sums = torch.where(condition, sums, self.sums)
+
+    def discount(self, count):
+        """Take back plain numbers of targets, which do not count after all."""
+        self.count -= count
+
+    def _flatten(self, values):
+        device = values["loss"].device
+        parts = []
+        for name, value in values.items():
+            self.shapes[name] = value.shape
+            parts.append(value.detach().to(device, torch.float64).reshape(-1))
+        return torch.cat(parts)
 
     def compute(self):
-        """Mean loss, accuracy, samples and seconds, over all ranks; resets the sums to 0.
+        """{name: number} over all ranks: task.summarize() of the sums, and the numbers of "samples"
+        and "seconds". Resets the sums.
 
-        The sums are reduced, not the ranks' means, which would overweight the samples of a rank
-        that has fewer of them.
+        Raises UserError, on all ranks, if the loss is not finite, or if a count given as a plain
+        number differs between the replicas.
         """
-        samples = self.sums.new_tensor([self.samples])
-        loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()
-        seconds = self.seconds + time.perf_counter() - self.clock
-        self._set()
-        return {
-            "loss": loss / samples,
-            "accuracy": correct / samples,
-            "samples": int(samples),
-            "seconds": seconds,
-        }
+        seconds = self._seconds()
+        numbers = [self.loader.samples, self.count]
+        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()
+        sums, (samples, count) = totals[:-2], totals[-2:].tolist()
+        if self.loader.train and len(set(all_gather_object(self.compared))) > 1:
+            raise UserError(
+                "the task's count() returns a plain number that differs between the ranks, which "
+                "would give their targets different weights: return a tensor"
+            )
+        shapes = [torch.Size(shape) for shape in self.shapes.values()]
+        pieces = sums.split([shape.numel() for shape in shapes])
+        named = zip(self.shapes, pieces, shapes, strict=True)
+        sums = {name: piece.reshape(shape) for name, piece, shape in named}
+        sums.setdefault("count", torch.tensor(count, dtype=torch.float64))
+        result = {name: float(value) for name, value in self.task.summarize(sums).items()}
+        self.reset()
+        for name in ("loss", self.task.BEST[0]):
+            if name not in result:
+                raise UserError(
+                    f"summarize() of the task returns {', '.join(result)}, but not {name!r}, which "
+                    f"{'BEST names' if name != 'loss' else 'every task needs'}"
+                )
+        if not math.isfinite(result["loss"]):
+            raise UserError(
+                f"the {'training' if self.loader.train else 'validation'} loss is "
+                f"{result['loss']}: try a smaller --lr, or --clip-norm 1"
+            )
+        return result | {"samples": int(samples), "seconds": seconds}
+
+    def _seconds(self):
+        return self.seconds + time.perf_counter() - self.loader.started
 
     def state_dict(self):
         """The sums of every rank; all ranks call it together."""
-        seconds = self.seconds + time.perf_counter() - self.clock if self.samples else 0.0
-        ranks = all_gather_object([*self.sums.tolist(), self.samples, seconds])
+        if isinstance(self.sums, torch.Tensor):
+            mine = [self.sums.tolist(), self.count, self._seconds()]
+        else:  # between two epochs
+            mine = [[], 0, 0.0]
+        ranks = all_gather_object(mine)
         return {"ranks": ranks[:: len(ranks) // dp_world_size()]}  # one of each replica
 
     def load_state_dict(self, state):
         """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
+        self.reset()
         ranks = state["ranks"]
         if len(ranks) == dp_world_size():
-            self._set(*ranks[dp_rank()])
-        elif dp_rank() == 0:
-            loss, correct, samples, seconds = zip(*ranks, strict=True)
-            self._set(sum(loss), sum(correct), sum(samples), max(seconds))
+            ranks = [ranks[dp_rank()]]
+        elif dp_rank() != 0:
+            return
+        sums, counts, seconds = zip(*ranks, strict=True)
+        if sums[0]:
+            self.sums = torch.tensor(sums, dtype=torch.float64).sum(0)
+        self.count, self.seconds = sum(counts), max(seconds)
 
 
 @torch.no_grad()
-def evaluate(model, loader, meter):
-    """Loss and accuracy over the samples of `loader.dataset`, each counted exactly once.
+def evaluate(model, loader, task):
+    """The task's metrics over the samples of `loader.dataset`, each counted exactly once.
 
-    DistributedSampler repeats samples until every rank has the same number. The repeated
-    samples are computed, because a forward pass may communicate and so must run on all ranks, but
-    not counted: rank r holds the samples r, r + world size, ..., and its repeated ones come last.
     Raises RuntimeError if the number of samples counted is not the dataset's.
     """
     model.eval()
-    meter.start()
-    left = len(range(dp_rank(), len(loader.dataset), dp_world_size()))
-    for images, labels in loader:
-        outputs = model(images)[:left]
-        labels = labels[:left].to(outputs.device)
-        left -= len(labels)
-        if len(labels):
-            meter.update(cross_entropy(outputs, labels), outputs, labels)
+    meter = Meter(task, loader)
+    for inputs, targets in loader:
+        outputs = model(inputs)
+        targets = on_device_of(outputs, targets)
+        meter.update(task.loss(outputs, targets), outputs, targets)
     result = meter.compute()
     if result["samples"] != len(loader.dataset):
         raise RuntimeError(f"evaluated {result['samples']} of {len(loader.dataset)} samples")
@@ -104,49 +183,64 @@ class MetricLogger:
     start_epoch: rows of this epoch and later are dropped from the file; the run continues there.
     """
 
-    def __init__(self, output_dir, start_epoch=0):
-        self.path = Path(output_dir) / "metrics.jsonl"
+    def __init__(self, cfg, start_epoch=0):
+        self.path = Path(cfg.output_dir) / "metrics.jsonl"
+        self.save_errors = cfg.save_errors
         self.rows = [row for row in read_metrics(self.path) if row["epoch"] < start_epoch]
-        write_rows(self.path, self.rows)
+        self._write()
 
     def log(self, epoch, train, val, lr):
-        """Log the results of Meter.compute() for an epoch. Returns whether the validation accuracy
-        is the best so far (on the main process, which alone saves and knows).
+        """Log the results of Meter.compute() for an epoch.
 
-        Raises UserError, on all ranks, if a loss is not finite, and on rank 0 if the file cannot be
-        written.
+        Raises UserError on rank 0 if the file cannot be written.
         """
-        if not math.isfinite(train["loss"] + val["loss"]):
-            raise UserError(
-                f"the training loss is {train['loss']}, the validation loss {val['loss']}: try a "
-                f"smaller --lr, or --clip-norm 1"
-            )
-        row = {"epoch": epoch, "world_size": int(os.environ.get("WORLD_SIZE") or 1), "lr": lr}
+        row = {"epoch": epoch, "world_size": launched_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
-        best = max((row["val_accuracy"] for row in self.rows), default=-1.0)
         self.rows.append(row)
-        write_rows(self.path, self.rows)
+        self._write()
         if is_main_process():
+            speed = train["samples"] / train["seconds"]
+            text = f"epoch {epoch}: train {_text(train)}, val {_text(val)}, {speed:.0f} samples/s"
             with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
-                print(
-                    f"epoch {epoch}: train loss {train['loss']:.4f} accuracy "
-                    f"{train['accuracy']:.2%}, val loss {val['loss']:.4f} accuracy "
-                    f"{val['accuracy']:.2%}, {train['samples'] / train['seconds']:.0f} images/s",
-                    flush=True,
-                )
-        return val["accuracy"] > best
+                print(text, flush=True)
+
+    def is_best(self, name, best_of):
+        """Whether the last epoch has the best validation metric `name` so far. best_of: max or min.
+
+        Meaningful on the main process, which alone saves and knows all epochs.
+        """
+        key = f"val_{name}"
+        *earlier, last = [row.get(key, math.nan) for row in self.rows]
+        earlier = [value for value in earlier if not math.isnan(value)]  # of a new metric, or none
+        if math.isnan(last):
+            return False
+        return not earlier or (best_of([*earlier, last]) == last and last not in earlier)
+
+    def _write(self):
+        try:
+            write_rows(self.path, self.rows)
+        except UserError as error:
+            if self.save_errors == "stop":
+                raise
+            print(f"warning: {error}; the run continues", file=sys.stderr)
+
+
+def _text(result):
+    names = [name for name in result if name not in ("samples", "seconds")]
+    return " ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
 def write_rows(path, rows):
     """Replace a .jsonl file as a whole, on the main process. Raises UserError if it fails."""
+    if not is_main_process():
+        return
     temporary = path.with_suffix(".tmp")
     try:
-        if is_main_process():
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(temporary, path)
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, path)
     except OSError as error:
-        errors.save_failed(f"cannot write {path}: {error.strerror}")
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_metrics(path):

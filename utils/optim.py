@@ -15,9 +15,12 @@ def build_optimizer(model, cfg):
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
-    if len(meshes) == 1:
-        options["fused" if meshes == {None} or "adam" in cfg.optimizer else "foreach"] = True
-    if "adam" in cfg.optimizer:
+    is_adam = cfg.optimizer in ("adam", "adamw")
+    if meshes == {None} or (len(meshes) == 1 and is_adam):
+        options["fused"] = True
+    elif len(meshes) == 1:
+        options["foreach"] = True
+    if is_adam:
         kind = torch.optim.AdamW if cfg.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, **options)
     nesterov = cfg.optimizer == "sgd_nesterov" and cfg.momentum > 0
@@ -49,13 +52,15 @@ def build_scheduler(optimizer, cfg, steps_per_epoch):
             return 0.1 ** (3 * step // total)
         return 1 - done if cfg.lr_schedule == "linear" else 1.0
 
-    scheduler = Schedule(optimizer, factor)
-    scheduler.steps_per_epoch = steps_per_epoch
-    return scheduler
+    return Schedule(optimizer, factor, steps_per_epoch)
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
     """See build_scheduler()."""
+
+    def __init__(self, optimizer, factor, steps_per_epoch):
+        self.steps_per_epoch = steps_per_epoch
+        super().__init__(optimizer, factor)
 
     def load_state_dict(self, state):
         """Continue at the same place, in epochs, of this schedule."""

@@ -1,6 +1,5 @@
 """Do all ranks run the same code on the same data, and still hold the same model, bit for bit?"""
 
-import re
 import sys
 import zlib
 from collections import Counter
@@ -8,32 +7,96 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from utils.checkpoint import refuse_unless_plain, unwrap
 from utils.distributed import all_gather_object
 from utils.errors import UserError
+from utils.hooks import Hook
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_setup(facts, loader):
-    """Raise UserError if the ranks differ in `facts` (a dict), in the length of `loader`, in the
-    version of torch, or in the code of the script or of this folder. All ranks call it together.
+def check_setup(cfg, state):
+    """Raise UserError, on all ranks, if they differ in settings that decide the weights, in facts
+    about the data, in the number of steps per epoch, in the version of torch, or in the code of the
+    script or of a module in its folder. All ranks call it together.
 
     Collectives of ranks that differ may silently combine numbers that do not belong together.
     """
-    files = [Path(sys.argv[0]), *sorted(Path(__file__).parent.glob("*.py"))]
-    code = {f"{p.parent.name}/{p.name}": zlib.crc32(p.read_bytes()) for p in files if p.is_file()}
-    mine = facts | {"steps per epoch": len(loader), "torch": torch.__version__, "files": code}
+    for name, value in state["data"].items():
+        refuse_unless_plain(name, value)  # arrays, for example, could not be compared
+    code = _checksums_of_code()
+    mine = cfg.fixed_on_resume() | state["data"]
+    mine |= {"steps per epoch": len(state["loader"]), "torch": torch.__version__, "files": code}
     for rank, theirs in enumerate(all_gather_object(mine)):
         for name in mine | theirs:
-            if mine.get(name) != theirs.get(name):
-                if name == "files":
-                    changed = dict(code.items() ^ theirs["files"].items())
-                    raise UserError(f"rank {rank} has other code: {', '.join(sorted(changed))}")
-                raise UserError(
-                    f"rank {rank} has {name} {theirs.get(name)!r}, not {mine.get(name)!r}: the "
-                    f"ranks must agree on that"
-                )
+            if mine.get(name) == theirs.get(name):
+                continue
+            if name == "files":
+                changed = dict(code.items() ^ theirs["files"].items())
+                raise UserError(f"rank {rank} has different code: {', '.join(sorted(changed))}")
+            raise UserError(
+                f"rank {rank} has {name} {theirs.get(name)!r}, not {mine.get(name)!r}: the ranks "
+                f"must agree on that"
+            )
+
+
+def _checksums_of_code():
+    """{file: checksum} of the script, and of all modules that it has imported from its folder."""
+    script = Path(sys.argv[0]).resolve()
+    files = {script}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or "/"
+        if "site-packages" in file or "dist-packages" in file:  # thousands, on a slow file system
+            continue
+        path = Path(file).resolve()
+        if path.is_relative_to(script.parent):
+            files.add(path)
+    return {
+        str(path.relative_to(script.parent)): zlib.crc32(path.read_bytes())
+        for path in sorted(files)
+        if path.is_file()
+    }
+
+
+class CompareReplicas(Hook):
+    """Raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
+    optimizer state: at the start, before each save, and every cfg.check_replicas_every steps."""
+
+    def __init__(self, cfg, state):
+        self.every = cfg.check_replicas_every  # -1: never, 0: only at the start and at saves
+        self.model, self.optimizer = state["model"], state["optimizer"]
+
+    def after_load(self, checkpoint):
+        self.before_save(checkpoint, between_steps=False)
+
+    def after_step(self, checkpoint, wait):
+        loader = checkpoint.state["loader"]
+        is_last = loader.step == len(loader)
+        if self.every > 0 and loader.step % self.every == 0 and not is_last:
+            check_replicas(self.model, self.optimizer, between_steps=True)
+
+    def before_save(self, checkpoint, between_steps):
+        if self.every >= 0:
+            check_replicas(self.model, self.optimizer, between_steps)
+
+
+def settle_ddp_buckets(model):
+    """Give DistributedDataParallel's gradient buckets their final order before the first step.
+
+    DDP sorts its buckets after the first backward pass, by the order in which the gradients became
+    ready; so the first step of a run, and of a resumed one, would sum in a different order from
+    all later steps. This runs that first pass, on the sum of all parameters instead of the model.
+    """
+    inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
+    device, dtype = parameters[-1].device, parameters[-1].dtype
+    model.module = nn.Sequential(inner)  # its forward, as hooks of `inner` expect an input
+    model.module.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
+    model().backward()
+    model.module = inner
+    model.zero_grad(set_to_none=True)
 
 
 def check_replicas(model, optimizer, between_steps=False):
@@ -86,7 +149,9 @@ def checksums(tensors):
             values.append(running[torch.tensor(ends, dtype=torch.long).to(device)])
             total, first = running[-1], first + 2 * len(bits)
         values = torch.cat(values)
-        for i, value in zip(indices, values.diff(prepend=0 * values[:1]).tolist(), strict=True):
+        for i, value in zip(
+            indices, values.diff(prepend=values.new_zeros(1)).tolist(), strict=True
+        ):
             sums[i] = value
     return sums
 
@@ -109,11 +174,12 @@ def _buffers(tensors, dtype, length):
 def _tensors(model, optimizer, between_steps):
     """(name, tensor) of each replicated tensor, in the model's order."""
     for name, tensor in _named(model, optimizer, between_steps):
-        if tensor.numel() and not hasattr(tensor, "full_tensor"):
-            yield re.sub(r"^((module|_orig_mod)\.)+", "", name), tensor
+        if tensor.numel() and not isinstance(tensor, DTensor):
+            yield name, tensor
 
 
 def _named(model, optimizer, between_steps):
+    model = unwrap(model)
     yield from model.named_parameters()
     yield from () if between_steps else model.named_buffers()
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -6,13 +6,22 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
+from utils.distributed import fail_together, is_main_process
 from utils.errors import UserError
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
 WRITTEN = ("metrics.jsonl", "audit.jsonl", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
 _locks = {}  # {folder: file}, held while this process lives
+
+
+def claim_output_dir(cfg):
+    """Create cfg.output_dir, and lock it for this run; see claim(). All ranks call it together."""
+    with fail_together():
+        if is_main_process():
+            claim(Path(cfg.output_dir), cfg.resume)
 
 
 def claim(folder, resume):

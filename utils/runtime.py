@@ -3,10 +3,18 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from utils.distributed import cores_per_rank, dp_world_size, is_main_process
+from utils.checkpoint import unwrap
+from utils.distributed import (
+    cores_per_rank,
+    dp_world_size,
+    is_main_process,
+    launched_world_size,
+)
 from utils.errors import UserError
 
 SECONDS_BETWEEN_LINES = 15
@@ -18,7 +26,7 @@ def configure_torch(cfg):
     The number of threads depends on the cores that the job may use, never on the load, so that the
     same command gives the same bits. Raises UserError if several processes run a script for one.
     """
-    if (os.environ.get("WORLD_SIZE") or "1") != "1" and dp_world_size() == 1:
+    if launched_world_size() > 1 and not dist.is_initialized():
         raise UserError(
             f"this script runs as one process, but WORLD_SIZE is {os.environ['WORLD_SIZE']}: start "
             f"it with  python {os.path.basename(sys.argv[0])}, or start train_ddp.py with torchrun"
@@ -32,7 +40,7 @@ def configure_torch(cfg):
 
 
 def progress(loader):
-    """The batches of `loader`. The main process prints the step now and then."""
+    """The batches of `loader`. The main process prints the step every 15 seconds."""
     printed = time.monotonic()
     for step, batch in enumerate(loader, loader.start):
         if is_main_process() and time.monotonic() - printed > SECONDS_BETWEEN_LINES:
@@ -42,14 +50,17 @@ def progress(loader):
 
 
 def log_summary(cfg, state, start_epoch):
-    """Print what the run is about to do, on the main process."""
-    model, loader = state["model"], state["loader"]
+    """Print what the run is about to do, on the main process, and write its settings to
+    output_dir/config.yaml."""
+    model, loader = unwrap(state["model"]), state["loader"]
     if not is_main_process():
         return
+    (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
-        f"model: {cfg.model}, {trained:,} trainable parameters, {cfg.precision}\n"
-        f"data: {cfg.dataset}, {len(loader.dataset):,} training images, loader={loader.name}\n"
+        f"model: {type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}\n"
+        f"data: {type(loader.dataset).__name__}, {len(loader.dataset):,} training samples, "
+        f"loader={loader.name}\n"
         f"batch: {cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
         f"{loader.device.type} ({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
         f"epochs: {cfg.epochs} of {len(loader)} steps, from epoch {start_epoch}, step "
@@ -57,4 +68,4 @@ def log_summary(cfg, state, start_epoch):
         flush=True,
     )
     if start_epoch >= cfg.epochs:
-        print("nothing left to do: pass --resume never to start over, or another --output-dir")
+        print("nothing left to do: pass --resume never to start over, or a different --output-dir")

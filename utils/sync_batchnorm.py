@@ -1,10 +1,12 @@
-"""BatchNorm with statistics over all ranks. Needs only torch."""
+"""BatchNorm with statistics over all ranks. Needs only torch and errors.py."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+
+from utils.errors import UserError
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -34,21 +36,6 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_mean.lerp_(mean, step)
                 self.running_var.lerp_(var * (count / (count - 1)), step)  # unbiased
         return outputs
-
-    @staticmethod
-    def convert_sync_batchnorm(module):
-        """`module` with every BatchNorm in it replaced, keeping its parameters and buffers.
-
-        DistributedDataParallel will not broadcast these buffers before each forward pass: they are
-        the same on all ranks.
-        """
-        module, names = nn.SyncBatchNorm.convert_sync_batchnorm(module), []
-        for prefix, child in module.named_modules():
-            if isinstance(child, nn.SyncBatchNorm):
-                child.__class__ = SyncBatchNorm
-                names += [f"{prefix}.{name}".lstrip(".") for name, _ in child.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-        return module
 
 
 class _Normalize(torch.autograd.Function):
@@ -107,3 +94,44 @@ class _Normalize(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:  # affine=False
             grad_weight = grad_bias = None
         return grad_images.to(images.dtype), grad_weight, grad_bias, None
+
+
+def convert_sync_batchnorm(model):
+    """The model with every BatchNorm in it synchronized, keeping its parameters and buffers.
+
+    DistributedDataParallel will not broadcast these buffers before each forward pass: they are the
+    same on all ranks. Raises UserError for a subclass of BatchNorm that computes something else,
+    such as timm's BatchNormAct2d: a replacement would leave that out.
+    """
+    model = _convert(model, "")
+    names = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, SyncBatchNorm)
+        for name, _ in module.named_buffers()
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+def _convert(module, name):
+    if isinstance(module, SyncBatchNorm):
+        return module
+    if isinstance(module, _BatchNorm):
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+            raise UserError(
+                f"{name} is a {type(module).__name__}, which computes more than BatchNorm, so "
+                f"--sync-bn cannot replace it: pass --no-sync-bn, or use a different model"
+            )
+        options = module.momentum, module.affine, module.track_running_stats
+        synced = SyncBatchNorm(module.num_features, module.eps, *options)
+        for key, parameter in module.named_parameters(recurse=False):
+            synced.register_parameter(key, parameter)
+        for key, buffer in module.named_buffers(recurse=False):
+            synced.register_buffer(key, buffer)
+        return synced.train(module.training)
+    for key, child in module.named_children():
+        converted = _convert(child, f"{name}.{key}".lstrip("."))
+        if converted is not child:
+            setattr(module, key, converted)
+    return module

@@ -7,7 +7,6 @@ are tolerated. If a rank exits too early, the error of a rank that waited for it
 """
 
 import atexit
-import functools
 import json
 import os
 import signal
@@ -18,24 +17,26 @@ import time
 import traceback
 import zlib
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from utils import distributed, errors
-from utils.errors import UserError
+from utils.errors import UserError, explain_errors, is_first_to_fail, report
 
 
-def watch(store, timeout):
+def watch(store, timeout, ignored_group=None):
     """Watch this rank and the others, in a thread, until the process group is destroyed.
 
-    store: the job's torch.distributed.Store. timeout: of a collective, in seconds.
+    store: the job's torch.distributed.Store. timeout: of a collective, in seconds. ignored_group:
+    a process group whose collectives may wait for longer.
     """
     store, done, rank = store.clone(), threading.Event(), dist.get_rank()
-    _write(store, _collectives())  # at once, or _read_all() might wait for it
-    errors._report = functools.partial(_report_with_exits, errors._report, store.clone())
-    thread = threading.Thread(target=_watch, args=(store, timeout, done), daemon=True)
+    _write(store, _collectives(ignored_group))  # at once, or _read_all() might wait for it
+    explain_errors(partial(_name_exited_ranks, store.clone()))
+    arguments = store, timeout, done, ignored_group
+    thread = threading.Thread(target=_watch, args=arguments, daemon=True)
     thread.start()
 
     def stop():
@@ -47,11 +48,12 @@ def watch(store, timeout):
     atexit.register(stop)
 
 
-def _watch(store, timeout, done):
+def _watch(store, timeout, done, ignored_group):
     started, since, first = None, 0.0, None
     while not done.wait(timeout / 40) and dist.is_initialized():
-        with suppress(RuntimeError):  # rank 0, which holds the store, has ended
-            before, started = started, _collectives()
+        # Rank 0, which holds the store, has ended, or the group has just been destroyed.
+        with suppress(RuntimeError, ValueError):
+            before, started = started, _collectives(ignored_group)
             _write(store, started)
             if started != before:
                 since, first = time.monotonic(), None
@@ -71,12 +73,11 @@ def _write(store, started):
     store.set(f"watchdog/{dist.get_rank()}", json.dumps(status))
 
 
-def _collectives():
-    """{group: the number of collectives that this rank has started in it}, but for the group with a
-    long timeout."""
+def _collectives(ignored_group):
+    """{group: the number of collectives that this rank has started in it}, but for one group."""
     world, counts = distributed_c10d._world, {}
     for group, name in world.pg_names.items():
-        if group is not distributed._control_group:
+        if group is not ignored_group:
             members = str(sorted(world.pg_group_ranks[group]))  # names may not be unique
             key = f"{name}-{zlib.crc32(members.encode())}"
             counts[key] = group._get_sequence_number_for_group()
@@ -105,16 +106,16 @@ def _end_if_stalled(first, last):
         text = (
             f"rank {rank} (process {pid} on {host}) {state}. It was last seen at\n{stack.rstrip()}"
         )
-        if errors._first_to_fail():
-            errors._report(UserError(text))
+        if is_first_to_fail():
+            report(UserError(text))
         if silent and host == socket.gethostname():
             with suppress(OSError):  # SIGTERM, which the launcher will send, has no effect on it
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
 
-def _report_with_exits(report, store, error):
-    """report(error), with a note if ranks have exited, for which this one may have waited."""
+def _name_exited_ranks(store, error):
+    """Add a note to the error if ranks have exited, for which this one may have waited."""
     if isinstance(error, RuntimeError) and sys.platform == "linux":
         with suppress(Exception):  # the store may have ended, too
             statuses = _read_all(store) if store.check(_keys()) else []
@@ -123,7 +124,6 @@ def _report_with_exits(report, store, error):
                 local = host == socket.gethostname()
                 if store.check([f"watchdog/exited/{rank}"]) or (local and _has_exited(pid)):
                     error.add_note(f"rank {rank} (process {pid}) has exited too early")
-    report(error)
 
 
 def _has_exited(pid):

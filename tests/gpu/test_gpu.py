@@ -9,16 +9,18 @@ import pytest
 import torch
 import torchvision
 
+import tasks.images as task
 import train_ddp_amp
 from tests.launch import planted, run_script
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
-from utils.amp import AmpConfig
-from utils.checkpoint import Checkpointer, read_checkpoint
+from utils.checkpoint import Checkpointer
+from utils.checkpoint_file import read_checkpoint
 from utils.config import Config, load_config
-from utils.data import build_datasets, build_loader
-from utils.graph import GraphedStep
+from utils.data import build_loader
+from utils.hooks import Hook
 from utils.metrics import Meter
+from utils.rungs.graph import GraphedStep
 from utils.sampler import EpochSampler
 
 pytestmark = pytest.mark.skipif(
@@ -78,11 +80,11 @@ def test_run_is_resumed_on_another_device(devices, on_cpu, tmp_path):
 
 def test_batches_match_the_cpu_bit_for_bit():
     flags = ["--dataset=synthetic", "--synthetic-samples=100", "--global-batch-size=30"]
-    cfg, loaders = load_config(argv=flags), []
+    cfg, loaders = load_config(task.Settings, None, flags), []
     for device in ("cpu", "cuda"):
-        images, _, _ = build_datasets(cfg)
-        sampler = EpochSampler(images, seed=0)
-        loaders.append(build_loader(images, sampler, 30, torch.device(device), cfg, train=True))
+        train_set, _ = task.build_datasets(cfg)
+        sampler = EpochSampler(train_set, seed=0)
+        loaders.append(build_loader(train_set, sampler, 30, torch.device(device), cfg, train=True))
     for ours, theirs in zip(*loaders, strict=True):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
 
@@ -109,18 +111,18 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
     weight = torch.nn.Parameter(torch.zeros(1, device=device))
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
 
-    def step(images, labels):
-        outputs = layer(images) + weight
+    def step(inputs, targets):
+        outputs = layer(inputs) + weight
         optimizer.zero_grad()
         outputs.sum().backward()
         optimizer.step()
         return outputs.sum(), outputs - weight
 
-    images, labels, zeros = torch.ones(64, 8, device=device), torch.zeros(64, device=device), []
+    inputs, targets, zeros = torch.ones(64, 8, device=device), torch.zeros(64, device=device), []
     train_step = GraphedStep(step, optimizer, device, Config())
     for i in range(6):
         torch.cuda.manual_seed_all(i % 5)  # eager, eager, eager, captured, replayed; then as first
-        _, outputs = train_step(images, labels)
+        _, outputs = train_step(inputs, targets)
         zeros.append(outputs.round() == 0)
     assert train_step.graph is not None
     assert torch.equal(zeros[0], zeros[5]) and not torch.equal(zeros[3], zeros[4])
@@ -129,8 +131,8 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
 @pytest.mark.parametrize("script", ["train_1gpu.py", "train_1gpu_graph.py"])
 def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
     """Also in a graph, which is replayed by then."""
-    loop, runs = "    for images, labels in progress(loader):", []
-    bad = f"{loop}\n        images = images * (float('nan') if loader.step == 6 else 1.0)  #"
+    loop, runs = "    for inputs, targets in progress(loader):", []
+    bad = f"{loop}\n        inputs = inputs * (float('nan') if loader.step == 6 else 1.0)  #"
     copy = planted(tmp_path, script, loop, bad)
     for device in ("cpu", "cuda"):
         flags = {"device": device, "dtype": "float64", "max_skipped_steps": 2}
@@ -142,33 +144,34 @@ def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
 
 
 class OneBatch(list):
-    """A loader of one batch, with the attributes that progress() needs."""
+    """A loader of one batch, with the attributes that progress() and Meter need."""
 
-    epoch = start = 0
+    device = torch.device("cuda")
+    epoch = start = samples = started = 0
+    train = counts = True
 
 
-def test_overflow_skips_the_step_and_halves_the_scale():
-    device, cfg = torch.device("cuda"), AmpConfig(amp_dtype="float16", clip_norm=1.0)
+def test_overflow_skips_the_step_and_halves_the_scale(monkeypatch):
+    device = torch.device("cuda")
+    cfg = SimpleNamespace(autocast_dtype=torch.float16, clip_norm=1.0)
     checkpoint = SimpleNamespace(step=lambda: None)
     model = torch.nn.Linear(4, 3).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     batch = torch.randn(5, 4, device=device), torch.randint(3, (5,), device=device)
-    loader = OneBatch([batch])
+    loader, loss = OneBatch([batch]), task.loss
 
     def epoch(factor):
-        def criterion(outputs, labels):
-            return torch.nn.functional.cross_entropy(outputs, labels) * factor
-
-        before = model.weight.clone()
+        monkeypatch.setattr(task, "loss", lambda outputs, targets: factor * loss(outputs, targets))
+        meter, before = Meter(task, loader), model.weight.clone()
         train_ddp_amp.train_one_epoch(
-            model, loader, criterion, optimizer, scheduler, scaler, Meter(device), checkpoint, cfg
+            model, loader, optimizer, scheduler, scaler, meter, checkpoint, cfg
         )
         return torch.equal(model.weight, before), scaler.get_scale()
 
     assert epoch(1.0) == (False, 1024.0)
-    assert epoch(1e38) == (True, 512.0)
+    assert epoch(1e37) == (True, 512.0)
     assert epoch(1.0) == (False, 512.0)
 
 
@@ -229,17 +232,15 @@ def test_checkpoint_holds_the_values_at_the_save(devices, tmp_path):
     layers = [torch.nn.Linear(2048, 2048, device=device) for device in devices]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    checkpoint = Checkpointer(
-        Config(output_dir=str(tmp_path), save_minutes=0),
-        {"model": model, "optimizer": optimizer, "loader": None},
-    )
-    pinned, write = [], checkpoint.write_file
+    pinned = []
 
-    def write_file(saved, path):
-        pinned.extend(tensor.is_pinned() for tensor in saved["model"].values())
-        write(saved, path)
+    class Spy(Hook):
+        def write(self, checkpoint, contents, path):
+            pinned.extend(tensor.is_pinned() for tensor in contents["model"].values())
+            return False
 
-    checkpoint.write_file = write_file
+    state = {"model": model, "optimizer": optimizer, "loader": None}
+    checkpoint = Checkpointer(Config(output_dir=str(tmp_path)), state, hooks=[Spy()])
     busy = torch.randn(4096, 4096, device="cuda")
     for epoch in (1, 2):
         for _ in range(100):  # work that the GPU has yet to do
@@ -270,7 +271,7 @@ def test_channels_last_changes_nothing():
 CHECK_SYNC = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from tools.bench.hooks import run_script
+from lab.bench.hooks import run_script
 def around(loader, batches):
     for step, batch in enumerate(batches):
         if step == 2:  # everything that is created once exists
@@ -299,7 +300,7 @@ def test_nothing_waits_for_the_gpu_between_steps(script, loader, tmp_path):
 def test_peak_memory_is_reported(tmp_path):
     flags = ["--dataset=synthetic", "--model=resnet20", "--epochs=1", "--device=cuda"]
     flags += ["--synthetic-samples=512", f"--output-dir={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "tools.bench.probe", str(tmp_path), "train_1gpu.py", *flags]
+    command = [sys.executable, "-m", "lab.bench.probe", str(tmp_path), "train_1gpu.py", *flags]
     subprocess.run(command, cwd=ROOT, check=True, timeout=180)
     result = json.loads((tmp_path / "rank-0.json").read_text())
     assert result["memory"] > 10 * 2**20 and result["device"] == torch.cuda.get_device_name()

@@ -4,6 +4,7 @@
     python -m tools.verify --script mine/train_ddp.py    the cases of train_ddp.py with your copy
     python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
     python -m tools.verify --matrix                      each script resumes the run of each
+    python -m tools.verify --task text                   the text task (or segmentation)
 
 Every case trains the same small run (tools/verify/cases.py). Exit code 1 if a case fails.
 """
@@ -14,8 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.lessons import ROOT
-from tools.verify.cases import CASES
+from tools.verify.cases import SUITES
 from tools.verify.plants import BUGS, planted_copy
 from tools.verify.run import Verifier, run_matrix
 from tools.verify.table import print_head, print_row, write
@@ -25,6 +25,7 @@ def parse_arguments():
     """The command line, with `cases` added."""
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--task", choices=SUITES, default="images", help="what the scripts train")
     parser.add_argument("--script", metavar="PATH", type=Path, help="your copy of a script")
     parser.add_argument("--like", metavar="SCRIPT", help="whose cases to run, if the names differ")
     parser.add_argument("--plant", metavar="BUG", help="a classic bug, or list")
@@ -35,7 +36,9 @@ def parse_arguments():
         "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"
     )
     args = parser.parse_args()
-    args.cases = [case for case in CASES if (args.only or "") in case.name]
+    bug = next((bug for bug in BUGS if bug.name == args.plant), None)
+    args.suite = SUITES[bug.task if bug else args.task]
+    args.cases = [case for case in args.suite.cases if (args.only or "") in case.name]
     if args.script and args.plant:
         parser.error("--plant changes the project's scripts, not yours: pass one of the two")
     if args.script:
@@ -59,22 +62,24 @@ def main():
     bug = next((bug for bug in BUGS if bug.name == args.plant), None)
     if bug:
         print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
-    print_head()
+    print_head(args.suite.task)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         folder = Path(folder)
         if args.matrix:
-            rows = run_matrix(folder, print_row, device=args.device)
+            rows = run_matrix(folder, print_row, device=args.device, suite=args.suite)
         else:
-            root = planted_copy(bug, folder / "planted") if bug else ROOT
-            verifier = Verifier(folder, root, args.script, args.device)
+            root = planted_copy(bug, folder / "planted") if bug else None
+            verifier = Verifier(folder, args.suite, root, args.script, args.device)
             rows = verifier.run(args.cases, print_row)
     failed = sum(row.problem is not None for row in rows)
     passed = f"{len(rows) - failed} of {len(rows)} cases passed"
     summary = f"{passed} in {time.monotonic() - start:.0f} s"
     print(summary)
+    for what, reason in args.suite.left_out.items():
+        print(f"no rows for {what}: {reason}")
     if args.write:
-        write(args.write, rows, summary)
+        write(args.write, rows, summary, args.suite)
     return 1 if failed else 0
 
 

@@ -1,27 +1,10 @@
-"""The runs that verify compares, and how far their results may differ."""
+"""The runs that verify compares, for each task, and how far their results may differ."""
 
 from typing import NamedTuple
 
 from tools.lessons import LADDER, ONE_PROCESS
 
-# One small run: BatchNorm, momentum, clipping and augmentation. Two epochs of 8 steps; 6 of the 150
-# samples are dropped in each, and no number of ranks divides the 37 validation samples evenly.
-BASE = {
-    "dataset": "synthetic",
-    "synthetic_samples": 150,
-    "image_size": 16,
-    "model": "resnet20",
-    "epochs": 2,
-    "global_batch_size": 18,
-    "lr": 0.01,
-    "clip_norm": 2.0,
-    "dtype": "float64",
-    "timeout": 60,
-    "audit": True,
-}
-STEPS, TRAINED, DROPPED, VALIDATED = 8, 144, 6, 37  # per epoch
-
-# float64: rounding (1e-16) grows to 1e-14 in the weights of this run; different samples change
+# float64: rounding (1e-16) grows to 1e-14 in the weights of these runs; different samples change
 # them by more than 1e-2. The next two tolerances are for losses.
 FLOAT64 = 1e-9
 # float32: rounding sometimes changes the sign of a ReLU's input, which adds or removes one of the
@@ -42,11 +25,47 @@ class Case(NamedTuple):
     flags: dict
     tolerance: float = FLOAT64  # relative: of the losses and, in float64, of the weights
     reference: str | None = "1gpu"  # None: there is nothing to compare with
-    resumes: bool = False  # continue the run of KILLED
+    resumes: bool = False  # continue the run that was killed
 
 
-# GroupNorm, so that micro-batches compute what the whole batch would.
-GROUP = {"model": "resnet20_gn"}
+class Suite(NamedTuple):
+    """The cases of a task."""
+
+    task: str
+    base: dict  # the flags of all runs
+    steps: int  # per epoch, as are the next three: numbers of samples
+    trained: int
+    dropped: int
+    validated: int
+    cases: list
+    references: list
+    best: tuple  # the validation metric that decides which epoch is the best, and max or min
+    exact: tuple  # the metrics that must not differ at all: numbers of correct predictions
+    left_out: dict  # {what has no row: the reason}
+
+    @property
+    def killed(self):
+        """A run that is killed within its first epoch."""
+        return Case("killed", "train_ddp.py", 2, {"save_steps": 3})
+
+    @property
+    def epochs(self):
+        """The number of epochs of a run."""
+        return self.base["epochs"]
+
+
+# Two epochs of 8 steps; 6 of the 150 samples are dropped in each, and no number of ranks divides
+# the validation samples evenly.
+COMMON = {
+    "epochs": 2,
+    "global_batch_size": 18,
+    "dtype": "float64",
+    "timeout": 60,
+    "audit": True,
+}
+
+# images: BatchNorm, momentum, clipping and augmentation.
+GROUP = {"model": "resnet20_gn"}  # micro-batches compute what the whole batch would
 # A transformer, for scripts that split its layers. The gradients of some steps are clipped.
 VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 1.5}
 STAGES = {"micro_batches": 6, "save_sharded": True}  # of train_pp.py, whose ranks save their own
@@ -55,80 +74,194 @@ FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 # In a CUDA graph, learning rates are float32: these, multiples of 2**-10, are not rounded.
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
-CASES = [
-    Case("1gpu_graph", "train_1gpu_graph.py", None, LINEAR, reference="1gpu, linear"),
-    Case("dp", "train_dp.py", None, {}),
-    Case("ddp x1", "train_ddp.py", 1, {}),
-    Case("ddp x2", "train_ddp.py", 2, {"loader": "workers", "num_workers": 1}),
-    Case("ddp x3", "train_ddp.py", 3, {}),
-    Case("ddp x2, BatchNorm per rank", "train_ddp.py", 2, {"sync_bn": False}, reference=None),
-    Case("ddp x2, float32", "train_ddp.py", 2, {"dtype": "ieee"}, FLOAT32, "1gpu, float32"),
-    # Autocast leaves float64 unchanged and the scale is a power of two: scaling, unscaling and
-    # clipping in the right order change nothing.
-    Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
-    Case(
-        "amp x2, bfloat16",
-        "train_ddp_amp.py",
-        2,
-        {"dtype": "float32", "amp_dtype": "bfloat16"},
-        BFLOAT16,
-        "1gpu, bfloat16",
-    ),
-    Case(
-        "accum x2",
-        "train_ddp_accum.py",
-        2,
-        GROUP | {"micro_batches": 2},
-        reference="1gpu, GroupNorm",
-    ),
-    Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
-    Case("mp, 2 stages", "train_mp.py", None, {"devices": "cpu,cpu"}),
-    Case(
-        "mp, micro-batches",
-        "train_mp.py",
-        None,
-        GROUP | {"devices": "cpu,cpu", "micro_batches": 4},
-        reference="1gpu, GroupNorm",
-    ),
-    Case("ddp_mp x2, 2 stages", "train_ddp_mp.py", 2, {"devices": "cpu,cpu"}),
-    Case("fsdp x2", "train_fsdp.py", 2, {}),
-    Case("fsdp x2, 2 replicas", "train_fsdp.py", 2, {"fsdp_size": 1}),
-    Case("tp x2", "train_tp.py", 2, VIT, reference="1gpu, ViT"),
-    Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, VIT | {"fsdp_size": 2}, reference="1gpu, ViT"),
-    Case("pp x2, 1F1B", "train_pp.py", 2, VIT | STAGES, reference="1gpu, ViT"),
-    Case(
-        "pp x2, interleaved",
-        "train_pp.py",
-        2,
-        VIT | STAGES | {"schedule": "Interleaved1F1B"},
-        reference="1gpu, ViT",
-    ),
-    Case("pp x3, ResNet", "train_pp.py", 3, GROUP | STAGES, reference="1gpu, GroupNorm"),
-    Case("ddp x2, pretrained", "train_ddp.py", 2, FINETUNE, reference="1gpu, pretrained"),
-    Case("ddp x2, frozen backbone", "train_ddp.py", 2, FROZEN, reference="1gpu, frozen"),
-    Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
-    Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=True),
-]
 AUTOCAST_COPY = "train_1gpu_autocast.py"  # the Verifier writes it
-REFERENCES = [
-    Case("1gpu", "train_1gpu.py", None, {}),
-    Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
-    Case("1gpu, GroupNorm", "train_1gpu.py", None, GROUP),
-    Case("1gpu, ViT", "train_1gpu.py", None, VIT),
-    Case("1gpu, pretrained", "train_1gpu.py", None, FINETUNE),
-    Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
-    Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "ieee"}),
-    Case("1gpu, bfloat16", AUTOCAST_COPY, None, {"dtype": "float32"}),
-]
-KILLED = Case("killed", "train_ddp.py", 2, {"save_steps": 3})  # killed within the first epoch
+STAGED = {"devices": "cpu,cpu"}
+TO_VIT = {"reference": "1gpu, ViT"}
+TO_GROUP = {"reference": "1gpu, GroupNorm"}
+
+IMAGES = Suite(
+    task="images",
+    base=COMMON
+    | {
+        "dataset": "synthetic",
+        "synthetic_samples": 150,
+        "image_size": 16,
+        "model": "resnet20",
+        "lr": 0.01,
+        "clip_norm": 2.0,
+    },
+    steps=8,
+    trained=144,
+    dropped=6,
+    validated=37,
+    best=("accuracy", max),
+    exact=("accuracy",),
+    cases=[
+        Case("1gpu_graph", "train_1gpu_graph.py", None, LINEAR, reference="1gpu, linear"),
+        Case("dp", "train_dp.py", None, {}),
+        Case("ddp x1", "train_ddp.py", 1, {}),
+        Case("ddp x2", "train_ddp.py", 2, {"loader": "workers", "num_workers": 1}),
+        Case("ddp x3", "train_ddp.py", 3, {}),
+        Case("ddp x2, BatchNorm per rank", "train_ddp.py", 2, {"sync_bn": False}, reference=None),
+        Case("ddp x2, float32", "train_ddp.py", 2, {"dtype": "ieee"}, FLOAT32, "1gpu, float32"),
+        # Autocast leaves float64 unchanged and the scale is a power of two: scaling, unscaling and
+        # clipping in the right order change nothing.
+        Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
+        Case(
+            "amp x2, bfloat16",
+            "train_ddp_amp.py",
+            2,
+            {"dtype": "float32", "amp_dtype": "bfloat16"},
+            BFLOAT16,
+            "1gpu, bfloat16",
+        ),
+        Case("accum x2", "train_ddp_accum.py", 2, GROUP | {"micro_batches": 2}, **TO_GROUP),
+        Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
+        Case("mp, 2 stages", "train_mp.py", None, STAGED),
+        Case(
+            "mp, micro-batches",
+            "train_mp.py",
+            None,
+            GROUP | STAGED | {"micro_batches": 4},
+            **TO_GROUP,
+        ),
+        Case("ddp_mp x2, 2 stages", "train_ddp_mp.py", 2, STAGED),
+        Case("fsdp x2", "train_fsdp.py", 2, {}),
+        Case("fsdp x2, 2 replicas", "train_fsdp.py", 2, {"fsdp_size": 1}),
+        Case("tp x2", "train_tp.py", 2, VIT, **TO_VIT),
+        Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, VIT | {"fsdp_size": 2}, **TO_VIT),
+        Case("pp x2, 1F1B", "train_pp.py", 2, VIT | STAGES, **TO_VIT),
+        Case(
+            "pp x2, interleaved",
+            "train_pp.py",
+            2,
+            VIT | STAGES | {"schedule": "Interleaved1F1B"},
+            **TO_VIT,
+        ),
+        Case("pp x3, ResNet", "train_pp.py", 3, GROUP | STAGES, **TO_GROUP),
+        Case("ddp x2, pretrained", "train_ddp.py", 2, FINETUNE, reference="1gpu, pretrained"),
+        Case("ddp x2, frozen backbone", "train_ddp.py", 2, FROZEN, reference="1gpu, frozen"),
+        Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
+        Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=True),
+    ],
+    references=[
+        Case("1gpu", "train_1gpu.py", None, {}),
+        Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
+        Case("1gpu, GroupNorm", "train_1gpu.py", None, GROUP),
+        Case("1gpu, ViT", "train_1gpu.py", None, VIT),
+        Case("1gpu, pretrained", "train_1gpu.py", None, FINETUNE),
+        Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
+        Case("1gpu, float32", "train_1gpu.py", None, {"dtype": "ieee"}),
+        Case("1gpu, bfloat16", AUTOCAST_COPY, None, {"dtype": "float32"}),
+    ],
+    left_out={},
+)
+
+# text: every batch is padded to its longest sample, and the number of targets differs between the
+# ranks and the micro-batches, except where all batches must have the same shape.
+SAME_SHAPE = {"padding": "context"}
+TEXT = Suite(
+    task="text",
+    base=COMMON
+    | {
+        "text_file": "FILE",  # the Verifier writes it: 150 paragraphs to train with, 16 to validate
+        "context": 24,
+        "layers": 4,
+        "heads": 4,
+        "width": 16,
+        "lr": 0.01,
+        "clip_norm": 0.5,
+        "padding": "longest",
+    },
+    steps=8,
+    trained=144,
+    dropped=6,
+    validated=16,
+    best=("perplexity", min),
+    exact=(),
+    cases=[
+        Case(
+            "1gpu_graph", "train_1gpu_graph.py", None, SAME_SHAPE | LINEAR, reference="1gpu, linear"
+        ),
+        Case("dp", "train_dp.py", None, {}),
+        Case("ddp x1", "train_ddp.py", 1, {}),
+        Case("ddp x2", "train_ddp.py", 2, {"num_workers": 1}),
+        Case("ddp x3", "train_ddp.py", 3, {}),
+        Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
+        Case("accum x1", "train_ddp_accum.py", 1, {"micro_batches": 5}),
+        Case("accum x2", "train_ddp_accum.py", 2, {"micro_batches": 2}),
+        Case("accum x3", "train_ddp_accum.py", 3, {"micro_batches": 6}),
+        Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
+        Case("mp, 2 stages", "train_mp.py", None, STAGED),
+        Case("ddp_mp x2, micro-batches", "train_ddp_mp.py", 2, STAGED | {"micro_batches": 3}),
+        Case("fsdp x2", "train_fsdp.py", 2, {}),
+        Case("fsdp x3", "train_fsdp.py", 3, {}),
+        Case("tp x2", "train_tp.py", 2, {}),
+        Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        Case("pp x2, 1F1B", "train_pp.py", 2, SAME_SHAPE | STAGES),
+        Case("pp x3, GPipe", "train_pp.py", 3, SAME_SHAPE | STAGES | {"schedule": "GPipe"}),
+        Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
+        Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=True),
+        Case("killed, resumed by fsdp x2", "train_fsdp.py", 2, {}, resumes=True),
+        Case(
+            "killed, resumed by accum x2",
+            "train_ddp_accum.py",
+            2,
+            {"micro_batches": 3},
+            resumes=True,
+        ),
+        Case("killed, resumed by pp x2", "train_pp.py", 2, SAME_SHAPE | STAGES, resumes=True),
+    ],
+    references=[
+        Case("1gpu", "train_1gpu.py", None, {}),
+        Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
+    ],
+    left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},
+)
+
+NO_BATCHNORM = {"norm": "group"}
+SEGMENTATION = Suite(
+    task="segmentation",
+    base=COMMON
+    | {"synthetic_samples": 150, "image_size": 16, "width": 4, "lr": 0.01, "clip_norm": 1.0},
+    steps=8,
+    trained=144,
+    dropped=6,
+    validated=37,
+    best=("mean_iou", max),
+    exact=("accuracy", "mean_iou"),
+    cases=[
+        Case("1gpu_graph", "train_1gpu_graph.py", None, LINEAR, reference="1gpu, linear"),
+        Case("dp", "train_dp.py", None, {}),
+        Case("ddp x1", "train_ddp.py", 1, {}),
+        Case("ddp x2", "train_ddp.py", 2, {"num_workers": 1}),
+        Case("ddp x3", "train_ddp.py", 3, {}),
+        Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
+        Case("accum x2", "train_ddp_accum.py", 2, NO_BATCHNORM | {"micro_batches": 4}, **TO_GROUP),
+        Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
+        Case("fsdp x2", "train_fsdp.py", 2, {}),
+        Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=True),
+        Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=True),
+    ],
+    references=[
+        Case("1gpu", "train_1gpu.py", None, {}),
+        Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
+        Case("1gpu, GroupNorm", "train_1gpu.py", None, NO_BATCHNORM),
+    ],
+    left_out={
+        "mp, ddp_mp, pp": "a U-Net is no sequence of layers, because of its skip connections",
+        "tp, fsdp_tp": "a U-Net has no attention heads or MLPs to divide",
+    },
+)
+SUITES = {suite.task: suite for suite in (IMAGES, TEXT, SEGMENTATION)}
 
 # For --matrix: every script trains the same run, to be continued by every other.
 MATRIX_FLAGS = {
     "train_ddp_spawn.py": {"spawn_processes": 2},
     "train_ddp_amp.py": {"amp_dtype": "float16"},
     "train_ddp_accum.py": {"micro_batches": 2},
-    "train_mp.py": {"devices": "cpu,cpu", "micro_batches": 2},
-    "train_ddp_mp.py": {"devices": "cpu,cpu", "micro_batches": 2},
+    "train_mp.py": STAGED | {"micro_batches": 2},
+    "train_ddp_mp.py": STAGED | {"micro_batches": 2},
     "train_fsdp.py": {"save_sharded": True},
     "train_fsdp_tp.py": {"fsdp_size": 2},
     "train_pp.py": {"micro_batches": 2, "save_sharded": True},
@@ -137,16 +270,16 @@ FOUR_PROCESSES = ("train_fsdp_tp.py",)
 WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
-def matrix_cases(scripts=None):
-    """One Case per script (default: all), each named after its script."""
-    return [
-        Case(
-            rung.script.removesuffix(".py"),
-            rung.script,
-            None if rung.script in WITHOUT_TORCHRUN else 4 if rung.script in FOUR_PROCESSES else 2,
-            VIT | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {}),
-            reference="1gpu, ViT",
-        )
-        for rung in LADDER
-        if rung.script in (scripts or [rung.script])
-    ]
+def matrix_cases(suite, scripts=None):
+    """One Case per script (default: all), each named after its script. For images and text."""
+    flags, reference = {"images": (VIT, "1gpu, ViT"), "text": (SAME_SHAPE, "1gpu")}[suite.task]
+    cases = []
+    for rung in LADDER:
+        if scripts is None or rung.script in scripts:
+            nproc = 4 if rung.script in FOUR_PROCESSES else 2
+            if rung.script in WITHOUT_TORCHRUN:
+                nproc = None
+            own = flags | {"keep_last": 2} | MATRIX_FLAGS.get(rung.script, {})
+            name = rung.script.removesuffix(".py")
+            cases.append(Case(name, rung.script, nproc, own, reference=reference))
+    return cases

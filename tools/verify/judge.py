@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from tools.verify.cases import BASE, DROPPED, FLOAT64, TRAINED, VALIDATED
+from tools.verify.cases import FLOAT64
 
 
 class Problem(Enum):
@@ -16,9 +16,9 @@ class Problem(Enum):
     SAMPLES = "samples were missed or counted twice"
     TENSORS = "the checkpoint has different tensors from the reference"
     LOSS = "a loss differs from the reference"
-    ACCURACY = "an accuracy differs from the reference"
+    METRIC = "a metric differs from the reference"
     WEIGHTS = "weights differ from the reference"
-    BEST = "best.pt is not the epoch with the best validation accuracy"
+    BEST = "best.pt is not the epoch with the best validation metric"
 
 
 class Evidence(NamedTuple):
@@ -42,7 +42,7 @@ class Row:
     problem: Problem | None = None
     details: str = ""
     train_loss: float | None = None
-    val_accuracy: float | None = None
+    val_metric: float | None = None  # the one that decides which epoch is the best
     loss_difference: float | None = None  # the largest, relative to the reference
     weight_difference: float | None = None
     each_sample_once: bool | None = None
@@ -54,18 +54,19 @@ class Row:
         return asdict(self) | {"problem": self.problem and self.problem.name}
 
 
-def judge(case, run, reference=None):
+def judge(suite, case, run, reference=None):
     """The Row of a case. run, reference: Evidence."""
     row = Row(case.name, seconds=run.seconds)
-    if run.code or len(run.metrics) != BASE["epochs"]:
+    metric, best_of = suite.best
+    if run.code or len(run.metrics) != suite.epochs:
         details = f"exit code {run.code}: {run.error}"
         return replace(row, problem=Problem.FAILED, details=details)
     last = run.metrics[-1]
     row = replace(
         row,
         train_loss=last["train_loss"],
-        val_accuracy=last["val_accuracy"],
-        each_sample_once=_each_sample_once(run),
+        val_metric=last[f"val_{metric}"],
+        each_sample_once=_each_sample_once(suite, run),
         writers=tuple(run.writers),
     )
     problems = []  # the likely causes first
@@ -74,42 +75,47 @@ def judge(case, run, reference=None):
     if not row.each_sample_once:
         problems.append((Problem.SAMPLES, ""))
     if case.reference:
-        row, differences = _compare(case, run, reference, row)
+        row, differences = _compare(suite, case, run, reference, row)
         problems += differences
     if row.writers != (0,) and not case.flags.get("save_sharded"):
         problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
-    accuracies = [metrics["val_accuracy"] for metrics in run.metrics]
-    if run.best != accuracies.index(max(accuracies)) + 1:
-        problems.append((Problem.BEST, f"{run.best} epochs done, accuracies {accuracies}"))
+    values = [metrics[f"val_{metric}"] for metrics in run.metrics]
+    if run.best != values.index(best_of(values)) + 1:
+        problems.append((Problem.BEST, f"{run.best} epochs done, {metric} {values}"))
     if problems:
         row = replace(row, problem=problems[0][0], details=problems[0][1])
     return row
 
 
-def _each_sample_once(run):
+def _each_sample_once(suite, run):
     """Whether each epoch trained every sample at most once and evaluated every one once."""
     audit = {row["epoch"]: row for row in run.audit}
     if sorted(audit) != [row["epoch"] for row in run.metrics]:
         return False
     trained = all(
-        (row["samples"], row["dropped"], row["repeated"]) == (TRAINED, DROPPED, 0)
+        (row["samples"], row["dropped"], row["repeated"]) == (suite.trained, suite.dropped, 0)
         for row in audit.values()
     )
     counts = {(row["train_samples"], row["val_samples"]) for row in run.metrics}
-    return trained and counts == {(TRAINED, VALIDATED)}
+    return trained and counts == {(suite.trained, suite.validated)}
 
 
-def _compare(case, run, reference, row):
+def _compare(suite, case, run, reference, row):
     """The row with its differences from the reference, and the problems that they are."""
     if run.weights.keys() != reference.weights.keys():
         return row, [(Problem.TENSORS, "")]
-    losses, accuracies, weights = {}, {}, {}
+    losses, metrics, exact_metrics, weights = {}, {}, {}, {}
     for ours, theirs in zip(run.metrics, reference.metrics, strict=True):
-        for split in ("train", "val"):
-            name, epoch = f"{split}_loss", f"of epoch {ours['epoch']}"
-            losses[f"{name} {epoch}"] = abs(ours[name] / theirs[name] - 1)
-            name = f"{split}_accuracy"
-            accuracies[f"{name} {epoch}"] = abs(ours[name] - theirs[name])
+        epoch = f"of epoch {ours['epoch']}"
+        for name in ours:
+            split, _, metric = name.partition("_")
+            if split not in ("train", "val") or metric in ("samples", "seconds"):
+                continue
+            difference = abs(ours[name] / theirs[name] - 1) if theirs[name] else abs(ours[name])
+            kind = exact_metrics if metric in suite.exact else metrics
+            if metric == "loss":
+                kind = losses
+            kind[f"{name} {epoch}"] = difference
     for name, expected in reference.weights.items():
         scale = expected.double().abs().max().clamp_min(1e-12)
         weights[name] = float((run.weights[name] - expected).double().abs().max() / scale)
@@ -119,7 +125,8 @@ def _compare(case, run, reference, row):
     checks = [(Problem.LOSS, losses, case.tolerance)]
     if case.tolerance == FLOAT64:
         checks.insert(0, (Problem.WEIGHTS, weights, case.tolerance))
-        checks.append((Problem.ACCURACY, accuracies, 0))  # the same samples are right
+        checks.append((Problem.METRIC, metrics, case.tolerance))
+        checks.append((Problem.METRIC, exact_metrics, 0))  # the same predictions are right
     problems = [
         (problem, f"{name} by {difference:.1e}")
         for problem, differences, tolerance in checks

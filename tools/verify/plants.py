@@ -1,11 +1,9 @@
 """Classic bugs of distributed training, each as a change of one place, for verify to catch."""
 
-import shutil
-from pathlib import Path
 from typing import NamedTuple
 
-from tools.lessons import ROOT
 from tools.verify.judge import Problem
+from tools.verify.run import project_with_task
 
 
 class Bug(NamedTuple):
@@ -20,6 +18,7 @@ class Bug(NamedTuple):
     effect: str
     symptom: str
     prevention: str
+    task: str = "images"
 
     def diff(self):
         """The change, as a diff without header."""
@@ -57,32 +56,32 @@ BUGS = [
         "        pass",
         "amp x2, float16",
         (Problem.WEIGHTS, ""),
-        "The norm of the gradients is measured 65536 times too large, so that every step is "
-        "clipped to almost nothing.",
+        "The norm of the gradients comes out 65,536 times too large, so that every step is clipped "
+        "to almost nothing.",
         "The loss hardly falls, but only with float16 and clipping together.",
         "`scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
     ),
     Bug(
         "padding-counted",
-        "utils/metrics.py",
-        "        outputs = model(images)[:left]\n        labels = labels[:left].to(outputs.device)",
-        "        outputs = model(images)\n        labels = labels.to(outputs.device)",
+        "utils/data.py",
+        "        return len(range(dp_rank(), len(self.dataset), dp_world_size()))",
+        "        return len(self.sampler)",
         "ddp x2",
-        (Problem.FAILED, "evaluated 54 of 37"),
-        "Samples are repeated so that all ranks have the same number, in full batches, and the "
+        (Problem.FAILED, "evaluated 38 of 37"),
+        "DistributedSampler repeats samples so that all ranks have the same number, and the "
         "repeated ones are counted.",
         "The accuracy of the same weights changes slightly with the number of GPUs.",
-        "Each rank leaves out what exceeds its share (`evaluate` in `utils/metrics.py`).",
+        "Each rank leaves out what exceeds its share (`Loader.own_samples` in `utils/data.py`).",
     ),
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "        loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()\n",
-        "        accuracy = float(self.sums[1]) / max(1, self.samples)\n"
-        "        loss, correct, samples = all_reduce(torch.cat([self.sums, samples])).tolist()\n"
-        "        correct = accuracy * samples\n",
+        "        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()",
+        "        accuracy = self.sums[1] / max(1, self.count)\n"
+        "        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()\n"
+        "        totals[1] = accuracy * totals[-2]",
         "ddp x2",
-        (Problem.ACCURACY, ""),
+        (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
         "A plausible number from part of the data, by which the best checkpoint is chosen.",
         "The sums are reduced over all ranks before they are divided.",
@@ -90,9 +89,9 @@ BUGS = [
     Bug(
         "saving-on-every-rank",
         "utils/checkpoint.py",
-        "        if is_main_process():\n            name =",
-        '        torch.save(checkpoint, self.folder / "last.pt")\n'
-        "        if is_main_process():\n            name =",
+        "        if is_main_process():\n            names =",
+        '        torch.save(contents, self.folder / "last.pt")\n'
+        "        if is_main_process():\n            names =",
         "ddp x2",
         (Problem.WRITERS, ""),
         "All ranks write the same file at the same time.",
@@ -103,19 +102,19 @@ BUGS = [
     Bug(
         "every-epoch-is-the-best",
         "utils/metrics.py",
-        'best = max((row["val_accuracy"] for row in self.rows), default=-1.0)',
-        "best = -1.0",
+        "        return not earlier or (best_of([*earlier, last]) == last and last not in earlier)",
+        "        return True",
         "ddp x2",
         (Problem.BEST, ""),
         "The best accuracy so far is never updated, so that every epoch counts as the best.",
         "best.pt is always the last epoch, whose accuracy may be far below the best.",
-        "The best accuracy is computed from the logged epochs, which a resumed run reads.",
+        "The best value is found among the logged epochs, which a resumed run reads.",
     ),
     Bug(
         "seed-per-rank",
         "train_fsdp.py",
-        "    torch.manual_seed(cfg.seed)",
-        "    torch.manual_seed(cfg.seed + dist.get_rank())",
+        "    set_seed(cfg.seed)",
+        "    set_seed(cfg.seed + dist.get_rank())",
         "fsdp x2",
         (Problem.FAILED, "different weights"),
         "FSDP shards a different model on each rank (DistributedDataParallel would broadcast rank "
@@ -126,14 +125,14 @@ BUGS = [
     Bug(
         "seed-per-tensor-rank",
         "train_tp.py",
-        "    torch.manual_seed(cfg.seed)",
-        "    torch.manual_seed(cfg.seed + dist.get_rank())",
+        "    set_seed(cfg.seed)",
+        "    set_seed(cfg.seed + dist.get_rank())",
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "The layers that every rank holds whole, such as LayerNorm, start with different weights.",
         "The slices come from rank 0, so the model looks right; the ranks compute with different "
         "embeddings and norms, and add up outputs that do not belong together.",
-        "One seed for all ranks; the ranks compare what they all hold (`compare_ranks=True`).",
+        "One seed for all ranks; the ranks compare what they all hold (`CompareReplicas`).",
     ),
     Bug(
         "sampler-over-all-ranks",
@@ -148,34 +147,35 @@ BUGS = [
         "`DistributedSampler` gets the number of replicas, and this rank's replica.",
     ),
     Bug(
-        "gradients-of-summed-micro-batches",
-        "utils/pipeline.py",
-        "loss_fn=lambda *x: self.criterion(*x))",
-        "loss_fn=lambda *x: self.criterion(*x), scale_grads=False)",
+        "gradients-averaged-over-micro-batches",
+        "utils/rungs/pipeline.py",
+        "                scale_grads=False,",
+        "                scale_grads=True,",
         "pp x2, 1F1B",
         (Problem.WEIGHTS, ""),
-        "The gradients of the micro-batches' mean losses are added up, and not divided by their "
-        "number.",
+        "The schedule divides the gradients by the number of micro-batches, although the loss has "
+        "been divided by the number of targets in the batch.",
         "The best learning rate depends on the number of micro-batches. With clipping or Adam, it "
         "hardly shows.",
-        "`scale_grads=True`, the schedules' default, for a criterion that returns a mean.",
+        "`scale_grads=False` for a loss whose parts add up; `True`, the schedules' default, for a "
+        "mean of equal micro-batches.",
     ),
     Bug(
         "norm-of-the-slices",
-        "utils/tensor_parallel.py",
+        "utils/rungs/tensor_parallel.py",
         "get_total_norm([p.grad for p in same])",
         "get_total_norm([getattr(p.grad, '_local_tensor', p.grad) for p in same])",
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "Gradients are clipped by the norm of this rank's slices instead of the whole model's.",
-        "Each rank clips by another factor, so that what all ranks hold drifts apart; and the "
+        "Each rank clips by a different factor, so that what all ranks hold drifts apart; and the "
         "updates are a little too large.",
-        "`clip_grad_norm_` in `utils/tensor_parallel.py` reduces the norm of the slices over the "
-        "ranks.",
+        "`clip_grad_norm_` in `utils/rungs/tensor_parallel.py` reduces the norm of the slices over "
+        "the ranks.",
     ),
     Bug(
         "rank-local-random_split",
-        "utils/array_data.py",
+        "tasks/images/arrays.py",
         "        arrays.append((images, labels))\n",
         "        arrays.append((images, labels))\n"
         "    from utils.distributed import dp_rank\n"
@@ -192,15 +192,103 @@ BUGS = [
         "Splits by a fixed seed, the same on all ranks; the ranks compare their labels.",
     ),
     Bug(
-        "loss-averaged-over-micro-batches",
+        "mean-of-the-micro-batches-means",
         "train_ddp_accum.py",
-        "(loss * len(some_labels) / len(labels)).backward()",
-        "(loss / len(parts[0])).backward()",
+        "                loss = loss_sum / count  # of all micro-batches, which may differ in size",
+        "                loss = loss_sum / task.count(targets) / len(micro_batches)",
         "accum x2",
         (Problem.WEIGHTS, ""),
-        "Where micro-batches have unequal sizes, the samples of the smaller one count for more.",
-        "Gradients that are slightly wrong, in every step or only in the last of an epoch.",
-        "The loss is weighted by samples, not by micro-batches.",
+        "Each micro-batch's loss is the mean over its own targets. The means are averaged, so "
+        "that targets of a micro-batch with few of them count for more.",
+        "A loss that looks right and gradients that are slightly wrong, in every step: the bug "
+        "that widely used trainers had until October 2024 (huggingface/transformers#34191).",
+        "The sum of the losses is divided by the number of targets in the global batch, which is "
+        "known before the first backward pass (docs/mean-of-means.md).",
+        "text",
+    ),
+    Bug(
+        "mean-of-the-ranks-means",
+        "train_ddp.py",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
+        "        loss = loss_sum / task.count(targets)",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
+        "the means, so that the targets of a rank with few of them count for more.",
+        "Results change slightly with the number of GPUs. With the same number of targets on each "
+        "rank, as for images, there is no difference.",
+        "Each rank divides by the mean number of targets per rank (`mean_over_replicas`).",
+        "text",
+    ),
+    Bug(
+        "padding-in-the-perplexity",
+        "tasks/text.py",
+        "    return (targets != IGNORED).sum()",
+        "    return torch.tensor(targets.numel())",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "Padded positions count as targets, in the loss that is trained and in the perplexity.",
+        "The perplexity is too good, the more so the more the lengths of the samples differ, and "
+        "depends on how samples are combined into batches.",
+        "`count()` leaves out what the loss ignores.",
+        "text",
+    ),
+    Bug(
+        "tied-weights-come-apart-in-the-pipeline",
+        "utils/rungs/pipeline.py",
+        "            dist.all_reduce(parameter.grad, group=group)",
+        "            pass",
+        "pp x2, 1F1B",
+        (Problem.WEIGHTS, ""),
+        "The first and the last stage hold the same embedding, and each updates its copy with the "
+        "gradient of its own use.",
+        "The two copies drift apart, and a checkpoint holds only one of them.",
+        "The gradients of a parameter that several stages hold are summed over their ranks.",
+        "text",
+    ),
+    Bug(
+        "tied-weights-come-apart-in-fsdp",
+        "train_fsdp.py",
+        "    for block in fsdp.checked_blocks(model, task.blocks(model)):",
+        "    model.head = torch.nn.Parameter(model.embedding.weight.detach().clone())\n"
+        "    model.predict = lambda hidden: model.norm(hidden) @ model.head.mT\n"
+        "    for block in fsdp.checked_blocks(model, task.blocks(model)):",
+        "fsdp x2",
+        (Problem.TENSORS, ""),
+        "The output layer gets a copy of the embedding's weights instead of the parameter itself, "
+        "as happens when a module is built anew while it is sharded.",
+        "The model has more parameters than before, and trains differently.",
+        "Tie by using one parameter twice, not by assigning one module's parameter to another.",
+        "text",
+    ),
+    Bug(
+        "tied-weights-come-apart-in-a-checkpoint",
+        "utils/checkpoint.py",
+        "        if is_main_process():\n            names =",
+        '        model = dict(contents["model"])\n'
+        '        model["head.weight"] = model.pop("embedding.weight")\n'
+        '        contents["model"] = model\n'
+        "        if is_main_process():\n            names =",
+        "ddp x2",
+        (Problem.TENSORS, ""),
+        "A tied parameter is saved under the name of one of its uses, and missing under the other.",
+        "Loading it with strict=False trains on with a random embedding.",
+        "One parameter has one name; a checkpoint with missing names is refused.",
+        "text",
+    ),
+    Bug(
+        "mean-of-the-batches-iou",
+        "tasks/segmentation/__init__.py",
+        '    return {"confusion": counts[:-1].view(classes, classes)}',
+        "    confusion = counts[:-1].view(classes, classes).double()\n"
+        '    return {"confusion": confusion / confusion.diagonal().sum().clamp_min(1)}',
+        "ddp x2",
+        (Problem.METRIC, ""),
+        "The intersection over union is averaged over batches, although it is not a mean over "
+        "samples.",
+        "A number that changes with the batch size and with the number of GPUs.",
+        "Intersections and unions are summed over all samples of all ranks, and then divided.",
+        "segmentation",
     ),
     Bug(
         "buffers-not-broadcast",
@@ -231,14 +319,14 @@ BUGS = [
         '        self.start = state["step"]\n',
         "        self.start = 0\n",
         "killed, resumed x2",
-        (Problem.NOT_RESUMED, ""),
+        (Problem.FAILED, "samples more than once"),
         "A run that resumes in the middle of an epoch starts that epoch again.",
         "The samples of its first steps are used twice for training after every restart.",
         "The loader's position in the epoch is part of `state`.",
     ),
     Bug(
         "frozen-batchnorm-learns",
-        "utils/weights.py",
+        "tasks/images/weights.py",
         "    return _freeze_batchnorm(model)",
         "    return model",
         "ddp x2, frozen backbone",
@@ -253,15 +341,11 @@ BUGS = [
 
 
 def planted_copy(bug, folder):
-    """A copy of the scripts and utils/ in `folder`, with the bug in it. Returns the folder.
+    """A copy of the scripts, utils/ and tasks/ in `folder`, with the bug in it. Returns the folder.
 
     Raises AssertionError if the line to change does not occur exactly once.
     """
-    folder = Path(folder)
-    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("utils/*.py")]:
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+    folder = project_with_task(bug.task, folder)
     path = folder / bug.file
     text = path.read_text()
     count = text.count(bug.line)

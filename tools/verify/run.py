@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from tasks.images.small_models import ResNet20
+from tools.copy import with_task
 from tools.lessons import ROOT
 from tools.runs import finish_run, kill_after_first_save, last_line, start_run
-from tools.verify.cases import AUTOCAST_COPY, BASE, KILLED, REFERENCES, STEPS, matrix_cases
+from tools.verify.cases import AUTOCAST_COPY, IMAGES, matrix_cases
 from tools.verify.judge import Evidence, Problem, Row, judge
-from utils.checkpoint import read_checkpoint
-from utils.small_models import ResNet20
+from utils.checkpoint_file import read_checkpoint
 
 # Records which rank opens which file for writing. Python calls this hook for every open(); for a
 # file name, torch.save opens the file in C++.
@@ -41,6 +43,9 @@ sys.addaudithook(hook)
 """
 
 
+WORDS = ["train", "the", "same", "model", "on", "every", "rank", "with", "one", "seed"]
+
+
 class Cores:
     """The CPU cores that runs may take for themselves."""
 
@@ -62,15 +67,26 @@ class Cores:
 
 
 class Verifier:
-    """Runs cases in parallel, on the cores that this process may use.
+    """Runs cases of a Suite in parallel, on the cores that this process may use.
 
-    root: the folder of the scripts. script: a script to run in place of the cases' own. device: of
-    all processes; with "cuda:0" they share one GPU, over gloo. cores, references: shared with
-    other Verifiers.
+    root: the folder of the scripts; default: a copy of the project's, with the suite's task.
+    script: a script to run in place of the cases' own. device: of all processes; with "cuda:0" they
+    share one GPU, over gloo. cores, references: shared with other Verifiers.
     """
 
-    def __init__(self, folder, root=ROOT, script=None, device="cpu", cores=None, references=None):
-        self.folder, self.root, self.script = Path(folder), root, script
+    def __init__(
+        self,
+        folder,
+        suite=IMAGES,
+        root=None,
+        script=None,
+        device="cpu",
+        cores=None,
+        references=None,
+    ):
+        self.folder, self.suite, self.script = Path(folder), suite, script
+        self.clean = project_with_task(suite.task, self.folder / "project")
+        self.root = root or self.clean
         self.device, self.cores = device, cores or Cores()
         self.references = {} if references is None else references  # {name: Evidence}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +108,7 @@ class Verifier:
     def run_references(self, cases):
         """Run the references of the cases, except for those that are known."""
         names = {case.reference for case in cases} - self.references.keys()
-        needed = [case for case in REFERENCES if case.name in names]
+        needed = [case for case in self.suite.references if case.name in names]
         if any("weights" in case.flags for case in cases):
             save_pretrained_weights(self.folder / "weights.pth")
         with ThreadPoolExecutor(self.cores.count) as pool:
@@ -105,8 +121,8 @@ class Verifier:
         if begun:
             shutil.copytree(begun, output_dir)
         try:
-            evidence = self._train(case, output_dir, self.root)
-            row = judge(case, evidence, self.references.get(case.reference))
+            evidence = self._train(case, output_dir, self.root, self.script or case.script)
+            row = judge(self.suite, case, evidence, self.references.get(case.reference))
         except AssertionError as error:  # it did not end, or left processes behind
             details = str(error).splitlines()[0]
             row = Row(case.name, problem=Problem.FAILED, details=details)
@@ -119,8 +135,7 @@ class Verifier:
     def _reference(self, case):
         """Run a reference, without a planted bug and not with the user's script."""
         script = autocast_copy(self.folder) if case.script == AUTOCAST_COPY else None
-        unchanged = Verifier(self.folder, ROOT, script, self.device, self.cores)
-        evidence = unchanged._train(case, self._output_dir(case), ROOT)
+        evidence = self._train(case, self._output_dir(case), self.clean, script or case.script)
         assert evidence.code == 0, f"{case.name} failed: {evidence.error}"
         self.references[case.name] = evidence
 
@@ -128,15 +143,16 @@ class Verifier:
         """Kill a run within its first epoch; if the kill comes too late, try again."""
         for attempt in range(5):
             output_dir = self.folder / f"killed-{attempt}"
-            self._launch(KILLED, output_dir, self.root, kill_after_first_save)
+            script = self.script or self.suite.killed.script
+            self._launch(self.suite.killed, output_dir, self.root, script, kill_after_first_save)
             checkpoint = read_checkpoint(output_dir / "last.pt")
-            if checkpoint["epoch"] == 0 and 0 < checkpoint["loader"]["step"] < STEPS:
+            if checkpoint["epoch"] == 0 and 0 < checkpoint["loader"]["step"] < self.suite.steps:
                 return output_dir
         raise AssertionError("five runs finished their first epoch before they were killed")
 
-    def _train(self, case, output_dir, root):
+    def _train(self, case, output_dir, root, script):
         """Run a case to its end. Returns its Evidence."""
-        run = self._launch(case, output_dir, root, finish_run)
+        run = self._launch(case, output_dir, root, script, finish_run)
         audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
         best = output_dir / "best.pt"
         if run.code:
@@ -167,7 +183,7 @@ class Verifier:
         index = torch.device(self.device).index or 0  # DataParallel would use all that it sees
         return "cuda", {"CUDA_VISIBLE_DEVICES": visible.split(",")[index]}
 
-    def _launch(self, case, output_dir, root, wait):
+    def _launch(self, case, output_dir, root, script, wait):
         hooks = self._hooks(output_dir)
         hooks.mkdir()
         spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
@@ -175,16 +191,18 @@ class Verifier:
         # ROOT is for tools.launch; a copy of the project in `root` precedes it.
         path = os.pathsep.join(map(str, (hooks, root, ROOT)))
         device, environment = self._device(case)
-        flags = BASE | case.flags | {"output_dir": output_dir, "device": device}
+        flags = self.suite.base | case.flags | {"output_dir": output_dir, "device": device}
         if "devices" in flags:
             flags["devices"] = f"{self.device},{self.device}"
         if "weights" in flags:
             flags["weights"] = self.folder / "weights.pth"
+        if "text_file" in flags:
+            flags["text_file"] = write_text(self.folder / "text.txt")
         ranks = case.nproc or case.flags.get("spawn_processes", 1)
         cores = self.cores.take(min(self.cores.count, ranks))
         try:
             process = start_run(
-                self.script or case.script,
+                script,
                 case.nproc,
                 flags,
                 {"PYTHONPATH": path} | environment,
@@ -197,12 +215,45 @@ class Verifier:
             self.cores.give_back(cores)
 
 
+def project_with_task(task, folder):
+    """A copy of the scripts, utils/ and tasks/ in `folder`, in which the scripts train the task.
+    Returns the folder."""
+    folder = Path(folder)
+    for path in [
+        *ROOT.glob("train_*.py"),
+        *ROOT.glob("utils/**/*.py"),
+        *ROOT.glob("tasks/**/*.py"),
+    ]:
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text()
+        if path.parent == ROOT:
+            text = with_task(text, task)
+        copy.write_text(text)
+    return folder
+
+
+def write_text(path):
+    """Write a text with 150 paragraphs for training and 16 for validation, whose lengths differ
+    widely. Returns its path."""
+    generator = random.Random(0)
+    paragraphs = []
+    for number in range(166):
+        words = [generator.choice(WORDS) for _ in range(generator.choice((1, 1, 2, 4)))]
+        paragraphs.append(" ".join([str(number), *words])[:24])
+    path.write_text("\n\n".join(paragraphs))
+    return path
+
+
 def autocast_copy(folder):
     """train_1gpu.py under autocast, as a reference for train_ddp_amp.py."""
     text = (ROOT / "train_1gpu.py").read_text()
-    forward = "        outputs = model(images)\n        loss = criterion(outputs, labels)\n"
-    evaluation = "        val = evaluate(model, val_loader, meter)\n"
-    for lines, device in ((forward, "images.device"), (evaluation, "device")):
+    forward = (
+        "        outputs = model(inputs)\n"
+        "        loss_sum = task.loss(outputs, targets)  # over the targets\n"
+    )
+    evaluation = "        val_result = evaluate(model, val_loader, task)\n"
+    for lines, device in ((forward, "inputs.device"), (evaluation, "device")):
         assert text.count(lines) == 1
         autocast = f"        with torch.autocast({device}.type, torch.bfloat16):\n"
         text = text.replace(lines, autocast + lines.replace("        ", " " * 12))
@@ -217,16 +268,16 @@ def save_pretrained_weights(path):
         torch.manual_seed(1)
         model = ResNet20(num_classes=7)
         for _ in range(20):
-            model(torch.randn(18, 3, BASE["image_size"], BASE["image_size"]))
+            model(torch.randn(18, 3, 16, 16))
     torch.save(model.state_dict(), path)
 
 
-def run_matrix(folder, report, scripts=None, device="cpu"):
+def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES):
     """Train one epoch with each script (default: all) and finish it with each: a Row per pair."""
-    cases = matrix_cases(scripts)
-    first = Verifier(folder / "first", device=device)
+    cases = matrix_cases(suite, scripts)
+    first = Verifier(folder / "first", suite, device=device)
     rows = first.run(cases, report)
-    second = Verifier(folder / "second", device=device, references=first.references)
+    second = Verifier(folder / "second", suite, device=device, references=first.references)
     pairs = []
     for begun in cases:
         for case in cases:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.report import markdown_table
+from tools.markdown import markdown_table
+from tools.verify.cases import SUITES
 from tools.verify.judge import Problem
 
-HEAD = ["case", "train loss", "val accuracy", "loss difference", "weight difference"]
+HEAD = ["case", "train loss", "val metric", "loss difference", "weight difference"]
 HEAD += ["each sample once", "written by", "result", "s"]
 WIDTHS = (26, 10, 12, 15, 17, 16, 10, 4)  # of all but the result, which comes last on a terminal
 
@@ -28,7 +29,7 @@ def cells_of(row):
     return [
         row["case"],
         text("train_loss", ".6f"),
-        text("val_accuracy", ".2%"),
+        text("val_metric", ".6f"),
         text("loss_difference", ".1e"),
         text("weight_difference", ".1e"),
         {None: "", True: "yes", False: "no"}[row["each_sample_once"]],
@@ -38,9 +39,15 @@ def cells_of(row):
     ]
 
 
-def print_head():
+def head_of(task):
+    """The names of the columns, with the metric that decides which epoch of a task is the best."""
+    metric, _ = SUITES[task].best
+    return [f"val {metric}" if name == "val metric" else name for name in HEAD]
+
+
+def print_head(task):
     """Print the first line of the table."""
-    _print_cells(HEAD)
+    _print_cells(head_of(task))
 
 
 def print_row(row):
@@ -54,14 +61,15 @@ def _print_cells(cells):
     print("  ".join([*(text.ljust(width) for text, width in columns), result]), flush=True)
 
 
-def write(path, rows, summary):
+def write(path, rows, summary, suite):
     """Write the table as Markdown to `path`, and as JSON next to it."""
     path = Path(path)
     machine = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     command = " ".join(["python -m tools.verify", *sys.argv[1:]])
     result = {"command": command, "machine": machine, "versions": versions, "summary": summary}
+    result["task"], result["left_out"] = suite.task, suite.left_out
     result["rows"] = [row.to_json() for row in rows]
-    table = markdown_table(HEAD, map(cells_of, result["rows"]))
+    table = markdown_table(head_of(suite.task), map(cells_of, result["rows"]))
     path.write_text(f"`{command}` on {machine}, {versions}: {summary}.\n\n{table}\n")
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

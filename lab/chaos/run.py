@@ -1,0 +1,279 @@
+"""Runs a script with faults until it is complete, and compares it with an uninterrupted run."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lab.chaos.faults import BY_NAME, End, make_plan
+from lab.chaos.plant import FILLER
+from lab.chaos.start import forked_run, real_run
+from tools.runs import last_line, load_script
+from tools.verify.cases import MATRIX_FLAGS
+from utils.checkpoint_file import read_checkpoint
+from utils.errors import UserError
+
+# Five steps per epoch, with a worker of a DataLoader in every rank; saves after steps 2 and 4, too.
+STEPS = 5
+FLAGS = {
+    "dataset": "synthetic",
+    "synthetic_samples": 60,
+    "image_size": 8,
+    "model": "resnet20",
+    "global_batch_size": 12,
+    "lr": 0.01,
+    "lr_schedule": "constant",
+    "device": "cpu",
+    "num_threads": 1,
+    "loader": "workers",
+    "num_workers": 1,
+    "save_steps": 2,
+    "timeout": 60,
+    "audit": True,
+}
+VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
+SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
+SCRIPT_FLAGS = MATRIX_FLAGS | {
+    SPAWN: {"loader": "device", "num_workers": 0},  # workers are spawned, too: ten seconds each
+    "train_tp.py": VIT,
+    "train_fsdp_tp.py": VIT | MATRIX_FLAGS["train_fsdp_tp.py"],
+    "train_pp.py": VIT | MATRIX_FLAGS["train_pp.py"],
+}
+STOP_TIMEOUT = 10  # --timeout of a run in which a rank is stopped for good
+# That script runs without workers. SIGUSR1 kills Python's resource tracker, which mp.spawn starts,
+# and the next one prints many tracebacks.
+NOT_WITH_SPAWN = {"kill-worker", "usr1-all"}
+
+
+class Row(NamedTuple):
+    """A row of the table: a fault and its outcome."""
+
+    script: str
+    number: int
+    fault: str
+    place: str
+    launcher: str
+    code: int | None  # None: it did not end the run
+    seconds: float | None  # from the fault until no process was left
+    last_line: str
+    problems: list
+
+
+class Soak:
+    """Trains with a script under faults. Its files are in `folder`, those of the run with faults in
+    `output`.
+
+    nproc: the number of ranks; None for a single process. limit, patience: see forked_run().
+    """
+
+    def __init__(self, script, nproc, folder, output=None, limit=180, patience=30, flags=None):
+        self.script, self.folder = script, Path(folder)
+        self.output = Path(output or self.folder / "run")
+        self.ranks, self.has_launcher = nproc or 1, nproc is not None
+        self.nproc = None if script == SPAWN else nproc
+        self.limits = limit, patience
+        self.flags = FLAGS | SCRIPT_FLAGS.get(script, {}) | (flags or {})
+        if script == SPAWN:
+            self.flags |= {"spawn_processes": nproc}
+        self.damaged = set()  # (inode, time of change) of the files that a fault has damaged
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.module = None if script == SPAWN else load_script(script)
+
+    def run(self, names, count, seed, report=lambda row: None, real_share=0.1):
+        """Train under `count` faults of these kinds. Returns the Rows, and the problems of the
+        result. Calls report(row) as soon as a Row is known."""
+        forked = self.module is not None
+        plan = make_plan(
+            [name for name in names if forked or name not in NOT_WITH_SPAWN],
+            count,
+            self.ranks,
+            self.has_launcher,
+            f"{seed} {self.script}",
+            warm_up=2 * STEPS,
+            forked=forked,
+            real_share=real_share,
+        )
+        # A run goes on for two steps after a signal; after the last fault, an epoch remains.
+        steps = sum(3 + max([0, *(fault.step for fault in attempt.faults)]) for attempt in plan)
+        self.flags["epochs"] = steps // STEPS + 2
+        straight = self.folder / "straight"
+        ended = self._train(straight, [], forked)
+        if ended.code != 0:
+            return [], [f"the uninterrupted run failed: {last_line(ended.stderr)}"]
+        rows = []
+        for number, attempt in enumerate(plan, 1):
+            for fault in attempt.faults:
+                if not fault.step:
+                    self._damage(fault)
+            ended = self._train(self.output, attempt.faults, attempt.forked)
+            (self.folder / f"stderr-{number}").write_text(ended.stderr)
+            problems = list(self._broken_promises(ended))
+            is_last = number == len(plan)
+            for row in self._rows(attempt, ended, is_last, problems):
+                rows.append(row)
+                report(row)
+            if is_last and ended.code != 0:
+                problems.append(f"the last run failed: {last_line(ended.stderr)}")
+            if ended.code is None or (is_last and problems):
+                return rows, problems
+        return rows, list(compare(self.output, straight))
+
+    def _train(self, output, faults, forked):
+        """Run once, to its end. Returns its Ended."""
+        is_stopped = any(fault.kind == "stop" for fault in faults)
+        flags = self.flags | {"output_dir": output}
+        flags["timeout"] = STOP_TIMEOUT if is_stopped else self.flags["timeout"]
+        planned = [fault._asdict() for fault in faults if fault.step]
+        start, script = (forked_run, self.module) if forked else (real_run, self.script)
+        ended = start(script, self.nproc, flags, planned, self.folder, *self.limits)
+        (output / FILLER).unlink(missing_ok=True)
+        return ended
+
+    def _damage(self, fault):
+        """Do to the files what a fault between two runs would have done."""
+        last = self.output / "last.pt"
+        if fault.kind == "leftover":
+            for name in ("last.pt.tmp", "epoch-9999.pt.tmp"):
+                (self.output / name).write_bytes(b"half of a file")
+            return
+        if fault.kind == "truncate":
+            os.truncate(last, int(fault.fraction * last.stat().st_size))
+        elif _identity(last) not in self.damaged:
+            flip_bit(last, fault.fraction)
+        self.damaged.add(_identity(last))
+
+    def _broken_promises(self, ended):
+        """What no fault may cause."""
+        limit, patience = self.limits
+        if ended.code is None:
+            yield f"the run did not end in {limit:.0f} s"
+        elif ended.left:
+            yield f"{len(ended.left)} processes were still there {patience:.0f} s later"
+        for path in self.output.glob("*.pt"):
+            try:
+                if _identity(path) not in self.damaged:
+                    read_checkpoint(path, join_parts=False)
+            except UserError as error:
+                yield f"torn file: {error}"
+
+    def _rows(self, attempt, ended, is_last, problems):
+        """A Row per fault of an attempt; the one that ended the run also has its `problems`."""
+        launcher = "fork"
+        if not attempt.forked:
+            launcher = "tools.launch" if self.nproc else "python"
+        for fault in attempt.faults:
+            kind, line = BY_NAME[fault.kind], ended.fired.get(fault.number)
+            ends_run = fault is attempt.faults[-1] and not is_last
+            details = [*(problems if ends_run else []), *self._wrong(kind, ended, ends_run)]
+            if fault.step and not line:
+                details.append("the run did not get that far")
+            place = "between two runs"
+            if line:
+                rank = f"rank {fault.rank}, " if self.ranks > 1 else ""
+                place = f"{rank}epoch {line['epoch']}, step {line['step']}"
+            yield Row(
+                self.script,
+                fault.number,
+                kind.title,
+                place,
+                launcher,
+                ended.code if ends_run else None,
+                ended.gone_at - line["time"] if line and ends_run else None,
+                self._message(ended) if ends_run and (ended.code or 0) > 0 else "",
+                details,
+            )
+
+    def _message(self, ended):
+        return last_line(ended.stderr.replace(str(self.output), "OUTPUT_DIR"))
+
+    def _wrong(self, kind, ended, ends_run):
+        """What differs from what this kind of fault promises."""
+        alone = not self.has_launcher and kind.name in ("kill-rank", "kill-save")
+        if not alone and not re.search(kind.text, ended.stderr):
+            yield f"no {kind.text!r} on stderr: {last_line(ended.stderr)}"
+        if kind.name == "leftover" and (self.output / "epoch-9999.pt.tmp").exists():
+            yield "epoch-9999.pt.tmp is still there"
+        if not ends_run:
+            return
+        code = 1
+        if alone or kind.end is End.KILLED:
+            code = -signal.SIGKILL
+        elif kind.end is End.SAVED:
+            code = 75
+        if ended.code != code:
+            yield f"exit code {ended.code}, not {code}: {last_line(ended.stderr)}"
+        tracebacks = ended.stderr.count("Traceback (most recent call last)")
+        if tracebacks > (kind.end is End.REPORT):
+            yield f"{tracebacks} tracebacks on stderr"
+
+
+def compare(output, straight):
+    """How the result of a run differs from that of an uninterrupted one."""
+    ours, theirs = sums(output), sums(straight)
+    for name in ours:
+        if ours[name] != theirs[name]:
+            yield f"{name} differs: sha256 {ours[name][:12]}, not {theirs[name][:12]}"
+    for path in output.glob("*.tmp"):
+        yield f"{path.name} is left over"
+
+
+def sums(folder):
+    """{name: sha256} of what a run has reached: weights, optimizer, and the rows of each epoch."""
+    checkpoint = read_checkpoint(folder / "last.pt")
+    parts = {name: checkpoint[name] for name in ("model", "optimizer", "scheduler")}
+    for name in ("metrics", "audit"):
+        path = folder / f"{name}.jsonl"
+        rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+        parts[name] = [
+            {k: v for k, v in row.items() if not k.endswith("seconds") and k != "resumed_at_step"}
+            for row in rows
+        ]
+    return {name: sha256(part) for name, part in parts.items()}
+
+
+def sha256(value):
+    """The checksum of a tensor, a plain value, or dicts and lists of them."""
+    digest = hashlib.sha256()
+
+    def update(value):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                digest.update(f"{key}:".encode())
+                update(value[key])
+        elif isinstance(value, list | tuple):
+            digest.update(f"{len(value)} values".encode())
+            for item in value:
+                update(item)
+        else:
+            digest.update(repr(value).encode())
+
+    update(value)
+    return digest.hexdigest()
+
+
+def flip_bit(path, fraction):
+    """Flip a bit in the largest record of a checkpoint; elsewhere, there is padding."""
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda info: info.file_size)
+    with open(path, "r+b") as file:
+        file.seek(record.header_offset + 26)  # the lengths of the name and of the extra field
+        lengths = [int.from_bytes(file.read(2), "little") for _ in range(2)]
+        place = record.header_offset + 30 + sum(lengths) + int(fraction * record.file_size)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def _identity(path):
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns

@@ -1,0 +1,92 @@
+"""The images task: classify images, with the loss and the metrics of classification.
+
+A script names this module in one line. A task of your own is a module with the same names; it can
+import those from here that it does not replace (docs/own-task.md).
+"""
+
+import zlib
+
+from torch.nn.functional import cross_entropy
+
+from tasks.images.arrays import build_cifar10, build_synthetic
+from tasks.images.models import build_model
+from tasks.images.settings import Settings
+from utils.data import describe_datasets
+from utils.distributed import main_process_first
+from utils.errors import UserError, required_by
+
+__all__ = ["Settings", "build_model"]
+BEST = ("accuracy", max)  # the validation metric that decides which epoch is the best
+
+
+def build_datasets(cfg):
+    """The training set and the validation set that the config selects."""
+    build = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
+    if build is None:
+        with required_by(f"--dataset {cfg.dataset}"):
+            from tasks.images.folder import build
+    with main_process_first():  # one download per node
+        return build(cfg)
+
+
+def loss(outputs, targets):
+    """The sum of the cross-entropies of a batch, a 0-dim tensor.
+
+    outputs: logits (n, classes). targets: integers (n,), or probabilities (n, classes).
+    Raises UserError if the shapes do not fit.
+    """
+    expected = outputs.shape if targets.is_floating_point() else outputs.shape[:1]
+    if outputs.dim() != 2 or targets.shape != expected:
+        raise UserError(
+            f"the model's outputs have the shape {tuple(outputs.shape)}, and the labels "
+            f"{tuple(targets.shape)} ({targets.dtype}): classification needs outputs (n, classes), "
+            f"and integers (n,) or floating-point probabilities (n, classes)"
+        )
+    targets = targets if targets.is_floating_point() else targets.long()
+    return cross_entropy(outputs, targets, reduction="sum")
+
+
+def count(targets):
+    """The number of images in a batch: a plain number, as it is the same on every rank."""
+    return len(targets)
+
+
+def measure(outputs, targets):
+    """{"correct": the number of images whose class has the largest output, 0-dim}."""
+    classes = targets.argmax(1) if targets.is_floating_point() else targets
+    return {"correct": (outputs.argmax(1) == classes).sum()}
+
+
+def summarize(sums):
+    """{"loss", "accuracy"} from the sums over all ranks."""
+    return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
+
+
+def describe(train_set, val_set):
+    """What a checkpoint stores about the data, as plain values: preprocessing and class names for
+    inference, and enough to notice different data."""
+    facts = describe_datasets(train_set, val_set) | {"classes": train_set.classes}
+    for name, dataset in (("train", train_set), ("val", val_set)):
+        facts[f"{name}_labels"] = zlib.crc32(dataset.labels.numpy())  # without a copy
+    return facts | train_set.preprocessing | val_set.split
+
+
+def blocks(model):
+    """The repeated blocks of a model, such as those of a ResNet, as a list of modules."""
+    from tasks.images.parts import blocks_of
+
+    return blocks_of(model)
+
+
+def layers(model):
+    """The layers of a ResNet, a ViT or a Sequential: a list of (function, its modules)."""
+    from tasks.images.parts import layers_of
+
+    return layers_of(model)
+
+
+def tensor_parallel_plan(model, ranks):
+    """[(block, plan for parallelize_module)] for a vision transformer on this many ranks."""
+    from tasks.images.parts import plan_of
+
+    return plan_of(model, ranks)

@@ -1,0 +1,133 @@
+"""What takes long to compute from image files, kept in a folder: decoded images, and bad files."""
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from tasks.images.decode import BadImageError, decode, readable
+from utils.distributed import available_cores, is_main_process
+from utils.errors import UserError
+
+
+def decoded_images(dataset, cache):
+    """The images of a dataset as uint8 (n, 3, size, size), mapped from a file in the folder `cache`
+    that later processes and runs share. The first call decodes all images.
+
+    dataset: a FolderDataset. Raises BadImageError, and UserError if the folder cannot be written.
+    """
+    shape = (len(dataset), dataset.size, dataset.size, 3)
+    facts = dataset.size, dataset.resize, dataset.interpolation.value
+    path = Path(cache) / f"decoded-{_fingerprint(dataset.paths, *facts)}.u8"
+    if not path.exists() or path.stat().st_size != math.prod(shape):
+        images, done = torch.empty(shape, dtype=torch.uint8), 0
+        for chunk in _in_parallel(dataset.stack, range(len(dataset))):
+            images[done : done + len(chunk)] = chunk.permute(0, 2, 3, 1)
+            done += len(chunk)
+        _write(path, images.numpy())
+    pixels = torch.from_file(str(path), size=math.prod(shape), dtype=torch.uint8)
+    return pixels.view(shape).permute(0, 3, 1, 2)
+
+
+def is_writable(cache):
+    """Whether the folder `cache` can be written, or created."""
+    cache = Path(cache).absolute()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    return os.access(existing, os.W_OK)
+
+
+def bad_files(paths, cache):
+    """The set of those `paths` that cannot be decoded; the main process prints them.
+
+    Reads every file once and keeps the list in the folder `cache` until a file changes.
+    """
+    listed = Path(cache) / f"bad-{_fingerprint(paths)}.json"
+    if not listed.exists():
+        bad = [path for chunk in _in_parallel(_undecodable, paths) for path in chunk]
+        _write(listed, json.dumps(bad).encode())
+    bad = json.loads(listed.read_text())
+    if bad and is_main_process():
+        names = readable(", ".join(sorted(bad)))
+        print(f"skipping {len(bad)} of {len(paths)} files, which cannot be decoded: {names}")
+    return set(bad)
+
+
+def _undecodable(paths):
+    bad = []
+    for path in paths:
+        try:
+            decode(path)
+        except BadImageError:
+            bad.append(path)
+    return bad
+
+
+def without_bad(splits, cache):
+    bad = bad_files([path for files in splits for path in files.paths], cache)
+    splits = [files.select([path not in bad for path in files.paths]) for files in splits]
+    if empty := ", ".join(filter(None, (files.empty_classes() for files in splits))):
+        raise UserError(f"none of the images in {empty} can be decoded")
+    return splits
+
+
+def _in_parallel(function, items):
+    """Yield function(chunk) for each chunk of `items`, in order, from one worker process per core.
+
+    Processes, because threads would wait for the interpreter lock with small images.
+    """
+    chunks = [items[start : start + 256] for start in range(0, len(items), 256)]
+    loader = DataLoader(
+        chunks,
+        batch_size=None,
+        collate_fn=partial(_result_or_error, function),  # runs in the worker
+        num_workers=available_cores() if len(chunks) > 4 else 0,
+        generator=torch.Generator(),  # leaves the global random state alone
+    )
+    for result in loader:
+        if isinstance(result, UserError):
+            raise result
+        yield result
+
+
+def _result_or_error(function, chunk):
+    try:
+        return function(chunk)
+    except UserError as error:  # DataLoader would put the worker's traceback into its message
+        return error
+
+
+def _fingerprint(paths, *facts):
+    """A hash that changes when a file is added, removed, renamed or rewritten."""
+    digest = hashlib.sha256(repr(facts).encode())
+    for path in paths:
+        size = modified = 0
+        with suppress(OSError):  # a dangling link, which decode() will report
+            stat = os.stat(path)
+            size, modified = stat.st_size, stat.st_mtime_ns
+        digest.update(os.fsencode(f"{os.path.abspath(path)}\0{size}\0{modified}\n"))
+    return digest.hexdigest()[:16]
+
+
+def _write(path, data):
+    """Write atomically: no later run may find a partial file."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; pass --cache-dir with a writable folder"
+        ) from None

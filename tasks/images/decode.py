@@ -1,0 +1,88 @@
+"""Decoding image files of any kind, with torchvision where it can and Pillow otherwise."""
+
+import io
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torchvision.io import ImageReadMode
+from torchvision.transforms.v2 import functional as F
+
+from utils.errors import UserError
+
+try:
+    from torchvision.io import decode_image
+except ImportError:  # deprecated in torchvision 0.29: Pillow reads everything, at half the speed
+    decode_image = None
+
+JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
+
+
+class BadImageError(UserError):
+    """A file that cannot be decoded. Attributes: path (str) and reason (str)."""
+
+    def __init__(self, path, reason):
+        super().__init__(str(path), reason)  # both, so that a worker process can pickle it
+        self.path, self.reason = self.args
+
+    def __str__(self):
+        return (
+            f"{readable(self.path)} cannot be decoded ({self.reason}): fix or remove the file, "
+            f"or pass --on-bad-sample skip to leave such files out"
+        )
+
+
+def readable(text):
+    """`text` in printable form: file names need not be valid Unicode."""
+    return os.fsencode(text).decode(errors="replace")
+
+
+def decode(path):
+    """An image file as uint8 (3, height, width), upright and in color. Raises BadImageError.
+
+    Reads the first frame of an animation, ignores transparency, and keeps the upper 8 of 16 bits.
+    """
+    try:
+        data = Path(path).read_bytes()
+        return _decode_with_torchvision(data) if decode_image else _decode_with_pillow(data)
+    except MemoryError:
+        raise
+    except PermissionError as error:  # the file may be fine
+        raise UserError(f"cannot read {readable(path)}: {error.strerror}") from None
+    except Exception as error:  # Pillow's parsers raise all kinds of exceptions for broken files
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = "not an image in any known format"
+        raise BadImageError(path, reason) from None
+
+
+def _decode_with_torchvision(data):
+    if not data.startswith((JPEG, PNG)):
+        return _decode_with_pillow(data)  # torchvision ignores the rotation of a WebP
+    if data.startswith(PNG) or len(data) > 4_000_000:
+        _open(data).close()  # refuses decompression bombs
+    try:
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        image = decode_image(pixels, ImageReadMode.RGB, apply_exif_orientation=True)
+        return F.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
+    except RuntimeError:  # broken, or a variant unknown to torchvision: Pillow decides
+        return _decode_with_pillow(data)
+
+
+def _open(data):
+    with warnings.catch_warnings():  # Pillow warns from 89 million pixels, refuses from 179 million
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(io.BytesIO(data))
+
+
+def _decode_with_pillow(data):
+    with _open(data) as image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "F":
+            raise ValueError("floating-point pixels, whose range is unknown")
+        if image.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
+            gray = F.pil_to_tensor(image.convert("I")).clamp(0, 65535) // 256
+            return gray.to(torch.uint8).expand(3, -1, -1).contiguous()
+        return F.pil_to_tensor(image.convert("RGB"))

@@ -1,0 +1,150 @@
+"""Finding image files, one folder per class, and splitting off a validation set."""
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+
+from tasks.images.decode import readable
+from utils.errors import UserError
+
+FOLDERS = {
+    "train": ("train", "trainset"),
+    "val": ("val", "valset", "test", "testset"),  # the test split if there is no other
+    "test": ("test", "testset"),
+    "all": ("train", "trainset", ""),  # for val_fraction; data_dir itself may hold the classes
+}
+EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+
+
+class Files(NamedTuple):
+    """The image files of a split: paths[i] is an image of classes[labels[i]]."""
+
+    folder: Path
+    classes: list
+    paths: list
+    labels: list
+
+    def select(self, keep):
+        """The files for which `keep`, a list of bools, is true."""
+        kept = [i for i, take in enumerate(keep) if take]
+        return self._replace(
+            paths=[self.paths[i] for i in kept], labels=[self.labels[i] for i in kept]
+        )
+
+    def empty_classes(self):
+        """The folders of the classes without files, as one string."""
+        used = set(self.labels)
+        names = (name for label, name in enumerate(self.classes) if label not in used)
+        return ", ".join(str(self.folder / name) for name in names)
+
+
+def find_images(data_dir, split):
+    """The image files of a split (a key of FOLDERS), as Files in sorted order.
+
+    Hidden files and folders are ignored. Raises UserError if the split does not exist or a class
+    has no images.
+    """
+    folders = [Path(data_dir) / name for name in FOLDERS[split]]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        raise UserError(
+            f"no {split} images: none of {', '.join(map(str, folders))} is a folder. "
+            f"Put one folder of images per class there, or pass another --data-dir"
+        )
+    others = FOLDERS["test"] if folder == Path(data_dir) else ()
+    names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
+    classes = sorted(name for name in names if name[0] != "." and name not in others)
+    if not classes:
+        raise UserError(f"{folder} has no class folders (expected {folder}/<class>/*.jpg)")
+    samples = make_dataset(
+        folder,
+        {name: label for label, name in enumerate(classes)},
+        is_valid_file=lambda path: is_image(Path(path).relative_to(folder)),
+        allow_empty=True,
+    )
+    paths, labels = [path for path, _ in samples], [label for _, label in samples]
+    real = {}
+    for name in sorted({os.path.dirname(path) for path in paths}):
+        if (other := real.setdefault(os.path.realpath(name), name)) != name:
+            raise UserError(
+                f"{name} is the same folder as {other}, whose images would count twice: remove the "
+                f"symbolic link"
+            )
+    files = Files(folder, classes, paths, labels)
+    if empty := files.empty_classes():
+        raise UserError(f"no images in {empty} (expected files {', '.join(EXTENSIONS)})")
+    return files
+
+
+def is_image(path):
+    """Whether the name is that of an image. path: a Path relative to the folder that was searched;
+    files in hidden folders do not count."""
+    return path.suffix.lower() in EXTENSIONS and not any(part[0] == "." for part in path.parts)
+
+
+def has_validation_images(data_dir):
+    """Whether data_dir has a folder of validation images, so that val_fraction is not needed."""
+    return any((Path(data_dir) / name).is_dir() for name in ("val", "valset"))
+
+
+def split_images(files, cfg, saved=None):
+    """All Files -> the Files to train with, the Files to validate with.
+
+    Takes cfg.val_fraction of each class, at least one image, ordered by a hash of file name and
+    cfg.seed. saved: the "data" of the checkpoint that the run resumes from; its choice is kept if
+    it was made with the same settings, and files that were added since are for training.
+    Raises UserError if a class has a single image or a file of the saved choice is missing.
+    """
+    if has_validation_images(cfg.data_dir):
+        raise UserError(f"{cfg.data_dir} already has validation images: pass --val-fraction 0")
+    names, current = relative_names(files, cfg.data_dir), (cfg.val_fraction, cfg.seed)
+    if saved and (saved.get("val_fraction"), saved.get("seed")) == current:
+        chosen = set(saved["val_files"])
+    else:
+        chosen = _choose(files, names, cfg)
+    if missing := sorted(chosen.difference(names)):
+        raise UserError(
+            f"{readable(str(Path(cfg.data_dir) / missing[0]))} is missing or cannot be decoded, "
+            f"one of {len(missing)} such files that the run in {cfg.output_dir} validates with: "
+            f"restore it, or pass --resume never to start over with another choice"
+        )
+    train, val = (files.select([(name in chosen) == is_val for name in names]) for is_val in (0, 1))
+    if empty := train.empty_classes():
+        raise UserError(f"no images are left to train with in {empty}: add some")
+    return train, val
+
+
+def _choose(files, names, cfg):
+    by_class = [[] for _ in files.classes]
+    for name, label in zip(names, files.labels, strict=True):
+        digest = hashlib.sha256(os.fsencode(f"{cfg.seed}/{name}")).digest()
+        by_class[label].append((digest, name))
+    classes = list(zip(files.classes, by_class, strict=True))
+    if single := [str(files.folder / name) for name, members in classes if len(members) == 1]:
+        raise UserError(
+            f"only one image in {', '.join(single)}, but training and validation need one each: "
+            f"add images, or remove these classes"
+        )
+    chosen = set()
+    for members in by_class:
+        count = min(max(1, round(cfg.val_fraction * len(members))), len(members) - 1)
+        chosen.update(name for _, name in sorted(members)[:count])
+    return chosen
+
+
+def relative_names(files, data_dir):
+    return [os.path.relpath(path, data_dir) for path in files.paths]
+
+
+def saved_data(cfg):
+    """The "data" of the newest readable checkpoint of the run that is to be resumed, or None."""
+    paths = Path(cfg.output_dir).glob("*.pt") if cfg.resume != "never" else ()
+    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+        with suppress(Exception):  # damaged: Checkpointer.load() will resume from an older one, too
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["data"]
+    return None

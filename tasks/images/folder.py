@@ -1,0 +1,149 @@
+"""dataset=imagefolder: one folder of image files per class, such as data_dir/train/<class>/*.jpg.
+
+Decodes the files when they are read, and can keep the decoded images in a cache.
+"""
+
+import math
+import random
+from itertools import permutations
+
+import torch
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from tasks.images.arrays import ArrayDataset
+from tasks.images.augment import CropFlip
+from tasks.images.cache import decoded_images, is_writable, without_bad
+from tasks.images.decode import decode
+from tasks.images.files import find_images, relative_names, saved_data, split_images
+from tasks.images.pixels import PixelDataset
+from tasks.images.settings import expected_inputs
+from utils.errors import UserError
+from utils.seeds import mix
+
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # of pixels in [0, 1]
+
+
+def build(cfg):
+    """The training set and the validation set.
+
+    cfg: the task's Settings; with --weights, images are prepared as those expect.
+    Call it in main_process_first(): with on_bad_sample=skip, one process per node reads all files.
+    Raises UserError if a split or a class has no images, or if the splits' classes differ.
+    """
+    names = ("all",) if cfg.val_fraction else ("train", "val")
+    splits = [find_images(cfg.data_dir, name) for name in names]
+    for one, other in permutations(splits, 2):
+        if only := sorted(set(one.classes) - set(other.classes)):
+            raise UserError(
+                f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
+            )
+    if cfg.on_bad_sample == "skip":
+        splits = without_bad(splits, cfg.cache_folder)
+    chosen = None
+    if cfg.val_fraction:
+        splits = split_images(splits[0], cfg, saved_data(cfg))
+        val_files = sorted(relative_names(splits[1], cfg.data_dir))
+        chosen = {"val_fraction": cfg.val_fraction, "seed": cfg.seed, "val_files": val_files}
+    train, val = splits
+    # The standard test crop is the middle of an image that is 256 / 224 times as large.
+    resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
+    inputs = expected_inputs(cfg)
+    if inputs.get("image_size") == cfg.image_size:
+        resize = inputs.get("resize", resize)
+    preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}
+    preprocessing |= {"image_size": cfg.image_size, "resize": resize}
+    options = {"preprocessing": preprocessing, "cache": cfg.cache_folder}
+    train_files, val_files = (train.paths, train.labels, train.classes), (val.paths, val.labels)
+    train_set = FolderDataset(*train_files, augment=cfg.augment, **options)
+    val_set = FolderDataset(*val_files, train.classes, split=chosen, **options)
+    return train_set, val_set
+
+
+class FolderDataset(PixelDataset):
+    """Image files, decoded when they are read.
+
+    paths, labels: lists of length n. classes: names. preprocessing: {"image_size", "resize",
+    "interpolation", "mean", "std"}: the shorter side is resized to `resize` pixels and a square of
+    image_size pixels cropped from the middle; mean and std are for the normalization. augment:
+    "none", "crop_flip" or "resized_crop". cache: the folder for resident(). split: how a validation
+    set was chosen, for the checkpoint: {"val_fraction", "seed", "val_files"}, paths relative to
+    data_dir.
+    """
+
+    def __init__(self, paths, labels, classes, preprocessing, augment="none", cache="", split=None):
+        labels = torch.tensor(labels, dtype=torch.int64)
+        super().__init__(labels, classes, preprocessing, split)
+        self.paths, self.augment, self.cache = paths, augment, cache
+        self.size, self.resize = preprocessing["image_size"], preprocessing["resize"]
+        self.interpolation = InterpolationMode(preprocessing["interpolation"])
+        self.crop_flip = CropFlip(len(paths))
+
+    def __getitem__(self, index):
+        """(uint8 image (3, size, size), label), not augmented. Raises BadImageError."""
+        return self._resize(decode(self.paths[index])), int(self.labels[index])
+
+    def get_batch(self, indices, epoch, seed):
+        """Augmented images, which depend on nothing but (seed, epoch, index), and their labels.
+
+        indices: int64 (n,). Returns uint8 (n, 3, size, size), channels_last, and int64 (n,).
+        """
+        if self.augment == "resized_crop":
+            images = torch.stack([self._resized_crop(i, epoch, seed) for i in indices.tolist()])
+        else:
+            images = self.stack(indices.tolist())
+        if self.augment == "crop_flip":
+            images = self.crop_flip(images, indices, epoch, seed)
+        return images.contiguous(memory_format=torch.channels_last), self.labels[indices]
+
+    def resident_bytes(self):
+        """None if the augmentation needs the original images, or they cannot be cached."""
+        if self.augment == "resized_crop" or not self.cache or not is_writable(self.cache):
+            return None
+        return len(self) * 3 * self.size * self.size
+
+    def resident(self, device):
+        """The decoded images as an ArrayDataset. Raises BadImageError, and UserError if the cache
+        folder cannot be written."""
+        if self.augment == "resized_crop" or not self.cache:
+            return None
+        images = decoded_images(self, self.cache)
+        options = self.mean, self.std, self.size, self.augment
+        return ArrayDataset(images, self.labels, self.classes, *options).resident(device)
+
+    def stack(self, indices):
+        """uint8 (n, 3, size, size): the images with these indices, not augmented."""
+        return torch.stack([self[index][0] for index in indices])
+
+    def _resize(self, image):
+        shape = image.shape[1:]
+        if shape == (self.size, self.size) and self.resize == self.size:
+            return image
+        longest = 16 * min(shape)
+        if max(shape) > longest:  # a 1-pixel line, resized as a whole, would take gigabytes
+            image = F.center_crop(image, [min(side, longest) for side in shape])
+        image = F.resize(image, [self.resize], self.interpolation)
+        return F.center_crop(image, [self.size])
+
+    def _resized_crop(self, index, epoch, seed):
+        image, draws = decode(self.paths[index]), random.Random(mix(seed, epoch, index))
+        box = random_box(*image.shape[1:], draws)
+        image = F.resized_crop(image, *box, [self.size, self.size], self.interpolation)
+        return F.horizontal_flip(image) if draws.random() < 0.5 else image
+
+
+def random_box(height, width, draws):
+    """(top, left, height, width) of a crop by the rule of torchvision's RandomResizedCrop, which
+    takes a tenth of the time of decoding: 8 to 100 % of the area, an aspect ratio of 3/4 to 4/3.
+
+    draws: a random.Random. (Szegedy et al. 2015, arXiv 1409.4842)
+    """
+    for _ in range(10):
+        area = height * width * draws.uniform(0.08, 1)
+        ratio = math.exp(draws.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return draws.randint(0, height - h), draws.randint(0, width - w), h, w
+    # A very long image: its middle, with the aspect ratio limited to the range.
+    w, h = min(width, max(1, height * 4 // 3)), min(height, max(1, width * 4 // 3))
+    return (height - h) // 2, (width - w) // 2, h, w

@@ -1,0 +1,45 @@
+"""Models by name. To train another model, replace build_model()."""
+
+import torch
+import torchvision
+
+from utils.errors import UserError, required_by
+
+SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: tasks/images/small_models.py
+
+
+def build_model(cfg, train_set):
+    """The model that the config names, with random weights (from the global seed) or cfg.weights.
+
+    Takes images (n, 3, image_size, image_size), returns (n, number of the train_set's classes).
+    Raises UserError for an unknown name, or for weights that do not fit.
+    """
+    return build_classifier(cfg, len(train_set.classes))
+
+
+def build_classifier(cfg, num_classes):
+    """See build_model()."""
+    if cfg.model in SMALL or cfg.model.endswith(("_cifar", "_gn")):
+        from tasks.images.small_models import build
+
+        model = build(cfg, num_classes, _torchvision)
+    else:
+        model = _torchvision(cfg.model, num_classes, cfg)
+    if cfg.weights:
+        with required_by("--weights"):
+            from tasks.images.weights import load_and_freeze
+        model = load_and_freeze(model, cfg)
+    return model.to(memory_format=torch.channels_last)
+
+
+def _torchvision(name, num_classes, cfg):
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        raise UserError(
+            f"model {name!r} is neither {' nor '.join(SMALL)} nor one of torchvision's: "
+            f"{', '.join(names)}"
+        )
+    options = {"image_size": cfg.image_size} if name.startswith("vit_") else {}
+    if name in ("googlenet", "inception_v3"):
+        options = {"aux_logits": False, "init_weights": True}  # one output, like all others
+    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)

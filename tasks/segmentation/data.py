@@ -1,0 +1,195 @@
+"""Images and their masks: of shapes, drawn at random, or from files.
+
+The pixels of a mask are the numbers of classes, from 0, and IGNORED where there is no label.
+"""
+
+import hashlib
+import os
+import zlib
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image, ImageOps
+from torch.utils.data import Dataset
+
+from utils.errors import UserError
+from utils.seeds import mix
+
+IGNORED = 255
+SHAPES = ("background", "disc", "square", "triangle")
+EXTENSIONS = (".jpg", ".jpeg", ".png")
+IMAGE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")  # of 8 bits, which convert() keeps
+MASK_MODES = ("1", "L", "P")  # one channel
+
+
+class Shapes(Dataset):
+    """Images of one to four shapes in random colors and noise. Later shapes hide earlier ones.
+
+    A sample depends only on (seed, index), and is made of integers, so that every machine creates
+    the same. augment: flip half of the images.
+    """
+
+    def __init__(self, samples, size, seed, augment=False):
+        self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        """float32 (3, size, size), int64 (size, size)."""
+        return _to_sample(*self._draw(index), self.augment)
+
+    def _draw(self, index):
+        generator = torch.Generator().manual_seed(mix(self.seed, index))
+        return draw_shapes(self.size, generator)
+
+    def checksum(self):
+        """Of the first sample."""
+        image, mask = self._draw(0)
+        return zlib.crc32(mask.numpy(), zlib.crc32(image.numpy()))
+
+
+def draw_shapes(size, generator):
+    """An image, uint8 (3, size, size), and a mask, uint8 (size, size): the numbers of SHAPES."""
+
+    def draw(low, high):
+        return torch.randint(low, high, (), generator=generator)
+
+    def draw_color():
+        return torch.randint(256, (3, 1, 1), generator=generator)
+
+    rows, columns = torch.arange(size)[:, None], torch.arange(size)
+    image = draw_color()
+    mask = torch.zeros(size, size, dtype=torch.uint8)
+    for _ in range(draw(1, 5)):
+        number = int(draw(1, len(SHAPES)))
+        radius = draw(size // 10, size // 4) + 1
+        down = rows - draw(0, size)
+        across = columns - draw(0, size)
+        inside = is_inside(SHAPES[number], radius, down, across.abs())
+        mask = torch.where(inside, number, mask)
+        image = torch.where(inside, draw_color(), image)
+    noise = torch.randint(-64, 65, (3, size, size), generator=generator)
+    return (image + noise).clamp(0, 255).to(torch.uint8), mask
+
+
+def is_inside(shape, radius, down, across):
+    """bool (size, size). down, across: each pixel's distance from the center; above, down < 0."""
+    if shape == "disc":
+        return down**2 + across**2 <= radius**2
+    width = radius if shape == "square" else (radius + down) // 2  # a triangle with its top above
+    return (down.abs() <= radius) & (across <= width)
+
+
+class Masks(Dataset):
+    """Image files with masks, both resized to squares.
+
+    pairs: list of (path of an image, path of its mask); size: pixels per side. augment: flip half
+    of the images.
+    """
+
+    def __init__(self, pairs, size, num_classes, augment=False):
+        self.pairs, self.size, self.num_classes = pairs, size, num_classes
+        self.augment = augment
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, index):
+        """float32 (3, size, size), int64 (size, size). Raises UserError if the files cannot be
+        decoded or differ in size, or if the mask has classes from num_classes."""
+        image_path, mask_path = self.pairs[index]
+        image, mask = _open(image_path, IMAGE_MODES), _open(mask_path, MASK_MODES)
+        if image.size != mask.size:
+            raise UserError(
+                f"{mask_path} has {mask.width} x {mask.height} pixels, but {image_path} has "
+                f"{image.width} x {image.height}: export them in the same size"
+            )
+        numbers = numpy.unique(mask)
+        wrong = numbers[(numbers >= self.num_classes) & (numbers != IGNORED)]
+        if wrong.size:
+            raise UserError(
+                f"{mask_path} has pixels of class {wrong[0]}, but num_classes is "
+                f"{self.num_classes}: pass --num-classes, or write {IGNORED} for no label"
+            )
+        square = (self.size, self.size)
+        image = image.convert("RGB").resize(square, Image.Resampling.BILINEAR)
+        mask = mask.resize(square, Image.Resampling.NEAREST)
+        image = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
+        return _to_sample(image, torch.from_numpy(numpy.array(mask)), self.augment)
+
+    def checksum(self):
+        """Of the files' names."""
+        return zlib.crc32(b"/".join(os.fsencode(image.name) for image, _ in self.pairs))
+
+
+def _to_sample(image, mask, augment):
+    """uint8 -> image float32 in [-2, 2), mask int64; exactly, on every machine."""
+    if augment and torch.randint(2, ()):  # the loader seeds this for each sample
+        image, mask = image.flip(-1), mask.flip(-1)
+    return (image.float() - 128) / 64, mask.long()
+
+
+def _open(path, modes):
+    """The decoded image, upright. Raises UserError."""
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
+    except Exception as error:  # Pillow's parsers raise all kinds for broken files
+        raise UserError(f"{path} cannot be decoded ({error}): fix or remove it") from None
+    if image.mode not in modes:
+        raise UserError(
+            f"{path} has pixels of mode {image.mode}: convert it to one of {', '.join(modes)} "
+            f"(https://pillow.readthedocs.io/en/stable/handbook/concepts.html#modes)"
+        )
+    return image
+
+
+def find_pairs(data_dir):
+    """List of (data_dir/images/NAME.jpg or .png, data_dir/masks/NAME.png), sorted.
+
+    Hidden files, and masks without an image, are ignored. Raises UserError if folders or masks are
+    missing, or if two images have one mask.
+    """
+    images, masks = Path(data_dir, "images"), Path(data_dir, "masks")
+    for folder in (images, masks):
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder} is not a folder: put images into {images}, and their masks, as .png "
+                f"files of the same names, into {masks}, or pass another --data-dir"
+            )
+    paths = {}
+    for path in sorted(images.iterdir()):
+        if path.suffix.lower() not in EXTENSIONS or path.name[0] == ".":
+            continue
+        if path.stem in paths:
+            raise UserError(f"{paths[path.stem]} and {path} would share a mask: rename one")
+        paths[path.stem] = path
+    pairs = [(path, masks / f"{stem}.png") for stem, path in paths.items()]
+    missing = [pair for pair in pairs if not pair[1].is_file()]
+    if missing:
+        raise UserError(
+            f"{missing[0][1]} is missing, the mask of {missing[0][0]}, one of {len(missing)} "
+            f"images without a mask: add the masks, or remove the images"
+        )
+    return pairs
+
+
+def split_pairs(pairs, val_fraction, seed):
+    """The pairs to train with, the pairs to validate with: the first by a hash of seed and name.
+
+    Raises UserError if there are not enough pairs for both.
+    """
+    if len(pairs) < 2:
+        raise UserError(
+            f"training and validation need an image each, but there are {len(pairs)} with one of "
+            f"the extensions {', '.join(EXTENSIONS)}: add images, or pass another --data-dir"
+        )
+
+    def order(pair):
+        return hashlib.sha256(os.fsencode(f"{seed}/{pair[0].stem}")).digest()
+
+    count = min(max(1, round(val_fraction * len(pairs))), len(pairs) - 1)
+    chosen = set(sorted(pairs, key=order)[:count])
+    return [pair for pair in pairs if pair not in chosen], sorted(chosen)

@@ -1,0 +1,291 @@
+"""A small GPT that predicts the next byte of a text. The loss is a mean over bytes, whose number
+differs from batch to batch and from rank to rank.
+
+The model is GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")
+without dropout, on the 256 values of a byte: any file is a text, and no tokenizer is needed.
+"""
+
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, linear, pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from utils.config import Config, ConfigError, free_setting, setting
+from utils.data import describe_datasets
+from utils.errors import UserError
+
+BEST = ("perplexity", min)
+IGNORED = -100  # a target that pads a batch: it is not predicted and does not count
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Settings(Config):
+    """What to train: the text task."""
+
+    text_file: str = setting("", "any file; empty: the documentation and code of this project")
+    context: int = setting(128, "bytes that the model sees", low=2)
+    layers: int = setting(4, "transformer blocks", low=1)
+    heads: int = setting(4, "attention heads per block", low=1)
+    width: int = setting(128, "features per byte; a multiple of heads", low=1)
+    padding: str = free_setting(
+        "context",
+        "of every batch to this length, as a pipeline and a CUDA graph need; longest: to that of "
+        "its longest sample",
+        choices=("context", "longest"),
+    )
+    global_batch_size: int = setting(32, "samples per step, over all ranks", low=1)
+    optimizer: str = setting(
+        "adamw", "sgd: set lr >= 0.1", choices=("sgd", "sgd_nesterov", "adam", "adamw")
+    )
+    lr: float = setting(3e-3, "peak learning rate")
+    weight_decay: float = setting(0.1, "weight decay of all trainable parameters")
+    clip_norm: float = setting(1.0, "maximum L2 norm of the gradients; 0: no clipping")
+
+    def resolved(self):
+        """See utils.settings. Raises ConfigError if values contradict each other."""
+        if self.width % self.heads:
+            raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return super().resolved()
+
+
+class Documents(Dataset):
+    """Pieces of a text, each with its next bytes.
+
+    pieces: list of bytes objects of length 2 to context + 1. padding: as in Settings.
+    """
+
+    def __init__(self, pieces, context, padding="longest"):
+        self.pieces = pieces
+        self.shortest_batch = context if padding == "context" else 1
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def __getitem__(self, index):
+        """inputs and targets: int64 (length - 1,); targets[i] is the byte that follows inputs[i]"""
+        values = torch.tensor(list(self.pieces[index]))
+        return values[:-1], values[1:]
+
+    def collate_fn(self, samples):
+        """int64 (n, length): inputs padded with 0 and targets with IGNORED, on the right.
+
+        The model is causal, so that no byte sees the padding that follows it.
+        """
+        inputs, targets = zip(*samples, strict=True)
+        inputs = pad_sequence(inputs, batch_first=True)
+        targets = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        missing = max(0, self.shortest_batch - inputs.shape[1])
+        return pad(inputs, (0, missing)), pad(targets, (0, missing), value=IGNORED)
+
+
+def build_datasets(cfg):
+    """The training set and the validation set: every tenth paragraph, however it is cut.
+
+    Raises UserError if the text cannot be read, or has fewer than ten paragraphs.
+    """
+    text = _read(cfg.text_file)
+    paragraphs = [p for p in re.split(rb"\r?\n\s*\n", text) if len(p) >= 2]
+    if len(paragraphs) < 10:
+        raise UserError(
+            f"{cfg.text_file or ROOT} has {len(paragraphs)} paragraphs, separated by blank lines, "
+            f"and needs 10 at least, for training and validation: pass another --text-file"
+        )
+    train, val = [], []
+    for number, paragraph in enumerate(paragraphs, start=1):
+        pieces = val if number % 10 == 0 else train
+        pieces += _cut(paragraph, cfg.context)
+    train_set = Documents(train, cfg.context, cfg.padding)
+    return train_set, Documents(val, cfg.context, cfg.padding)
+
+
+def _read(text_file):
+    """The bytes of the file, or of this project's documentation and code."""
+    try:
+        if text_file:
+            return Path(text_file).read_bytes()
+        return b"\n\n".join(path.read_bytes() for path in _project_files())
+    except OSError as error:
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}. Pass another --text-file"
+        ) from None
+
+
+def _project_files():
+    paths = list(ROOT.glob("*"))
+    for folder in ("docs", "tasks", "utils"):
+        paths += (ROOT / folder).rglob("*")
+    return sorted(path for path in paths if path.suffix in (".md", ".py") and not _is_hidden(path))
+
+
+def _is_hidden(path):
+    return any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+
+
+def _cut(paragraph, context):
+    """Pieces of at most context + 1 bytes. The last byte of a piece is the first of the next, so
+    that every byte but the paragraph's first is predicted once."""
+    starts = range(0, len(paragraph) - 1, context)
+    return [paragraph[start : start + context + 1] for start in starts]
+
+
+class GPT(nn.Module):
+    """GPT-2's architecture: embeddings, pre-norm transformer blocks, a norm, and an output layer
+    whose weight is the embedding's. width must be a multiple of heads."""
+
+    def __init__(self, context, layers, heads, width):
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(heads, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:  # the sum of all blocks then has the same scale at any depth
+            for last in (block.attention.output, block.mlp[2]):
+                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+
+    def forward(self, inputs):
+        """inputs: int64 (n, length), length <= context -> outputs (n, length, 256)."""
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.predict(hidden)
+
+    def embed(self, inputs):
+        """int64 (n, length) -> (n, length, width)."""
+        return self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
+
+    def predict(self, hidden):
+        """(n, length, width) -> (n, length, 256)."""
+        weight = self.embedding.weight
+        return linear(self.norm(hidden).to(weight.device), weight)  # perhaps on the first device
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each added to its input."""
+
+    def __init__(self, heads, width):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(heads, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, hidden):
+        """(n, length, width) -> the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Query, key and value are separate layers, so that tensor parallelism
+    can give each rank the rows of its heads."""
+
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width)
+        # A bias of the keys would add the same to all scores of a query: its gradient is 0, and
+        # Adam would scale up what rounding leaves of it.
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, hidden):
+        """(n, length, width) -> the same shape."""
+        queries = self._split_heads(self.query(hidden))
+        keys = self._split_heads(self.key(hidden))
+        values = self._split_heads(self.value(hidden))
+        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _split_heads(self, features):
+        """(n, length, features) -> (n, heads, length, head width); a rank may have some heads."""
+        return features.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+def build_model(cfg, train_set):
+    """A GPT with random weights from the global seed."""
+    return GPT(cfg.context, cfg.layers, cfg.heads, cfg.width)
+
+
+def loss(outputs, targets):
+    """The sum over all targets. outputs: (n, length, 256); targets: int64 (n, length)."""
+    outputs, targets = outputs.flatten(0, 1), targets.flatten()
+    return cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def count(targets):
+    """The number of targets, a tensor: it varies, because padding does not count."""
+    return (targets != IGNORED).sum()
+
+
+def measure(outputs, targets):
+    """Nothing: the perplexity follows from the loss."""
+    return {}
+
+
+def summarize(sums):
+    """The loss in nats per byte, and its exponential, the perplexity."""
+    mean = sums["loss"] / sums["count"]
+    return {"loss": mean.item(), "perplexity": mean.exp().item()}
+
+
+def describe(train_set, val_set):
+    """The sizes and a checksum of the text."""
+    checksum = 0
+    for piece in train_set.pieces + val_set.pieces:
+        checksum = zlib.crc32(piece, checksum)
+    return describe_datasets(train_set, val_set) | {"text_checksum": checksum}
+
+
+def blocks(model):
+    """The transformer blocks."""
+    return list(model.blocks)
+
+
+def layers(model):
+    """(function, parts) for the embeddings, each block, and the output layer, whose weight is the
+    first layer's."""
+    return [
+        (model.embed, [model.embedding, model.positions]),
+        *((block, [block]) for block in model.blocks),
+        (model.predict, [model.norm, model.embedding]),
+    ]
+
+
+def tensor_parallel_plan(model, ranks):
+    """For parallelize_module(): each rank computes some of each block's heads and MLP columns.
+
+    Follows https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. Raises UserError if
+    the ranks cannot have the same number.
+    """
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    first = model.blocks[0]
+    heads, columns = first.attention.heads, first.mlp[0].out_features
+    if heads % ranks or columns % ranks:
+        raise UserError(
+            f"{heads} attention heads and {columns} MLP columns cannot both be divided evenly "
+            f"among {ranks} ranks: pass another --heads or --width"
+        )
+    split = ("attention.query", "attention.key", "attention.value", "mlp.0")
+    plan = {name: ColwiseParallel() for name in split}
+    plan |= {"attention.output": RowwiseParallel(), "mlp.2": RowwiseParallel()}
+    return [(block, plan) for block in model.blocks]

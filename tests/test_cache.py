@@ -1,0 +1,88 @@
+"""What takes long to compute from image files: decoded images, and lists of bad files."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.images import build_datasets
+from tasks.images import folder as image_folder
+from tasks.images.cache import bad_files
+from tasks.images.decode import BadImageError, decode
+from tests.images import break_file, config, folder, photo
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def test_file_that_may_not_be_read_is_not_a_broken_one(tmp_path, monkeypatch):
+    """It would otherwise stay on the list of bad files when the permissions are corrected."""
+    folder(tmp_path)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refused)
+        with pytest.raises(UserError, match=r"cannot read .*: Permission denied"):
+            build_datasets(config(tmp_path, "--on-bad-sample=skip"))
+    train, _ = build_datasets(config(tmp_path, "--on-bad-sample=skip"))
+    assert len(train) == len(build_datasets(config(tmp_path))[0])
+
+
+def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
+    break_file(folder(tmp_path) / "train" / "dog" / "3.jpg")
+    with pytest.raises(BadImageError, match=r"dog/3\.jpg"):
+        build_datasets(config(tmp_path))[0].resident(CPU)
+    cfg = config(tmp_path, "--on-bad-sample=skip")
+    train, val = build_datasets(cfg)
+    assert (len(train), len(val), train.labels.tolist()) == (11, 12, [0] * 6 + [1] * 5)
+    out = capsys.readouterr().out
+    assert "skipping 1 of 24 files" in out and "dog/3.jpg" in out
+    assert len(train.resident(CPU)) == 11
+    for path in (tmp_path / "val").rglob("*.jpg"):
+        break_file(path)
+    with pytest.raises(UserError, match=r"none of the images in .*val.cat, .*val.dog can be"):
+        build_datasets(cfg)
+
+
+def test_folder_is_decoded_once_until_a_file_changes(tmp_path, monkeypatch):
+    cfg = config(folder(tmp_path), "--augment=none")
+    calls = []
+    monkeypatch.setattr(image_folder, "decode", lambda path: calls.append(path) or decode(path))
+    everything = torch.arange(12)
+    for expected in (12, 12):
+        train, _ = build_datasets(cfg)
+        images, labels = train.resident(CPU).get_batch(everything, 0, 0)
+        assert len(calls) == expected
+    assert torch.equal(images, train.get_batch(everything, 0, 0)[0])
+    assert torch.equal(labels, train.labels)
+    calls.clear()
+    photo(tmp_path / "train" / "cat" / "0.jpg", (30, 30))
+    build_datasets(cfg)[0].resident(CPU)
+    assert len(calls) == 12
+    for path in (tmp_path / ".cache").iterdir():  # a cache that was cut short is not used
+        os.truncate(path, 100)
+    assert len(build_datasets(cfg)[0].resident(CPU)) == 12 and len(calls) == 24
+
+
+def test_cache_folder_can_be_moved_and_must_be_writable(tmp_path):
+    folder(tmp_path / "images")
+    build_datasets(config(tmp_path / "images", f"--cache-dir={tmp_path / 'c'}"))[0].resident(CPU)
+    assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 1
+    assert not (tmp_path / "images" / ".cache").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="pass --cache-dir with a writable folder"):
+        bad_files(["/etc/hostname"], tmp_path / "file" / "cache")
+
+
+def test_large_folders_are_checked_in_parallel(tmp_path):
+    for i in range(1100):
+        photo(tmp_path / f"{i:04}.jpg", (2, 2))
+    paths = [str(path) for path in sorted(tmp_path.glob("*.jpg"))]
+    for number in (77, 800, 1099):
+        os.truncate(paths[number], 20)
+    state = torch.get_rng_state()
+    assert bad_files(paths, tmp_path / "cache") == {paths[i] for i in (77, 800, 1099)}
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,106 @@
+"""Decoding image files of every kind."""
+
+import pickle
+import zlib
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from tasks.images import decode as decoding
+from tasks.images.decode import BadImageError, decode
+from tasks.images.files import is_image
+from tests.images import photo
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("a.jpg", "RGB"),
+        ("b.jpg", "CMYK"),
+        ("c.jpg", "L"),
+        ("d.png", "P"),
+        ("e.png", "RGBA"),
+        ("f.png", "I;16"),
+        ("g.bmp", "RGB"),
+        ("h.webp", "RGB"),
+        ("i.tiff", "RGB"),
+        ("j.tiff", "I;16"),
+        ("k.tiff", "CMYK"),
+        ("l.png", "LA"),
+        ("m.png", "1"),
+        ("n.webp", "RGBA"),
+        ("o.gif", "P"),
+        ("p.GIF", "L"),
+        ("q.jpeg", "L"),
+        ("r.ppm", "RGB"),
+    ],
+)
+@pytest.mark.parametrize("fast", [True, False])
+def test_every_kind_of_image_is_decoded_in_color(name, mode, fast, tmp_path, monkeypatch):
+    if not fast:  # a torchvision that no longer decodes
+        monkeypatch.setattr(decoding, "decode_image", None)
+    if mode == "I;16":
+        Image.fromarray(numpy.full((16, 20), 40000, dtype="uint16")).save(tmp_path / name)
+        assert (decode(tmp_path / name) == 40000 // 256).all()
+    else:
+        photo(tmp_path / name, mode=mode)
+    image = decode(tmp_path / name)
+    assert (image.shape, image.dtype) == ((3, 16, 20), torch.uint8)
+    assert image.float().mean() > 50
+    assert is_image((tmp_path / name).relative_to(tmp_path))
+
+
+def test_16_bit_pixels_of_either_byte_order_keep_their_upper_8_bits(tmp_path):
+    for name, dtype in (("little.tiff", "<u2"), ("big.tiff", ">u2")):
+        values = numpy.array([[0, 255, 256, 65535]], dtype=dtype)
+        image = Image.frombytes("I;16B" if dtype[0] == ">" else "I;16", (4, 1), values.tobytes())
+        image.save(tmp_path / name)
+        assert decode(tmp_path / name)[0].tolist() == [[0, 0, 1, 255]]
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.tiff", "a.png", "a.webp"])
+def test_exif_rotation_is_applied(name, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # rotate by 90 degrees
+    photo(tmp_path / name, exif=exif)
+    assert decode(tmp_path / name).shape == (3, 20, 16)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
+def test_animation_uses_first_frame(name, tmp_path):
+    frames = [Image.new("RGB", (20, 16), color) for color in ("red", "lime", "blue")]
+    options = {"lossless": True} if name == "a.webp" else {}
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], **options)
+    red = torch.tensor([255, 0, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 16, 20)
+    assert torch.equal(decode(tmp_path / name), red)
+
+
+def test_decompression_bomb_is_refused(tmp_path):
+    """A PNG of 10 KB that claims to have 10 gigapixels."""
+    photo(tmp_path / "a.png")
+    data = bytearray((tmp_path / "a.png").read_bytes())
+    data[16:24] = (100_000).to_bytes(4) * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    (tmp_path / "a.png").write_bytes(data)
+    with pytest.raises(BadImageError, match=r"a\.png cannot be decoded .*decompression bomb"):
+        decode(tmp_path / "a.png")
+
+
+def test_floating_point_pixels_are_refused(tmp_path):
+    Image.fromarray(numpy.ones((4, 4), dtype="float32")).save(tmp_path / "a.tiff")
+    with pytest.raises(BadImageError, match=r"a\.tiff cannot be decoded .*floating-point"):
+        decode(tmp_path / "a.tiff")
+
+
+@pytest.mark.parametrize("part", [0, 0.3, 0.9])
+def test_truncated_image_is_reported(part, tmp_path):
+    path = tmp_path / "a.jpg"
+    photo(path)
+    path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+    with pytest.raises(BadImageError, match=r"a\.jpg cannot be decoded.*--on-bad-sample skip") as e:
+        decode(path)
+    assert e.value.path == str(path) and e.value.reason in str(e.value)
+    copy = pickle.loads(pickle.dumps(e.value))  # as a worker process sends it
+    assert (str(copy), copy.path, copy.reason) == (str(e.value), e.value.path, e.value.reason)

@@ -1,0 +1,147 @@
+"""dataset=imagefolder: which images come out, and how they are augmented."""
+
+import random
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import SequentialSampler
+from torchvision.transforms.v2 import functional as F
+
+from tasks.images import build_datasets
+from tasks.images.augment import CropFlip
+from tasks.images.decode import BadImageError, decode
+from tasks.images.folder import FolderDataset, random_box
+from tests.images import break_file, config, folder
+from utils.checkpoint_file import FORMAT
+from utils.data import build_loader
+from utils.sampler import EpochSampler
+from utils.seeds import mix
+
+CPU = torch.device("cpu")
+PREPROCESSING = {
+    "image_size": 32,
+    "resize": 36,
+    "interpolation": "bilinear",
+    "mean": [0],
+    "std": [1],
+}
+KINDS = ("jpg", "png", "bmp")
+
+
+# Augmentation
+
+
+@pytest.mark.parametrize("size", [(1, 1), (500, 400), (1, 300), (300, 1), (224, 224)], ids=str)
+def test_random_boxes_are_inside_the_image_and_follow_the_rule(size):
+    draws = random.Random(0)
+    boxes = [random_box(*size, draws) for _ in range(300)]
+    for top, left, h, w in boxes:
+        assert 0 <= top <= top + h <= size[0] and 0 <= left <= left + w <= size[1] and h and w
+    if min(size) > 1:
+        areas = [h * w / (size[0] * size[1]) for _, _, h, w in boxes]
+        assert 0.07 < min(areas) < 0.2 and 0.8 < max(areas) <= 1
+        assert all(0.72 < w / h < 1.36 for _, _, h, w in boxes)
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
+def test_batches_depend_on_seed_epoch_and_index_alone(augment, tmp_path):
+    train, val = build_datasets(config(folder(tmp_path), f"--augment={augment}"))
+    everything = torch.arange(12)
+    images, labels = train.get_batch(everything, 3, 0)
+    assert images.dtype == torch.uint8 and images.shape == (12, 3, 16, 16)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.tolist() == [0] * 6 + [1] * 6 and labels.dtype == torch.int64
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    parts = [train.get_batch(part, 3, 0)[0] for part in order.split(5)]
+    assert torch.equal(torch.cat(parts), images[order])
+    plain = torch.stack([train[i][0] for i in range(12)])
+    if augment == "none":
+        assert torch.equal(images, plain)
+        return
+    assert not torch.equal(images, train.get_batch(everything, 4, 0)[0])
+    assert not torch.equal(images, train.get_batch(everything, 3, 1)[0])
+    if augment == "crop_flip":
+        assert torch.equal(images, CropFlip(12)(plain, everything, epoch=3, seed=0))
+    assert torch.equal(
+        val.get_batch(everything, 3, 0)[0], torch.stack([val[i][0] for i in range(12)])
+    )
+
+
+def test_resized_crop_uses_the_original_image(tmp_path):
+    train, val = build_datasets(config(folder(tmp_path), "--augment=resized_crop"))
+    assert (val.resize, val[0][0].shape) == (18, (3, 16, 16))
+    images, _ = train.get_batch(torch.tensor([2]), 0, 0)
+    draws, original = random.Random(mix(0, 0, 2)), decode(train.paths[2])
+    expected = F.resized_crop(original, *random_box(*original.shape[1:], draws), [16, 16])
+    flipped = F.horizontal_flip(expected)
+    assert torch.equal(images[0], flipped if draws.random() < 0.5 else expected)
+    assert train.resident(CPU) is None and val.resident(CPU) is not None
+
+
+# Datasets
+
+
+def test_preprocessing_follows_the_weights(tmp_path):
+    folder(tmp_path)
+    inputs = {"mean": [0.5] * 3, "std": [0.1] * 3}
+
+    def build(expected):
+        torch.save({"format": FORMAT, "data": expected | {"classes": []}}, tmp_path / "weights.pt")
+        return build_datasets(config(tmp_path, f"--weights={tmp_path / 'weights.pt'}"))
+
+    train, val = build(inputs | {"image_size": 16, "resize": 20})
+    expected = inputs | {"image_size": 16, "resize": 20, "interpolation": "bilinear"}
+    assert train.preprocessing == val.preprocessing == expected
+    assert (val.mean, val.std, val.size, val.resize) == ([0.5] * 3, [0.1] * 3, 16, 20)
+    # Weights for another size do not determine how much of the image is cropped.
+    inputs |= {"image_size": 224, "resize": 232, "interpolation": "bicubic"}
+    expected |= {"resize": 16, "interpolation": "bicubic"}
+    assert build(inputs)[0].preprocessing == expected
+    neutral = build({})[0].preprocessing
+    assert neutral["mean"] == [0.485, 0.456, 0.406] and neutral["std"] == [0.229, 0.224, 0.225]
+    assert (train.augment, val.augment) == ("crop_flip", "none")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_array_and_workers_give_the_same_batches(workers, tmp_path):
+    folder(tmp_path, count=10)
+    batches = []
+    for flags in (["--loader=device"], ["--loader=workers", f"--num-workers={workers}"]):
+        cfg = config(tmp_path, "--global-batch-size=6", *flags)
+        train, _ = build_datasets(cfg)
+        sampler = EpochSampler(train, seed=cfg.seed)
+        loader = build_loader(train, sampler, 6, CPU, cfg, train=True)
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            batches.append(list(loader))
+    first, second, same_first, same_second = batches
+    assert len(first) == 3
+    for ours, theirs in zip(first + second, same_first + same_second, strict=True):
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert not torch.equal(first[0][0], second[0][0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_file_read_by_a_worker_is_one_line(workers, tmp_path):
+    break_file(folder(tmp_path) / "train" / "dog" / "3.jpg")
+    cfg = config(tmp_path, "--loader=workers", f"--num-workers={workers}", "--global-batch-size=4")
+    train, _ = build_datasets(cfg)
+    with pytest.raises(BadImageError, match=r"dog/3\.jpg") as caught:
+        list(build_loader(train, SequentialSampler(train), 4, CPU, cfg))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "suffix"),
+    [
+        *((size, suffix) for size in ((1, 1), (3000, 1), (1, 3000)) for suffix in KINDS),
+        ((10000, 10000), "jpg"),  # PNG, with the same decoder, takes 20 seconds to write
+        ((90000, 1000), "bmp"),  # and Pillow warns from 89 megapixels
+    ],
+)
+def test_one_pixel_one_line_and_100_megapixels(size, suffix, tmp_path, recwarn):
+    Image.new("L", size, 200).save(tmp_path / f"a.{suffix}")
+    image, label = FolderDataset([tmp_path / f"a.{suffix}"], [3], "abcd", PREPROCESSING)[0]
+    assert image.shape == (3, 32, 32) and (image == 200).all() and label == 3
+    assert not [w for w in recwarn if issubclass(w.category, Image.DecompressionBombWarning)]

@@ -1,0 +1,111 @@
+"""The house: dense code, circles of imports, attributes assigned from outside, probes."""
+
+import ast
+
+import pytest
+
+from tools.closure import imports, modules_in, option_blocks, parse, size
+from tools.lessons import ROOT
+
+FILES = sorted(
+    path
+    for folder in ("utils", "tasks")
+    for path in (ROOT / folder).rglob("*.py")
+    if size(path).lines
+)
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+
+# Each is what PyTorch's interface asks for, or an object that the function has just made.
+ASSIGNED = {
+    "replicas.py: model.module",  # DistributedDataParallel, for one backward pass
+    "skipped_steps.py: optimizer.found_inf",  # as torch.amp.GradScaler does
+    "tensor_parallel.py: module.__class__",  # a ParallelStyle changes a module in place
+    "tensor_parallel.py: module.mesh",
+    "tensor_parallel.py: module.forward",
+    "small_models.py: model.conv1",
+    "small_models.py: model.maxpool",
+    "checkpoint.py: options.strict",
+    "checkpoint.py: options.full_state_dict",
+    "spawn.py: os.environ",
+}
+
+
+def assigned_attributes(path):
+    """Attributes of modules, or of parameters other than self, that a file assigns."""
+    tree = parse(path)
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported |= {alias.asname or alias.name for alias in node.names}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        parameters = {arg.arg for arg in function.args.args + function.args.kwonlyargs}
+        foreign = (parameters | imported) - {"self", "ctx", "cls"}
+        for node in ast.walk(function):
+            targets = []
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+                targets = [node.target]
+            for group in targets:
+                for target in group.elts if isinstance(group, ast.Tuple) else [group]:
+                    is_attribute = isinstance(target, ast.Attribute)
+                    if is_attribute and getattr(target.value, "id", "") in foreign:
+                        yield f"{path.name}: {ast.unparse(target)}"
+
+
+def test_nobody_assigns_to_what_is_not_theirs():
+    found = {text for path in [*FILES, *SCRIPTS] for text in assigned_attributes(path)}
+    assert found == ASSIGNED
+
+
+def imports_of(path):
+    """The modules that a file imports, in functions and as options, too. A package counts only
+    where it is imported itself, not one of its modules."""
+    direct, text = set(imports(path)), path.read_text()
+    for block, _ in option_blocks(path):
+        direct |= modules_in(ast.walk(block), ROOT)
+    packages = {path for path in direct if path.name == "__init__.py"}
+    named = [path for path in packages if f"from {package_name(path)} import" in text]
+    return direct - packages | set(named)
+
+
+def package_name(path):
+    return ".".join(path.parent.relative_to(ROOT).parts)
+
+
+def test_imports_have_no_circles():
+    edges = {path: imports_of(path) for path in FILES}
+    for start in FILES:
+        reached, pending = set(), [start]
+        while pending:
+            for path in edges.get(pending.pop(), set()) - reached:
+                reached.add(path)
+                pending.append(path)
+        assert start not in reached, start
+
+
+def test_no_module_looks_for_a_file_to_decide_what_to_do():
+    for path in FILES:
+        assert "find_spec" not in path.read_text(), path
+
+
+def test_code_is_not_dense():
+    """8.5 tokens per line on average, so that golf costs. Tensor code may be denser."""
+    sizes = [size(path) for path in FILES if path.is_relative_to(ROOT / "utils")]
+    assert sum(s.tokens for s in sizes) / sum(s.lines for s in sizes) <= 8.5
+
+
+@pytest.mark.parametrize("folder", ["utils", "tasks"])
+def test_no_module_imports_a_tool_or_a_script(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", "") or ""]
+                assert not any(n.startswith(("tools", "lab", "tests", "train_")) for n in names)
+
+
+def test_utils_know_no_task():
+    for path in (ROOT / "utils").rglob("*.py"):
+        assert "import tasks" not in path.read_text() and "from tasks" not in path.read_text(), path

@@ -1,0 +1,87 @@
+"""docs/own-task.md as a user follows it: the page's code, in a copy of train_ddp.py."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tools.lessons import ROOT
+from utils.metrics import read_metrics
+
+PAGE = (ROOT / "docs" / "own-task.md").read_text()
+
+
+def blocks(language):
+    """The page's code blocks in that language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def apply(diff, text):
+    """`text` with the lines of a diff replaced; added lines go where the last known line was."""
+    lines, at = text.splitlines(), None
+    additions = []
+    for line in diff.splitlines():
+        sign, line = line[0], line[1:]
+        if sign == "+" and at is None:
+            additions.append(line)
+        elif sign == "+":
+            lines.insert(at, line)
+            at += 1
+        else:
+            assert lines.count(line) == 1, line
+            at = lines.index(line)
+            lines[at : at + 1] = [*additions, *([line] if sign == " " else [])]
+            at += len(additions) + (sign == " ")
+            additions = []
+    return "\n".join([*lines, ""])
+
+
+def shell(command, folder, *flags):
+    """Run a line of the page, with this Python in place of `python` and `torchrun`."""
+    python = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    program, *arguments = command.split()
+    result = subprocess.run(
+        [sys.executable, *python[program], *arguments, *flags],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture
+def project(tmp_path):
+    """my_project as the page builds it, but for my_task.py; and the page's command to train."""
+    first, training = (block.replace("\\\n", "") for block in blocks("sh"))
+    copying, entering = first.splitlines()
+    assert copying.endswith(" my_project") and entering == "cd my_project"
+    shell(copying.replace("my_project", str(tmp_path / "my_project")), ROOT)
+    script = tmp_path / "my_project" / "train_ddp.py"
+    (diff,) = blocks("diff")
+    script.write_text(apply(diff, script.read_text()))
+    return script.parent, training
+
+
+def test_own_task_trains_on_two_processes(project):
+    folder, training = project
+    task, settings = blocks("python")[1:]
+    (folder / "my_task.py").write_text(task)
+    shell(training, folder, "--device", "cpu", "--num-workers", "1")
+    rows = read_metrics(folder / "runs" / "train_ddp" / "metrics.jsonl")
+    assert [row["world_size"] for row in rows] == [2] * 5
+    assert [row["train_samples"] for row in rows] == [1000] * 5
+    assert rows[-1]["val_samples"] == 201 and rows[-1]["val_error"] < 0.6 * rows[0]["val_error"]
+
+    line = "from utils.config import Config as Settings\n"
+    assert task.count(line) == 1
+    (folder / "my_task.py").write_text(
+        task.replace(line, "").replace("import torch\n", settings, 1)
+    )
+    (folder / "my_task.py").write_text("import torch\n" + (folder / "my_task.py").read_text())
+    shell(training, folder, "--device", "cpu", "--width", "8", "--epochs", "1", "--resume", "never")
+    assert "width: 8" in (folder / "runs" / "train_ddp" / "config.yaml").read_text()

@@ -1,0 +1,226 @@
+"""Settings: where their values come from, and that each mistake is one line that helps."""
+
+import sys
+from dataclasses import FrozenInstanceError, dataclass, replace
+
+import pytest
+
+from utils.config import Config, load_config
+from utils.settings import ConfigError, Settings, free_setting, parse_settings, setting
+
+
+@dataclass(frozen=True)
+class Base(Settings):
+    """How to bake."""
+
+    loaves: int = setting(10, "how many", low=1)
+    heat: float = setting(0.1, "of the oven, in % of its maximum")
+    flour: str = setting("wheat", "the grain", choices=("wheat", "rye"))
+    salted: bool = setting(True, "with salt")
+    shelf: int = free_setting(-1, "which one; -1: any", low=-1)
+    folder: str = free_setting("", "for recipes")
+
+    def resolved(self):
+        """See Settings."""
+        if self.flour == "rye" and not self.salted:
+            raise ConfigError("rye needs salt")
+        return super(Base, replace(self, folder=self.folder or "recipes")).resolved()
+
+
+@dataclass(frozen=True)
+class Rolls(Base):
+    """Rolls. Smaller than loaves."""
+
+    seeds: int = setting(1, "sorts of seeds", choices=(0, 1, 3))
+    loaves: int = setting(40, "how many", low=1)
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    """A function that writes a YAML file and returns the flag that selects it."""
+
+    def write(text):
+        (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+        return f"--config={tmp_path / 'a.yaml'}"
+
+    return write
+
+
+def assert_refused(argv, *parts, kind=Base):
+    """The error is one line that contains all `parts`."""
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(kind, argv)
+    text = str(caught.value)
+    assert "\n" not in text and caught.value.exit_code == 2
+    for part in parts:
+        assert part in text
+
+
+# Values
+
+
+def test_flags_override_file_and_file_overrides_defaults(yaml_file, monkeypatch):
+    flag = yaml_file("heat: 1e-3\nloaves: 7\nsalted: no\nfolder: 'x'\n")
+    found = parse_settings(Base, [flag, "--loaves", "9", "--shelf", "-1"])
+    assert found == Base(loaves=9, heat=0.001, salted=False, folder="x")
+    assert (type(found.heat), type(found.loaves)) == (float, int)
+    assert parse_settings(Base, [flag, "--salted"]).salted
+    assert not parse_settings(Base, ["--no-salted"]).salted
+    monkeypatch.setattr(sys, "argv", ["bake.py", "--loaves=3"])
+    assert parse_settings(Base) == Base(loaves=3)
+
+
+def test_flag_can_undo_what_the_file_sets(yaml_file):
+    flag = yaml_file("folder: somewhere\nflour: rye\n")
+    for argv in ([flag, "--folder", ""], [flag, "--folder="]):
+        assert parse_settings(Base, argv) == Base(flour="rye", folder="")
+
+
+def test_null_is_empty_and_a_tilde_is_the_home_folder(yaml_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, folder in (("null", ""), ("", ""), ("~", ""), ("~/a", "/home/me/a")):
+        assert parse_settings(Base, [yaml_file(f"folder: {text}")]).folder == folder
+    assert parse_settings(Base, ["--folder=~/run"]).folder == "/home/me/run"
+    assert_refused([yaml_file("loaves: ~")], "loaves must be a whole number, not ''")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        parse_settings(Base, []).heat = 1.0
+
+
+def test_subclass_may_change_a_default(yaml_file, capsys):
+    assert parse_settings(Rolls, []) == Rolls(loaves=40, seeds=1)
+    assert parse_settings(Rolls, ["--loaves=3"]).loaves == 3
+    assert parse_settings(Rolls, [yaml_file("loaves: 4\nseeds: 3")]) == Rolls(loaves=4, seeds=3)
+    with pytest.raises(SystemExit):
+        parse_settings(Rolls, ["--help"])
+    own, _, general = capsys.readouterr().out.partition("How to bake:")
+    assert "Rolls. Smaller than loaves:" in own and "--loaves" not in own
+    assert general.index("--loaves") < general.index("(default: 40)")
+
+
+def test_resolved_passes_through_all_combined_classes():
+    order = []
+
+    @dataclass(frozen=True)
+    class Tray(Settings):
+        width: int = setting(3, "in rolls")
+
+        def resolved(self):
+            order.append("Tray")
+            return super().resolved()
+
+    both = dataclass(frozen=True)(type("Both", (Tray, Rolls), {}))
+    found = parse_settings(both, ["--width=4", "--seeds=0"]).resolved()
+    assert (found.width, found.seeds, found.loaves, found.folder) == (4, 0, 40, "recipes")
+    assert order == ["Tray"]
+    with pytest.raises(ConfigError, match="rye needs salt"):
+        parse_settings(both, ["--flour=rye", "--no-salted"]).resolved()
+
+
+def test_annotations_may_be_strings():
+    """As in a module with  from __future__ import annotations"""
+
+    @dataclass(frozen=True)
+    class Texts(Base):
+        jars: "int" = setting(3, "how many")  # noqa: RUF009
+        open: "bool" = setting(False, "the jars")  # noqa: RUF009
+
+    found = parse_settings(Texts, ["--jars=4", "--open", "--loaves=2"])
+    assert (found.jars, found.open, found.loaves) == (4, True, 2)
+    assert_refused(["--jars=x"], "jars must be a whole number, not 'x'", kind=Texts)
+
+
+def test_help_is_grouped_by_class_from_the_most_special_one(capsys):
+    @dataclass(frozen=True)
+    class Bare(Rolls):
+        jars: int = setting(3, "how many")
+
+    with pytest.raises(SystemExit) as caught:
+        parse_settings(Bare, ["--help"])
+    assert caught.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    parts = ["--config FILE", "Bare:", "--jars INT", "Rolls. Smaller than loaves:"]
+    parts += ["--seeds 0|1|3", "How to bake:", "--heat FLOAT of the oven, in % of its maximum"]
+    parts += ["(default: 0.1)", "--flour wheat|rye", "--salted, --no-salted", "--shelf INT"]
+    places = [out.index(part, out.index("options:")) for part in parts]
+    assert places == sorted(places)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("loaves: 1\nhaet: 1", ["a.yaml:2:", "unknown key 'haet'", "did you mean 'heat'"]),
+        ("heat: 1\nheat: 2", ["a.yaml:2:", "heat must have one value and appear once"]),
+        ("loaves: ten", ["a.yaml:1:", "loaves must be a whole number, not 'ten'"]),
+        ("heat: .nan", ["heat must be a number"]),
+        ("heat: nan", ["heat must be a number, not 'nan'"]),
+        ("heat: inf", ["heat must be a number, not 'inf'"]),
+        ("heat:", ["heat must be a number, not ''"]),
+        ("salted: 2", ["salted must be true or false"]),
+        ("loaves: 0", ["loaves must be at least 1 and below 2**32, not 0"]),
+        ("flour: ryes", ["flour must be one of wheat, rye, not 'ryes'"]),
+        ("flour: no", ["flour must be one of wheat, rye, not 'no'"]),
+        ("seeds: 2", ["seeds must be one of 0, 1, 3, not 2"]),
+        ("heat: [1, 2]", ["heat must have one value"]),
+        ("seeds: 1\nheat: {a: 2}", ["a.yaml:2:", "heat must have one value"]),
+        ("shelf: 99999999999999999999", ["shelf must be at least -1 and below 2**32, not 9999"]),
+        ("heat: 1e308", ["heat must be at least 0 and below 2**32"]),
+        ("- 1", ["must contain a mapping"]),
+        ("", ["must contain a mapping"]),
+        ("a: b: c", ["cannot read", "a.yaml as YAML", "line 1"]),
+    ],
+)
+def test_mistake_in_the_file(text, parts, yaml_file):
+    assert_refused([yaml_file(text)], *parts, kind=Rolls)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--haet", "1"], ["unknown argument --haet (did you mean '--heat'?)"]),
+        (["--haet=1"], ["unknown argument --haet=1 (did you mean '--heat'?)"]),
+        (["--loave", "1"], ["unknown argument --loave (did you mean '--loaves'?)"]),  # no prefixes
+        (["--confg", "a.yaml"], ["unknown argument --confg (did you mean '--config'?)"]),
+        (["--xyz"], ["unknown argument --xyz"]),
+        (["--loaves"], ["--loaves", "expected one argument"]),
+        (["--loaves", "1.5"], ["--loaves: loaves must be a whole number, not '1.5'"]),
+        (["--shelf=-2"], ["shelf must be at least -1"]),
+        (["--salted=yes"], ["--salted", "ignored explicit argument"]),
+        (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
+        (["bake.yaml"], ["unknown argument bake.yaml"]),
+    ],
+)
+def test_mistake_in_a_flag(argv, parts):
+    assert_refused(argv, *parts)
+
+
+def test_config_file_that_is_not_text(tmp_path):
+    (tmp_path / "noise").write_bytes(bytes(range(256)))
+    assert_refused([f"--config={tmp_path / 'noise'}"], "noise as YAML")
+
+
+def test_flag_is_checked_even_where_the_file_is_right(yaml_file):
+    assert_refused([yaml_file("loaves: 2"), "--loaves=x"], "--loaves: loaves must be a whole")
+    assert_refused([yaml_file("haet: 2"), "--loaves=3"], "a.yaml:1: unknown key 'haet'")
+
+
+def test_field_that_is_declared_again_keeps_its_rules():
+    """Its choices, its lowest value, and whether it may change when a run is resumed."""
+
+    @dataclass(frozen=True)
+    class Task(Config):
+        optimizer: str = setting("adamw", "of this task")
+        num_workers: int = setting(0, "of this task")
+        epochs: int = setting(3, "of this task", low=2)
+
+    assert load_config(Task, argv=["--num-workers=-1"]).optimizer == "adamw"
+    for argument in ("--optimizer=foo", "--num-workers=-2", "--epochs=1"):
+        with pytest.raises(ConfigError):
+            parse_settings(Task, [argument])
+    fixed = Task().fixed_on_resume()
+    assert "num_workers" not in fixed and "optimizer" in fixed

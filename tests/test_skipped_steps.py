@@ -1,0 +1,187 @@
+"""Steps that are not finite on any rank, which a run may outlive."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.forked import FIVE_STEPS, fork_script, largest_difference, without_seconds
+from utils.checkpoint import Checkpointer
+from utils.checkpoint_file import read_checkpoint
+from utils.config import load_config
+from utils.data import Loader
+from utils.distributed import dp_rank
+from utils.options.skipped_steps import SkippedSteps
+from utils.rungs.amp import AmpSettings
+
+SKIP = FIVE_STEPS | {"dtype": "float64", "max_skipped_steps": 2}
+VIT = {"model": "vit_tiny", "image_size": 16}
+ADAMW = VIT | {"optimizer": "adamw"}
+
+
+def poisoned(*places, rank=None, value=float("nan")):
+    """For fork_script(before=...): the inputs of (epoch, step) are not finite on data-parallel rank
+    `rank`, or on all."""
+
+    def before():
+        batches = Loader.__iter__
+
+        def poisoned_batches(loader):
+            for batch in batches(loader):
+                here = loader.train and rank in (None, dp_rank())
+                if here and (loader.epoch, loader.step) in places:
+                    parts = batch if isinstance(batch, list) else [batch]  # micro-batches
+                    for inputs, _ in parts:
+                        inputs.mul_(value)
+                yield batch
+
+        Loader.__iter__ = poisoned_batches
+
+    return before
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """train_1gpu.py skips a whole global batch within an epoch, and one at its end."""
+    folder = tmp_path_factory.mktemp("one")
+    runs = {}
+    for name, flags in (("resnet", {}), ("vit", VIT), ("adamw", ADAMW)):
+        places = poisoned((0, 2), (1, 5))
+        flags = SKIP | flags
+        runs[name] = fork_script("train_1gpu.py", None, places, output_dir=folder / name, **flags)
+        assert runs[name].code == 0, runs[name].stderr
+    return runs
+
+
+def test_skipped_step_changes_nothing(one_process):
+    run = one_process["resnet"]
+    assert [row["train_samples"] for row in run.rows] == [48, 48]  # of 60
+    assert run.stderr.count("\n") == 2
+    first, second = run.stderr.splitlines()
+    assert first.startswith("warning: step 2 of epoch 0 was skipped, as the loss on rank 0, of ")
+    assert first.endswith("is not finite") and "step 5 of epoch 1" in second
+    checkpoint = read_checkpoint(run.output_dir / "last.pt")
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+    assert checkpoint["model"]["bn1.num_batches_tracked"] == 8  # of 10
+    assert all(0.0 < row["train_loss"] < 10.0 for row in run.rows)
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "reference", "flags"),
+    [
+        ("train_1gpu_graph.py", None, "resnet", {}),
+        ("train_mp.py", None, "resnet", {"devices": "cpu,cpu"}),
+        ("train_ddp.py", 2, "resnet", {}),
+        ("train_ddp_accum.py", 2, "vit", VIT | {"micro_batches": 2}),
+        ("train_fsdp.py", 2, "resnet", {}),  # SGD is not fused for its shards, AdamW is
+        ("train_fsdp.py", 2, "adamw", ADAMW),
+        ("train_tp.py", 2, "vit", VIT),
+        ("train_pp.py", 2, "vit", VIT | {"micro_batches": 2}),
+    ],
+    ids=str,
+)
+def test_all_scripts_skip_the_same_steps(script, nproc, reference, flags, tmp_path, one_process):
+    """One rank's samples are enough; here, the last data-parallel rank's."""
+    replicas = nproc if script in ("train_ddp.py", "train_ddp_accum.py", "train_fsdp.py") else 1
+    places = poisoned((0, 2), (1, 5), rank=replicas - 1)
+    run = fork_script(script, nproc, places, output_dir=tmp_path / "run", **SKIP | flags)
+    assert run.code == 0, run.stderr
+    assert run.stderr.count("was skipped, as the loss on rank") == 2
+    named = replicas if reference == "resnet" else 1  # synchronized BatchNorm spreads it to all
+    assert run.stderr.count("of samples [") == 2 * named
+    theirs = one_process[reference]
+    paths = run.output_dir / "last.pt", theirs.output_dir / "last.pt"
+    ours, expected = (read_checkpoint(path)["model"] for path in paths)
+    assert largest_difference(ours, expected) < 1e-9
+    for row, other in zip(run.rows, theirs.rows, strict=True):
+        for name in ("train_loss", "train_accuracy", "train_samples", "val_loss"):
+            assert row[name] == pytest.approx(other[name], abs=1e-9), name
+
+
+def test_without_the_option_the_weights_are_lost(tmp_path):
+    """What the tests above would show without it."""
+    flags = FIVE_STEPS | {"dtype": "float64"}
+    run = fork_script("train_ddp.py", 2, poisoned((0, 2)), output_dir=tmp_path / "run", **flags)
+    assert run.code == 1 and "not finite" not in run.stderr
+
+
+def test_too_many_skipped_steps_end_the_run(tmp_path):
+    flags = SKIP | {"max_skipped_steps": 1, "sync_bn": False}  # which would spread NaN to rank 0
+    places = poisoned((0, 4), (1, 3), rank=1)
+    run = fork_script("train_ddp.py", 2, places, output_dir=tmp_path / "run", **flags)
+    assert run.code == 1
+    error, warning = sorted(run.stderr.splitlines())
+    assert warning.startswith("warning: step 4 of epoch 0 was skipped")
+    assert "step 3 of epoch 1 was skipped, as the loss on rank 1, of samples [" in error
+    assert "That makes 2 steps, and --max-skipped-steps is 1" in error
+    assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 1
+    again = fork_script("train_ddp.py", 2, places, output_dir=tmp_path / "run", **flags)
+    assert again.code == 0, again.stderr  # each start counts from zero
+
+
+def test_gradient_without_a_loss_that_is_not_finite(tmp_path):
+    def before():
+        real = torch.Tensor.backward
+
+        def backward(tensor, *args, **kwargs):
+            real(tensor * float("inf"), *args, **kwargs)
+
+        torch.Tensor.backward = backward
+
+    flags = SKIP | {"max_skipped_steps": 0}
+    run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path / "run", **flags)
+    assert run.code == 1 and "step 1 of epoch 0 was skipped, as a gradient is not" in run.stderr
+
+
+def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
+    def before():
+        check = SkippedSteps._before
+
+        def poison_and_check(self, optimizer, args, kwargs):
+            if (dist.get_rank(), self.loader.epoch, self.loader.step) == (1, 0, 3):
+                *_, weight, _ = optimizer.param_groups[0]["params"]
+                weight.grad.to_local().fill_(float("inf"))
+            check(self, optimizer, args, kwargs)
+
+        SkippedSteps._before = poison_and_check
+
+    run = fork_script("train_fsdp.py", 2, before, output_dir=tmp_path / "run", **SKIP | VIT)
+    assert run.code == 0, run.stderr
+    assert run.stderr == "warning: step 3 of epoch 0 was skipped, as a gradient is not finite\n"
+    assert [row["train_samples"] for row in run.rows] == [48, 60]
+
+
+def test_gradscaler_has_the_decision(capfd):
+    """The first scale of float16 is meant to overflow; such steps would count."""
+    flags = ["--max-skipped-steps", "3"]
+    with pytest.raises(SystemExit):
+        load_config(script_settings=AmpSettings, argv=[*flags, "--amp-dtype", "float16"])
+    assert "where the GradScaler skips steps" in capfd.readouterr().err
+    assert load_config(script_settings=AmpSettings, argv=flags).max_skipped_steps == 3
+
+
+def test_resumed_run_skips_and_counts_as_an_uninterrupted_one(tmp_path):
+    """Saved right after a skipped step: the Meter's sums in the file are without it."""
+    flags = SKIP | {"epochs": 1}
+    places = poisoned((0, 2))
+    straight = fork_script("train_1gpu.py", None, places, output_dir=tmp_path / "a", **flags)
+
+    def stop():
+        places()
+        real = Checkpointer.step
+
+        def step(checkpoint):
+            real(checkpoint)
+            if checkpoint.state["loader"].step == 3:
+                checkpoint.wait()
+                os._exit(7)
+
+        Checkpointer.step = step
+
+    folder = tmp_path / "b"
+    assert fork_script("train_1gpu.py", None, stop, output_dir=folder, **flags).code == 7
+    assert read_checkpoint(folder / "last.pt")["loader"]["step"] == 2
+    resumed = fork_script("train_1gpu.py", None, places, output_dir=folder, **flags)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    assert without_seconds(resumed.rows) == without_seconds(straight.rows)

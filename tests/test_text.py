@@ -1,0 +1,339 @@
+"""tasks/text.py: padding, causality, tied weights, and a loss that is a mean over bytes."""
+
+import copy
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, log_softmax
+
+import tasks.text as task
+from utils.config import ConfigError, load_config
+from utils.errors import UserError
+
+PARAGRAPHS = [f"Paragraph {i}: {'the cat sat on the mat. ' * (i % 3)}".encode() for i in range(40)]
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\n\n".join(PARAGRAPHS))
+    return path
+
+
+def config(*flags):
+    sizes = ["--context=16", "--layers=2", "--heads=2", "--width=8", "--device=cpu"]
+    return load_config(task.Settings, argv=[*sizes, *flags])
+
+
+def small_model(**sizes):
+    torch.manual_seed(0)
+    model = task.GPT(**{"context": 16, "layers": 2, "heads": 2, "width": 8} | sizes).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # no zeros, no ones, and larger than the initial ones
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def random_bytes(*shape):
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
+
+
+# Settings
+
+
+def test_settings_are_checked():
+    assert all(f.metadata["help"] for f in fields(task.Settings))
+    with pytest.raises(ConfigError, match="width 10 is not a multiple of heads 4"):
+        task.Settings(width=10, heads=4).resolved()
+
+
+def test_defaults_suit_a_transformer():
+    cfg = load_config(task.Settings, argv=[])
+    assert (cfg.optimizer, cfg.clip_norm, cfg.global_batch_size) == ("adamw", 1.0, 32)
+    assert load_config(task.Settings, argv=["--lr=1"]).lr == 1
+
+
+# The text
+
+
+def test_the_default_text_is_the_documentation_and_code_of_this_project():
+    train_set, val_set = task.build_datasets(config())
+    assert len(train_set) > 5 * len(val_set) > 0
+    names = [path.relative_to(task.ROOT).as_posix() for path in task._project_files()]
+    assert {"README.md", "train_ddp.py", "tasks/text.py"} <= set(names)
+    assert names == [path.as_posix() for path in sorted(map(task.Path, names))]
+    assert not any(name.startswith(("tests", "runs", ".")) for name in names)
+
+
+def test_hidden_files_are_no_text(tmp_path, monkeypatch):
+    for name in ("b.md", "a.py", ".c.md", "docs/.d/e.md", "docs/f/g.md", "lab/h.py", "i.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(task, "ROOT", tmp_path)
+    assert task._project_files() == [tmp_path / name for name in ("a.py", "b.md", "docs/f/g.md")]
+    assert task._read("") == b"a.py\n\nb.md\n\ndocs/f/g.md"
+
+
+def test_every_tenth_paragraph_is_for_validation(text_file):
+    train_set, val_set = task.build_datasets(config(f"--text-file={text_file}", "--context=500"))
+    assert val_set.pieces == PARAGRAPHS[9::10]
+    assert train_set.pieces == [p for i, p in enumerate(PARAGRAPHS) if i % 10 != 9]
+
+
+def test_paragraphs_end_at_blank_lines_of_any_kind(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\r\n \t\r\n".join([b"one\nline", b"x"] + [b"  indented"] * 9))
+    train_set, val_set = task.build_datasets(config(f"--text-file={path}"))
+    assert train_set.pieces == [b"one\nline"] + [b"  indented"] * 8  # a single byte has no next one
+    assert val_set.pieces == [b"  indented"]
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 33, 34, 100])
+def test_each_byte_but_the_first_is_a_target_once(length):
+    paragraph = bytes(range(length))
+    pieces = task._cut(paragraph, 16)
+    assert all(2 <= len(piece) <= 17 for piece in pieces)
+    assert b"".join(piece[1:] for piece in pieces) == paragraph[1:]
+
+
+def test_a_sample_is_bytes_and_the_next_bytes(text_file):
+    train_set, _ = task.build_datasets(config(f"--text-file={text_file}"))
+    inputs, targets = train_set[0]
+    assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
+    assert bytes(inputs.tolist()) == b"Paragraph 0:" and bytes(targets.tolist()) == b"aragraph 0: "
+
+
+def test_bytes_of_any_value_are_a_text(tmp_path):
+    path = tmp_path / "text.bin"
+    path.write_bytes(b"\n\n".join([bytes([255, 0, 200])] * 10))
+    train_set, _ = task.build_datasets(config(f"--text-file={path}"))
+    assert train_set[0][0].tolist() == [255, 0]
+
+
+def test_errors_name_the_file_and_what_to_do(tmp_path):
+    missing = tmp_path / "missing.txt"
+    with pytest.raises(UserError, match=r"cannot read .*missing.txt: No such file.*--text-file"):
+        task.build_datasets(config(f"--text-file={missing}"))
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+        task.build_datasets(config(f"--text-file={tmp_path}"))
+    for text, count in (("", 0), ("a\n\nb", 0), ("one line\n" * 99, 1)):
+        (tmp_path / "short.txt").write_text(text)
+        with pytest.raises(UserError, match=f"short.txt has {count} paragraphs.*needs 10"):
+            task.build_datasets(config(f"--text-file={tmp_path / 'short.txt'}"))
+
+
+def test_the_description_notices_a_changed_text(text_file):
+    cfg = config(f"--text-file={text_file}", "--context=500")
+    before = task.describe(*task.build_datasets(cfg))
+    assert before == task.describe(*task.build_datasets(cfg))
+    assert (before["train_samples"], before["val_samples"]) == (36, 4)
+    text_file.write_bytes(text_file.read_bytes().replace(b"Paragraph 19", b"Paragraph XY"))
+    after = task.describe(*task.build_datasets(cfg))
+    assert {name for name in before if before[name] != after[name]} == {"text_checksum"}
+
+
+# Batches
+
+
+def test_batches_are_padded_to_their_longest_sample_or_to_the_context():
+    for padding, length in (("longest", 4), ("context", 16)):
+        dataset = task.Documents([b"abc", b"vwxyz"], context=16, padding=padding)
+        inputs, targets = dataset.collate_fn([dataset[0], dataset[1]])
+        assert inputs.shape == targets.shape == (2, length)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs[0].tolist() == [97, 98] + [0] * (length - 2)
+        assert targets[0].tolist() == [98, 99] + [task.IGNORED] * (length - 2)
+        assert (
+            bytes(inputs[1, :4].tolist()) == b"vwxy" and bytes(targets[1, :4].tolist()) == b"wxyz"
+        )
+        assert task.count(targets) == 2 + 4
+
+
+def test_padding_changes_neither_the_loss_nor_the_gradients():
+    model, pieces = small_model(), [b"abc", b"vwxyz", b"0123456789"]
+    results = []
+    for padding in ("longest", "context"):
+        dataset = task.Documents(pieces, context=16, padding=padding)
+        inputs, targets = dataset.collate_fn([dataset[i] for i in range(3)])
+        loss = task.loss(model(inputs), targets)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append([loss.detach(), task.count(targets), *gradients])
+    for short, long in zip(*results, strict=True):
+        torch.testing.assert_close(short, long, rtol=1e-12, atol=1e-12)
+
+
+def test_the_loss_is_a_mean_over_bytes_not_over_samples_or_batches():
+    model, pieces = small_model(), [b"abc", b"vwxyz", b"0123456789"]
+    dataset = task.Documents(pieces, context=16)
+    by_hand = []
+    for piece in pieces:  # one at a time: no padding
+        log_probabilities = log_softmax(model(torch.tensor([list(piece[:-1])]))[0], -1)
+        by_hand += [-log_probabilities[i, byte].item() for i, byte in enumerate(piece[1:])]
+    sums = {"loss": 0.0, "count": 0.0}
+    for indices in ([0, 1], [2]):
+        inputs, targets = dataset.collate_fn([dataset[i] for i in indices])
+        outputs = model(inputs)
+        assert task.measure(outputs, targets) == {}
+        sums["loss"] += task.loss(outputs, targets).detach()
+        sums["count"] += task.count(targets).double()
+    mean = sum(by_hand) / len(by_hand)
+    results = task.summarize(sums)
+    assert sums["count"] == len(by_hand) == 2 + 4 + 9
+    assert results == pytest.approx({"loss": mean, "perplexity": math.exp(mean)}, rel=1e-12)
+    assert ("perplexity", min) == task.BEST
+
+
+def test_a_loss_that_overflows_gives_an_infinite_perplexity():
+    sums = {"loss": torch.tensor(1e6).double(), "count": torch.tensor(1.0).double()}
+    assert task.summarize(sums) == {"loss": 1e6, "perplexity": math.inf}
+
+
+# The model
+
+
+def test_no_byte_sees_a_later_one():
+    model, inputs = small_model(), random_bytes(2, 16)
+    before = model(inputs)
+    for position in range(16):
+        changed = inputs.clone()
+        changed[:, position] = (changed[:, position] + 1) % 256
+        after = model(changed)
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert not torch.isclose(after[:, position:], before[:, position:]).all(-1).any()
+
+
+def test_attention_is_that_of_pytorch():
+    attention = small_model().blocks[0].attention
+    reference = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    parts = [attention.query, attention.key, attention.value]
+    with torch.no_grad():
+        reference.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        no_bias = torch.zeros(8).double()  # the keys have none
+        biases = [no_bias if part.bias is None else part.bias for part in parts]
+        reference.in_proj_bias.copy_(torch.cat(biases))
+    reference.out_proj.load_state_dict(attention.output.state_dict())
+    hidden = torch.randn(3, 5, 8).double()
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    expected, _ = reference(hidden, hidden, hidden, attn_mask=mask)
+    torch.testing.assert_close(attention(hidden), expected)
+
+
+def test_every_parameter_has_a_gradient_that_is_not_just_rounding():
+    """Adam divides a gradient by its size: it would train on rounding errors."""
+    model = small_model()
+    task.loss(model(random_bytes(4, 16)), random_bytes(4, 16).flip(0)).backward()
+    assert all(parameter.grad.abs().max() > 1e-6 for parameter in model.parameters())
+
+
+def test_embedding_and_output_are_one_parameter():
+    model = small_model()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert [name for name, shape in shapes.items() if 256 in shape] == ["embedding.weight"]
+    assert shapes.keys() == model.state_dict().keys()
+    outputs = model(torch.zeros(1, 1, dtype=torch.int64))
+    (gradient,) = torch.autograd.grad(outputs[0, 0, 255], model.embedding.weight)
+    assert gradient[0].any() and gradient[255].any()  # of the input, and of the output
+
+
+def test_a_new_model_knows_nothing_and_depends_on_the_seed_only():
+    cfg = config("--context=32", "--layers=4", "--width=64")
+    states = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        model = task.build_model(cfg, train_set=None)
+        states.append(model.state_dict())
+    inputs, targets = random_bytes(8, 64).chunk(2, 1)
+    outputs = model(inputs)
+    assert outputs.shape == (8, 32, 256) and outputs.dtype == torch.float32
+    loss = cross_entropy(outputs.flatten(0, 1), targets.flatten())
+    assert loss.item() == pytest.approx(math.log(256), abs=0.1)
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["embedding.weight"], states[2]["embedding.weight"])
+    block = model.blocks[0]
+    for layer, std in ((block.mlp[0], 0.02), (block.mlp[2], 0.02 / 8**0.5)):
+        assert layer.weight.std().item() == pytest.approx(std, rel=0.1) and not layer.bias.any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_outputs_are_on_the_device_of_the_embedding(device):
+    model = small_model()
+    model.embedding.to(device)
+    outputs = model.predict(torch.zeros(2, 3, 8).double())  # where the last block and norm are
+    assert outputs.device.type == device and outputs.shape == (2, 3, 256)
+
+
+# What the scripts need to divide the model
+
+
+def test_layers_one_after_another_are_the_model():
+    model, inputs = small_model(layers=3), random_bytes(2, 16)
+    hidden, held = inputs, set()
+    for function, parts in task.layers(model):
+        hidden = function(hidden)
+        held |= {parameter for part in parts for parameter in part.parameters()}
+    assert torch.equal(hidden, model(inputs)) and held == set(model.parameters())
+    first, *middle, last = task.layers(model)
+    assert model.embedding in first[1] and model.embedding in last[1]
+    assert [parts for _, parts in middle] == [[block] for block in model.blocks]
+
+
+def test_blocks_are_the_transformer_blocks():
+    model = small_model(layers=3)
+    assert task.blocks(model) == [model.blocks[0], model.blocks[1], model.blocks[2]]
+
+
+def test_heads_and_columns_are_divided_among_ranks():
+    model = small_model(layers=3)
+    plan = task.tensor_parallel_plan(model, 2)
+    assert [block for block, _ in plan] == task.blocks(model)
+    linear = {n for n, m in model.blocks[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    assert all(styles.keys() == linear for _, styles in plan)
+    with pytest.raises(UserError, match=r"2 attention heads and 32 MLP columns.* 3 ranks.*--heads"):
+        task.tensor_parallel_plan(model, 3)
+    with pytest.raises(UserError, match="among 4 ranks"):
+        task.tensor_parallel_plan(model, 4)
+
+
+def test_the_ranks_parts_add_up_to_the_whole_block():
+    """What ColwiseParallel and RowwiseParallel do, without processes."""
+    model, hidden = small_model(heads=4), torch.randn(2, 5, 8).double()
+    _, plan = task.tensor_parallel_plan(model, 2)[0]
+    for whole, prefix in ((model.blocks[0].attention, "attention."), (model.blocks[0].mlp, "mlp.")):
+        outputs = []
+        for rank in range(2):
+            part = copy.deepcopy(whole)
+            for name, style in plan.items():
+                if name.startswith(prefix):
+                    layer = part.get_submodule(name.removeprefix(prefix))
+                    by_column = type(style).__name__ == "ColwiseParallel"
+                    weight = layer.weight.data.chunk(2, 0 if by_column else 1)[rank]
+                    layer.weight = torch.nn.Parameter(weight)
+                    if layer.bias is not None:
+                        bias = layer.bias.data
+                        bias = bias.chunk(2)[rank] if by_column else bias / 2
+                        layer.bias = torch.nn.Parameter(bias)
+            outputs.append(part(hidden))
+        torch.testing.assert_close(sum(outputs), whole(hidden))
+
+
+# Training
+
+
+def test_a_small_model_learns_in_seconds(text_file):
+    cfg = config(f"--text-file={text_file}", "--width=32", "--padding=context")
+    train_set, val_set = task.build_datasets(cfg)
+    torch.manual_seed(0)
+    model = task.build_model(cfg, train_set)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, targets = train_set.collate_fn(list(map(train_set.__getitem__, range(len(train_set)))))
+    for _ in range(40):
+        loss = task.loss(model(inputs), targets) / task.count(targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    inputs, targets = val_set.collate_fn(list(map(val_set.__getitem__, range(len(val_set)))))
+    with torch.no_grad():
+        loss = task.loss(model(inputs), targets).double()
+    assert task.summarize({"loss": loss, "count": task.count(targets)})["perplexity"] < 8

@@ -1,0 +1,30 @@
+"""--save-errors warn: a run that outlives checkpoints which cannot be written."""
+
+import sys
+from contextlib import suppress
+
+from utils.errors import UserError
+from utils.hooks import Hook
+from utils.run_folder import claim
+
+
+class WarnOfSaveErrors(Hook):
+    """Turns errors of saves into warnings, except for the save that ends a run."""
+
+    def __init__(self):
+        self.is_ending = False
+
+    def before_save(self, checkpoint, between_steps):
+        is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
+        self.is_ending = is_signaled or checkpoint.epoch == checkpoint.cfg.epochs
+
+    def save_failed(self, checkpoint, message):
+        if self.is_ending:
+            return False
+        print(f"warning: {message}; the run continues", file=sys.stderr)
+        folder = checkpoint.folder
+        if not folder.exists():  # it was deleted
+            with suppress(OSError, UserError):
+                claim(folder, "auto")
+                (folder / "config.yaml").write_text(checkpoint.cfg.dump())
+        return True

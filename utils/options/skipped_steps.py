@@ -1,0 +1,125 @@
+"""--max-skipped-steps: a run that outlives steps whose gradients are not finite."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from utils.distributed import all_gather_object, dp_world_size, is_main_process
+from utils.errors import UserError
+from utils.hooks import Hook
+
+
+class SkippedSteps(Hook):
+    """Skips the optimizer steps whose gradients are not finite on any rank.
+
+    A fused optimizer skips on the device, as after a GradScaler's overflow, and the CPU reads the
+    outcome one step later, so that it does not wait for the GPU; with others, it waits. A skipped
+    step changes no parameter, optimizer state, buffer or metric; the learning rate moves on.
+    """
+
+    def __init__(self, limit, state):
+        self.loader, self.meter, self.limit = state["loader"], state["meter"], limit
+        self.optimizer, self.model = state["optimizer"], state["model"]
+        self.count, self.pending = 0, None
+        self.found = torch.zeros(())  # 1: skip this step
+
+    def after_load(self, checkpoint):
+        """Start to look at gradients; the state to go back to is that which has been loaded."""
+        self.buffers = {}  # {(device, dtype): buffers}
+        for buffer in self.model.buffers():
+            self.buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        self.flat = {key: _flatten(buffers) for key, buffers in self.buffers.items()}
+        self._remember()
+        self.optimizer.register_step_pre_hook(self._before)
+        self.optimizer.register_step_post_hook(self._after)
+
+    def _remember(self):
+        self.sums, self.targets, self.samples = (
+            self.meter.sums,
+            self.meter.count,
+            self.loader.samples,
+        )
+
+    def _before(self, optimizer, args, kwargs):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+        self.found = 1.0 - norm.isfinite().float()
+        if dist.is_initialized():  # ranks may hold different shards or stages
+            dist.all_reduce(self.found, dist.ReduceOp.MAX)
+        if optimizer.defaults.get("fused"):
+            optimizer.found_inf = self.found  # as torch.amp.GradScaler does
+        elif self.found:
+            optimizer.zero_grad()  # without gradients, the step does nothing
+
+    def _after(self, optimizer, args, kwargs):
+        if hasattr(optimizer, "found_inf"):
+            del optimizer.found_inf
+
+    def after_step(self, checkpoint, wait):
+        """Undo what a skipped step has changed in buffers and metrics.
+
+        Raises UserError, on all ranks, if more steps than the limit have been skipped.
+        """
+        meter, loader = self.meter, self.loader
+        is_finite = meter.sums.isfinite().all().float()
+        found = self.found.to(meter.sums.device)
+        outcome, event = torch.stack([found, is_finite]).to("cpu", non_blocking=True), None
+        if found.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        meter.restore_where(found > 0, self.sums)
+        self._restore_buffers()
+        place = f"step {loader.step} of epoch {loader.epoch}"
+        counted = loader.samples - self.samples, meter.count - self.targets
+        previous, self.pending = self.pending, (outcome, event, place, counted, loader.indices)
+        self._check(previous)
+        if wait:
+            self._check(self.pending)
+            self.pending = None
+        self._remember()
+        if loader.step == len(loader):  # the next epoch starts from 0
+            self.sums, self.targets, self.samples = 0.0, 0, 0
+
+    def _restore_buffers(self):
+        for key, buffers in self.buffers.items():
+            is_skipped = self.found.to(key[0]) > 0
+            self.flat[key] = torch.where(is_skipped, self.flat[key], _flatten(buffers))
+            parts = self.flat[key].split([buffer.numel() for buffer in buffers])
+            shaped = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
+            torch._foreach_copy_(buffers, shaped)
+
+    def _check(self, pending):
+        if pending is None:
+            return
+        outcome, event, place, (samples, targets), indices = pending
+        if event:
+            event.synchronize()
+        is_skipped, loss_is_finite = outcome.tolist()
+        if not is_skipped:
+            return
+        self.count += 1
+        self.loader.discount(samples)
+        self.meter.discount(targets)
+        ranks = all_gather_object([] if loss_is_finite else indices.tolist())
+        one_of_each_replica = range(0, len(ranks), len(ranks) // dp_world_size())
+        losses = [
+            f"the loss on rank {rank}, of samples {ranks[rank]}"
+            for rank in one_of_each_replica
+            if ranks[rank]
+        ]
+        text = f"{place} was skipped, as {' and '.join(losses) or 'a gradient'} is not finite"
+        if self.count > self.limit:
+            raise UserError(
+                f"{text}. That makes {self.count} steps, and --max-skipped-steps is {self.limit}: "
+                f"look at these samples, or try a smaller --lr or --clip-norm 1"
+            )
+        if is_main_process():
+            print(f"warning: {text}", file=sys.stderr)
+
+
+def _flatten(buffers):
+    return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])

@@ -1,0 +1,37 @@
+"""The settings of train_ddp_amp.py."""
+
+from dataclasses import dataclass
+
+import torch
+
+from utils.settings import ConfigError, Settings, setting
+
+
+@dataclass(frozen=True)
+class AmpSettings(Settings):
+    """Settings of train_ddp_amp.py."""
+
+    amp_dtype: str = setting(
+        "bfloat16",
+        "precision under autocast (changes numerics); float16 uses a GradScaler",
+        choices=("bfloat16", "float16"),
+    )
+
+    @property
+    def precision(self):
+        """A readable description of the precision."""
+        return f"{self.amp_dtype} autocast, {super().precision}"
+
+    @property
+    def autocast_dtype(self):
+        """The torch.dtype for torch.autocast."""
+        return getattr(torch, self.amp_dtype)
+
+    def resolved(self):
+        """See utils.settings. Raises ConfigError if values contradict each other."""
+        if self.max_skipped_steps >= 0 and self.amp_dtype == "float16":
+            raise ConfigError(
+                "--max-skipped-steps does not work with --amp-dtype float16, where the GradScaler "
+                "skips steps: use bfloat16"
+            )
+        return super().resolved()

@@ -1,0 +1,127 @@
+"""The settings of train_fsdp.py, and the arguments of fully_shard()."""
+
+import atexit
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from utils.distributed import all_gather_object, is_main_process, launched_world_size
+from utils.errors import UserError
+from utils.settings import ConfigError, Settings, free_setting, setting
+
+
+@dataclass(frozen=True)
+class FsdpSettings(Settings):
+    """Settings of train_fsdp.py and train_fsdp_tp.py."""
+
+    fsdp_dtype: str = setting(
+        "none",
+        "bfloat16: for gathered parameters and computation (changes numerics); gradients summed "
+        "in float32",
+        choices=("none", "bfloat16"),
+    )
+    fsdp_offload: bool = free_setting(False, "keep the shards in the CPU's memory")
+    fsdp_size: int = free_setting(
+        0,
+        "ranks that divide each parameter; 0: all; with fewer, every group of that size has all "
+        "shards (HSDP), or train_fsdp_tp.py divides the layers among the others",
+    )
+
+    @property
+    def precision(self):
+        """A readable description of the precision."""
+        return super().precision if self.fsdp_dtype == "none" else f"{self.fsdp_dtype} blocks"
+
+    def resolved(self):
+        """See utils.settings. Raises ConfigError if values contradict each other."""
+        on_cuda = self.device != "cpu" and torch.cuda.is_available()
+        if self.fsdp_offload and self.clip_norm and on_cuda:
+            raise ConfigError(
+                "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
+                "pass --clip-norm 0, or --no-fsdp-offload"
+            )
+        ranks = launched_world_size()
+        is_launched = "WORLD_SIZE" in os.environ
+        if is_launched and self.fsdp_size and ranks % self.fsdp_size:
+            raise ConfigError(f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}")
+        return super().resolved()
+
+
+def check_same_weights(model):
+    """Raise UserError, on all ranks, if their weights differ before they are sharded."""
+    sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
+    if any(other != sums[0] for other in sums):
+        raise UserError("the ranks have different weights: call set_seed(cfg.seed) on all")
+
+
+def checked_blocks(model, blocks):
+    """The blocks, which fully_shard() is to gather one at a time. Rank 0 warns if there are none:
+    the whole model is then gathered at once."""
+    if not blocks and is_main_process():
+        print(
+            f"warning: the task names no blocks of the {type(model).__name__}: FSDP gathers the "
+            f"whole model at once, and saves less memory",
+            file=sys.stderr,
+        )
+    return blocks
+
+
+def fsdp_kwargs(cfg, root=False, mesh=None):
+    """Keyword arguments for fully_shard(): the ranks, the precision, where the shards are kept.
+
+    root: for the whole model, whose outputs are float32 in any case. mesh: the ranks, if not all.
+    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
+    """
+    on_cpu = dist.get_backend() == "gloo"
+    kwargs = {"mesh": mesh or _mesh_of_all("cpu" if on_cpu else "cuda", cfg.fsdp_size)}
+    if cfg.fsdp_offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
+    if cfg.fsdp_dtype != "none":
+        kwargs["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, cfg.fsdp_dtype),
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32 if root else None,
+        )
+    return kwargs
+
+
+@cache
+def _mesh_of_all(device_type, size):
+    """A DeviceMesh of all ranks, of which `size` divide each parameter and the others replicate."""
+    ranks = dist.get_world_size()
+    if size in (0, ranks):
+        return init_device_mesh(device_type, (ranks,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=names)
+
+
+def shard_batchnorms(model, cfg):
+    """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs.
+
+    Raises UserError for BatchNorms whose statistics would differ between the ranks.
+    """
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and not cfg.sync_bn and dist.get_world_size() > 1:
+            raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
+        if cfg.fsdp_dtype != "none" and hasattr(module, "running_var"):  # frozen ones, too
+            fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
+
+
+def exit_process():
+    """Exit, with code 0, a process that has finished; call it at the very end of a script.
+
+    fully_shard() over gloo leaves threads that destroy_process_group() does not join (torch 2.15):
+    about one exit in a hundred then aborts in C++'s teardown (pytorch/pytorch#190489).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,272 @@
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through them."""
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from utils.batches import describe
+from utils.checkpoint import Wrapper
+from utils.distributed import all_gather_object, set_data_parallel_group
+from utils.errors import UserError
+from utils.hooks import Hook
+from utils.options.sharded import part_of
+from utils.seeds import mix
+from utils.settings import ConfigError, Settings, free_setting, setting
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
+
+
+@dataclass(frozen=True)
+class PipelineSettings(Settings):
+    """Settings of train_pp.py."""
+
+    schedule: str = free_setting("1F1B", "order of the passes", choices=SCHEDULES)
+    micro_batches: int = setting(4, "per step (changes numerics with BatchNorm)", low=1)
+    save_sharded: bool = free_setting(True, "each rank saves its own part of the tensors")
+
+    def resolved(self):
+        """See utils.settings. Raises ConfigError if values contradict each other."""
+        if not self.save_sharded or self.compile != "none":
+            raise ConfigError("a pipeline needs --save-sharded and --compile none")
+        if self.global_batch_size % self.micro_batches:
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} cannot be divided into "
+                f"{self.micro_batches} equal micro-batches"
+            )
+        return super().resolved()
+
+
+def hold_one_replica():
+    """Declare that all ranks together hold one replica, and train on the same batches."""
+    group, _ = dist.new_subgroups(1)
+    set_data_parallel_group(group)
+
+
+@torch.no_grad()
+def check_layers(model, layers, inputs):
+    """Raise UserError if the layers, one after another, do not compute what the model computes.
+
+    A class with a forward() of its own may look like a sequence, and be none.
+    """
+    was_training = model.training
+    with _without_zeros(model.eval()):
+        expected, outputs, reason = model(inputs), inputs, ""
+        try:
+            for function, _ in layers:
+                outputs = function(outputs).contiguous()  # a tensor, as is passed to a next stage
+            is_same = outputs.shape == expected.shape
+            is_same = is_same and torch.allclose(outputs, expected, 1e-4, 1e-5)
+        except (AttributeError, RuntimeError, TypeError) as error:  # shapes or types do not fit
+            is_same, reason = False, " (" + str(error).partition("\n")[0] + ")"
+    model.train(was_training)
+    if not is_same:
+        raise UserError(
+            f"the layers of the {type(model).__name__}, one after another, do not compute what its "
+            f"forward() computes{reason}: correct layers() of the task"
+        )
+
+
+@contextmanager
+def _without_zeros(model):
+    """A context in which no parameter is all zeros. The head of torchvision's ViT is, at first: it
+    would hide what all layers before it compute."""
+    zeros = [parameter for parameter in model.parameters() if not parameter.any()]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in zeros:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    try:
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.zero_()
+
+
+class Stage(nn.Module):
+    """Consecutive layers: a list of (function, the modules and parameters that it uses)."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.functions = [function for function, _ in layers]
+        parts = [part for _, parts in layers for part in parts]
+        self.layers = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+        self.extra = nn.ParameterList(part for part in parts if isinstance(part, nn.Parameter))
+
+    def forward(self, x):
+        """Run the layers, one after another."""
+        for function in self.functions:
+            x = function(x)
+        return x.contiguous()  # gloo sends nothing else
+
+
+class Pipeline(Wrapper):
+    """A model of which this rank holds one or two stages, under the names of the whole model.
+
+    step() trains, forward() evaluates: both run the schedule on a whole batch, and return the last
+    stage's outputs on all ranks. layers: see a task's layers(). Raises UserError if the layers
+    cannot be cut into stages, or do not compute what the model computes for `inputs`.
+    """
+
+    def __init__(self, model, layers, inputs, device, cfg):
+        super().__init__()
+        if not isinstance(inputs, torch.Tensor):
+            raise UserError(
+                f"a pipeline passes one tensor from stage to stage, but the inputs of this task "
+                f"are {describe(inputs)}: use train_ddp.py or train_fsdp.py"
+            )
+        check_layers(model, layers, inputs)
+        self.module = model.to(memory_format=torch.contiguous_format)  # its gradients are sent, too
+        self.device, self.batch_size = device, cfg.global_batch_size
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.loss_fn = _no_loss
+        self.input_shape = self.outputs = None  # known after the first batch
+        stages = self._cut(layers, cfg.schedule)
+        held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
+        self.shared = self._find_shared_parameters(stages, cfg.schedule)
+        kept = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
+        _remove_others(self.module, kept)
+        self.schedule = self._build_schedule(held, len(stages), cfg)
+
+    def _numbers(self, schedule, rank):
+        """The stages that a rank holds."""
+        return [rank] if schedule in ONE_STAGE_PER_RANK else [rank, self.ranks + rank]
+
+    def _cut(self, layers, schedule):
+        count = self.ranks * len(self._numbers(schedule, 0))
+        if len(layers) < count:
+            raise UserError(f"{len(layers)} layers cannot be cut into {count} stages")
+        cuts = [len(layers) * i // count for i in range(count + 1)]
+        stages = [Stage(layers[start:end]) for start, end in itertools.pairwise(cuts)]
+        for rank in range(self.ranks):
+            numbers = self._numbers(schedule, rank)
+            parameters = [p for number in numbers for p in stages[number].parameters()]
+            if not any(parameter.requires_grad for parameter in parameters):
+                raise UserError(
+                    f"rank {rank} would hold no trainable parameters: start fewer processes"
+                )
+        if self.rank == 0:
+            sizes = ", ".join(str(end - start) for start, end in itertools.pairwise(cuts))
+            print(
+                f"ranks: {self.ranks} = 1 data x {self.ranks} pipeline, {count} stages of {sizes} "
+                f"layers"
+            )
+        return stages
+
+    def _find_shared_parameters(self, stages, schedule):
+        """{a parameter that several ranks hold, such as a tied embedding: their group}."""
+        owners = {}
+        for rank in range(self.ranks):
+            for number in self._numbers(schedule, rank):
+                for parameter in stages[number].parameters():
+                    owners.setdefault(parameter, set()).add(rank)
+        shared = {}
+        for parameter, ranks in owners.items():
+            if len(ranks) > 1 and parameter.requires_grad:
+                group = dist.new_group(sorted(ranks))  # all ranks take part
+                if self.rank in ranks:
+                    shared[parameter] = group
+        return shared
+
+    def _build_schedule(self, held, count, cfg):
+        numbers = self._numbers(cfg.schedule, self.rank)
+        stages = [
+            PipelineStage(module, number, count, self.device)
+            for module, number in zip(held, numbers, strict=True)
+        ]
+        try:
+            return get_schedule_class(cfg.schedule)(
+                stages[0] if cfg.schedule in ONE_STAGE_PER_RANK else stages,
+                cfg.micro_batches,
+                loss_fn=lambda outputs, targets: self.loss_fn(outputs, targets),
+                scale_grads=False,  # the losses add up to that of the batch
+            )
+        except ValueError as error:
+            message = f"--schedule {cfg.schedule} on {self.ranks} ranks: {error}"
+            raise UserError(message) from None
+
+    def step(self, inputs, targets, loss_fn, count):
+        """Forward and backward of all micro-batches: the gradients of the sum of loss_fn(outputs,
+        targets) over the micro-batches, divided by `count`. Returns the outputs of the batch."""
+        if self.outputs is None:  # torch 2.11 infers shapes by a pass, which BatchNorm must not see
+            self.eval()
+            self._run(self.schedule.step, inputs, targets)
+            self.train().zero_grad()
+        torch.manual_seed(mix(torch.initial_seed(), self.rank))  # dropout of its layers
+        self.loss_fn = lambda *micro_batch: loss_fn(*micro_batch) / count
+        outputs = self._run(self.schedule.step, inputs, targets)
+        self.loss_fn = _no_loss
+        for parameter, group in self.shared.items():  # each rank has the gradient of its own use
+            dist.all_reduce(parameter.grad, group=group)
+        return outputs
+
+    def forward(self, inputs):
+        """inputs: at most a batch; some are repeated to fill it, and their outputs left out."""
+        rows = torch.arange(self.batch_size, device=self.device) % len(inputs)
+        return self._run(self.schedule.eval, inputs[rows], rows)[: len(inputs)]
+
+    def _run(self, schedule, inputs, targets):
+        if self.input_shape not in (None, inputs.shape):
+            raise UserError(
+                f"a pipeline needs batches of one shape, but {tuple(inputs.shape)} follows "
+                f"{tuple(self.input_shape)}: pad them to one size (--padding context, for text)"
+            )
+        self.input_shape = inputs.shape
+        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
+        arguments = [inputs] if is_first else []
+        outputs = schedule(*arguments, target=targets if is_last else None)
+        if self.outputs is None:
+            facts = (tuple(outputs.shape), outputs.dtype) if is_last else None
+            self.outputs = all_gather_object(facts)[-1]
+        shape, dtype = self.outputs
+        outputs = (
+            outputs.detach() if is_last else torch.empty(shape, dtype=dtype, device=self.device)
+        )
+        dist.broadcast(outputs, self.ranks - 1)
+        return outputs
+
+    def clip_grad_norm_(self, max_norm):
+        """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
+        parameter that several ranks hold counts once."""
+        gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
+        own = [
+            gradient
+            for parameter, gradient in gradients.items()
+            if parameter not in self.shared or dist.get_rank(self.shared[parameter]) == 0
+        ]
+        # One dtype on all ranks: that of the norm of no gradients would be float32.
+        squared = nn.utils.get_total_norm(own).to(self.device, torch.float64).square()
+        dist.all_reduce(squared)
+        norm = squared.sqrt().to(next(self.parameters()).dtype)
+        nn.utils.clip_grads_with_norm_(list(gradients), max_norm, norm)
+
+
+def _no_loss(outputs, targets):
+    """In evaluation, and while shapes are inferred, the schedule asks for a loss, too."""
+    return outputs.float().sum()
+
+
+def _remove_others(model, kept):
+    """Remove the parameters whose id is not in `kept`, and replace modules without any by Identity,
+    so that their memory is freed."""
+    for name, parameter in model.named_parameters(recurse=False):
+        if id(parameter) not in kept:
+            model.register_parameter(name, None)
+    for name, child in model.named_children():
+        tensors = {id(tensor) for tensor in (*child.parameters(), *child.buffers())}
+        if tensors and not tensors & kept:
+            setattr(model, name, nn.Identity())
+        else:
+            _remove_others(child, kept)
+
+
+class OwnStages(Hook):
+    """Loads only what this rank holds, of any script's checkpoint."""
+
+    def select(self, checkpoint, path, contents):
+        return part_of(checkpoint.model, path, contents)

@@ -1,0 +1,140 @@
+"""Tensor parallelism: each rank computes some attention heads and some columns of each MLP."""
+
+import logging
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from utils.distributed import is_main_process
+from utils.errors import UserError
+from utils.hooks import Hook
+
+
+def init_mesh(device, data):
+    """A DeviceMesh of all ranks: the dimension "data" divides the batches, "tensor" the layers.
+
+    data: the number of replicas of the model; 0: as many as ranks. Consecutive ranks hold a replica
+    together. Rank 0 prints the sizes.
+    """
+    data = data or dist.get_world_size()
+    tensor = dist.get_world_size() // data
+    if is_main_process():
+        print(f"ranks: {dist.get_world_size()} = {data} data x {tensor} tensor")
+    # It warns that gathering over two dimensions takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
+
+
+def divide_layers(plan, mesh):
+    """parallelize_module() for each (module, {name: ParallelStyle}) of a task's plan.
+
+    Raises UserError if the plan is empty.
+    """
+    if not plan:
+        raise UserError("the task's tensor_parallel_plan() names no module to divide")
+    for module, styles in plan:
+        parallelize_module(module, mesh, styles)
+
+
+class HeadwiseParallel(ParallelStyle):
+    """For parallelize_module(): divides the heads of an nn.MultiheadAttention among the ranks.
+
+    ColwiseParallel cannot, because in_proj_weight holds all queries, then all keys, then all
+    values: half of its rows would not be half of the heads. Here its rows are in head_order().
+    """
+
+    def _apply(self, module, device_mesh):
+        for name in ("in_proj_weight", "in_proj_bias"):
+            whole = getattr(module, name)
+            rows = distribute_tensor(whole.detach()[head_order(module)], device_mesh, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
+        module.__class__, module.mesh = SplitAttention, device_mesh
+        return module
+
+
+class SplitAttention(nn.MultiheadAttention):
+    """Self-attention in this rank's heads. out_proj adds up the ranks' outputs."""
+
+    def forward(self, tokens, *_, need_weights=False):
+        """tokens: (n, length, channels), the same on all ranks -> the same shape, and None."""
+        tokens = DTensor.from_local(tokens, self.mesh, [Replicate()], run_check=False)
+        packed = nn.functional.linear(tokens, self.in_proj_weight, self.in_proj_bias).to_local()
+        queries, keys, values = packed.unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
+        if self.training and self.dropout:
+            weights = (queries @ keys.mT * self.head_dim**-0.5).softmax(-1)
+            outputs = (weights * dropout_mask(weights, 1, self.dropout, self.mesh)) @ values
+        else:
+            outputs = nn.functional.scaled_dot_product_attention(queries, keys, values)
+        # In PyTorch's memory layout, in which dropout draws its mask.
+        return self.out_proj(outputs.permute(2, 0, 1, 3).flatten(2)).transpose(0, 1), None
+
+
+class ColwiseDropout(ParallelStyle):
+    """For parallelize_module(): an nn.Dropout of columns that are divided among the ranks."""
+
+    def _apply(self, module, device_mesh):
+        def drop(columns):
+            active = module.training and module.p
+            return columns * dropout_mask(columns, -1, module.p, device_mesh) if active else columns
+
+        module.forward = drop
+        return module
+
+
+def dropout_mask(values, dim, p, mesh):
+    """This rank's part of a dropout mask, whose dimension `dim` is divided among the ranks.
+
+    Every rank draws the whole mask: it is the mask of a run on one rank, and the generators of all
+    ranks advance alike, so that dropout of what all ranks hold stays the same on all.
+    """
+    whole = torch.cat([torch.ones_like(values)] * mesh.size(), dim)
+    return nn.functional.dropout(whole, p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def clip_grad_norm_(parameters, max_norm):
+    """torch.nn.utils.clip_grad_norm_(), which does not accept a mix of tensors and DTensors."""
+    kinds = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    norms = [get_total_norm([p.grad for p in same]) for same in kinds.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    for same in kinds.values():
+        clip_grads_with_norm_(same, max_norm, torch.stack(norms).norm())
+
+
+def head_order(attention):
+    """The rows of in_proj_weight, head by head: its query, key and value. int64 (3 x channels,)."""
+    rows = torch.arange(3 * attention.embed_dim)
+    return rows.view(3, attention.num_heads, -1).transpose(0, 1).flatten()
+
+
+class PytorchRowOrder(Hook):
+    """Files hold in_proj_weight in PyTorch's order, so that all scripts can read them."""
+
+    @contextmanager
+    def file_form(self, checkpoint):
+        """The rows are moved before a file is read or written, and back afterwards."""
+        _reorder(checkpoint, lambda order: order.argsort())
+        try:
+            yield
+        finally:
+            _reorder(checkpoint, lambda order: order)
+
+
+@torch.no_grad()
+def _reorder(checkpoint, change):
+    for attention in checkpoint.model.modules():
+        if isinstance(attention, SplitAttention):
+            order = change(head_order(attention))
+            for parameter in (attention.in_proj_weight, attention.in_proj_bias):
+                for tensor in (parameter, *checkpoint.optimizer.state.get(parameter, {}).values()):
+                    if tensor.shape == parameter.shape:  # not a number of steps
+                        rows, mesh = tensor.full_tensor()[order], tensor.device_mesh
+                        tensor.copy_(distribute_tensor(rows, mesh, [Replicate()] * mesh.ndim))
