@@ -13,7 +13,7 @@ from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
 from lab.bench.report import HEAD, table_rows
 from lab.memory import table as memory
-from tools.closure import options, purpose, size
+from tools.closure import options, purpose, size, total
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
 from tools.markdown import markdown_table
 from tools.verify import table as verify_table
@@ -39,14 +39,12 @@ def lesson_block(script):
 
 
 def loaded_block():
-    """What a run of each script by its default command loads, from docs/results/loaded.json."""
-    result = json.loads((RESULTS / "loaded.json").read_text())
-    rows = [
-        [f"`{script}`", *(f"{row[name]:,}" for name in ("modules", "lines", "tokens"))]
-        for script, row in result.items()
-    ]
-    own = [size(ROOT / script).lines for script in result]
-    rows = [[row[0], str(lines), *row[1:]] for row, lines in zip(rows, own, strict=True)]
+    """What a run of each script by its default command loads (docs/results/loaded.json)."""
+    rows = []
+    for script, names in json.loads((RESULTS / "loaded.json").read_text()).items():
+        lines, tokens = total([ROOT / name for name in names])
+        counts = size(ROOT / script).lines, len(names) - 1, lines, tokens
+        rows.append([f"`{script}`", *(f"{count:,}" for count in counts)])
     head = ["script", "its own code lines", "modules", "code lines with them", "tokens"]
     return markdown_table(head, rows)
 

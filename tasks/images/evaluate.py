@@ -41,6 +41,7 @@ class WithConfusion:
     """
 
     loss, count = staticmethod(task.loss), staticmethod(task.count)
+    BEST = task.BEST
 
     def __init__(self, classes):
         self.classes, self.counts = classes, None
