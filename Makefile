@@ -39,7 +39,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
 
-test: $(dev)  ## the tests, but for the slow ones: about 13 minutes on two cores
+test: $(dev)  ## the tests, but for the slow ones: about 8 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
 test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/ and tasks/

@@ -11,6 +11,7 @@ from torch.utils.data import SequentialSampler
 import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
+from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import select_device
 from utils.errors import report_errors
@@ -18,16 +19,17 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.run_folder import claim_output_dir
-from utils.rungs.graph import GraphedStep
+from utils.rungs.graph import GraphedStep, GraphSettings
 from utils.runtime import configure_torch, log_summary, progress
 from utils.sampler import EpochSampler
 from utils.seeds import set_seed
 
 
-def build_step(model, optimizer, cfg):
+def build_step(model, optimizer, device, cfg):
     def train_step(inputs, targets):  # no .item(): a graph cannot wait
-        outputs = model(inputs)
-        loss_sum = task.loss(outputs, targets)  # over the targets
+        with cfg.autocast(device):
+            outputs = model(inputs)
+            loss_sum = task.loss(outputs, targets)  # over the targets
         loss = loss_sum / task.count(targets)
 
         optimizer.zero_grad()
@@ -53,7 +55,7 @@ def train_one_epoch(model, loader, train_step, scheduler, meter, checkpoint):
 
 @report_errors
 def main():
-    cfg = load_config(task.Settings)
+    cfg = load_config(task.Settings, GraphSettings)
     device = select_device(cfg.device)
     configure_torch(cfg)
     set_seed(cfg.seed)  # the same initial weights everywhere
@@ -68,13 +70,14 @@ def main():
 
     # Model
     model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
 
     # Optimization
     optimizer = build_optimizer(model, cfg)
-    train_step = build_step(model, optimizer, cfg)
-    train_step = GraphedStep(train_step, optimizer, device, cfg)  # captures it on a GPU
+    train_step = build_step(model, optimizer, device, cfg)
+    train_step = GraphedStep(train_step, optimizer, device)  # captures it on a GPU
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     meter = Meter(task, train_loader)
 
@@ -99,7 +102,8 @@ def main():
         train_result = train_one_epoch(
             model, train_loader, train_step, scheduler, meter, checkpoint
         )
-        val_result = evaluate(model, val_loader, task)
+        with cfg.autocast(device):
+            val_result = evaluate(model, val_loader, task)
         metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
         checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 

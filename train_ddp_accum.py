@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
+from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
@@ -71,6 +72,7 @@ def main():
 
     # Model
     model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
     if cfg.compile != "none":

@@ -15,6 +15,7 @@ import tasks.images as task  # to train something else, change this line
 from utils.batches import on_device_of
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
+from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
@@ -31,10 +32,10 @@ from utils.sync_batchnorm import convert_sync_batchnorm
 
 def place_stages(model, layers, devices, split):
     """Move stage i of the model's layers to devices[i]; their inputs follow them there."""
-    model = model.to(devices[0])
-    for layer, device in mp.assign_layers(layers, devices, split):
-        layer.to(device).register_forward_pre_hook(lambda _, x, device=device: x[0].to(device))
-    return model
+    placed = mp.assign_layers(layers, devices, split)
+    for layer, device in placed:
+        layer.to(device).register_forward_pre_hook(mp.move_inputs_to(device), with_kwargs=True)
+    return mp.move_the_rest(model, placed, devices[0])
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
@@ -77,6 +78,7 @@ def main():
 
     # Model
     model = task.build_model(cfg, train_set).to(cfg.torch_dtype)
+    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
     model = place_stages(model, task.layers(model), devices, cfg.split)

@@ -14,6 +14,7 @@ from torch.utils.data import SequentialSampler
 import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
+from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import select_device
 from utils.errors import report_errors
@@ -62,6 +63,7 @@ def main():
 
     # Model
     model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
     model = torch.nn.DataParallel(model)  # splits each batch over the visible GPUs

@@ -12,6 +12,7 @@ from torch.utils.data import DistributedSampler
 import tasks.images as task  # to train something else, change this line
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
+from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
@@ -61,8 +62,9 @@ def main():
 
     # Model
     model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
     # A Pipeline keeps only the layers of this rank's stages.
-    model = pipeline.Pipeline(model, task.layers(model), train_loader.example(), device, cfg)
+    model = pipeline.Pipeline(model, task.layers(model), train_loader, device, cfg)
 
     # Optimization
     optimizer = build_optimizer(model, cfg)

@@ -41,13 +41,11 @@ class Settings(Config):
         "its longest sample",
         choices=("context", "longest"),
     )
-    global_batch_size: int = setting(32, "samples per step, over all ranks", low=1)
-    optimizer: str = setting(
-        "adamw", "sgd: set lr >= 0.1", choices=("sgd", "sgd_nesterov", "adam", "adamw")
-    )
-    lr: float = setting(3e-3, "peak learning rate")
-    weight_decay: float = setting(0.1, "weight decay of all trainable parameters")
-    clip_norm: float = setting(1.0, "maximum L2 norm of the gradients; 0: no clipping")
+    global_batch_size: int = 32
+    optimizer: str = "adamw"
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
 
     def resolved(self):
         """See utils.settings. Raises ConfigError if values contradict each other."""

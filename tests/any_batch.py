@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import tasks.images
 from utils.batches import map_tensors
-from utils.data import BatchDataset
+from utils.data import BatchDataset, describe_datasets
 from utils.seeds import mix
 
 COUNT = 40  # samples of each dataset
@@ -194,7 +194,7 @@ def make_task(loss, count=len, measure=lambda outputs, targets: {}):
         return {name: mean.item() for name, mean in means.items()}
 
     names = {"loss": loss, "count": count, "measure": measure, "summarize": summarize}
-    return SimpleNamespace(**names, BEST=("loss", min))
+    return SimpleNamespace(**names, describe=describe_datasets, BEST=("loss", min))
 
 
 def _token_logits(weight, batch):

@@ -1,7 +1,9 @@
 """Network namespaces as the hosts of a small cluster: own interfaces, host names and /etc/hosts."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,12 +38,7 @@ class Host(NamedTuple):
 
     def crash(self):
         """End all processes of the host at once, as a power failure would."""
-        listing = ["ip", "netns", "pids", self.namespace]
-        while pids := subprocess.run(listing, capture_output=True, text=True).stdout.split():
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
-            time.sleep(0.05)
+        kill_all(self.namespace)
 
     def start(self, command, environment=None, private=()):
         """Popen of a command on this host.
@@ -72,19 +69,59 @@ def ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def kill_all(namespace):
+    """End all processes in a network namespace."""
+    listing = ["ip", "netns", "pids", namespace]
+    while pids := subprocess.run(listing, capture_output=True, text=True).stdout.split():
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        time.sleep(0.05)
+
+
+def folder_of(tag):
+    return Path(tempfile.gettempdir()) / tag
+
+
+def remove(tag):
+    """Remove the network namespaces whose names start with `tag`, with all their processes."""
+    for path in Path("/run/netns").glob(f"{tag}-*"):
+        kill_all(path.name)
+        subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
+    shutil.rmtree(folder_of(tag), ignore_errors=True)
+
+
+def remove_leftovers():
+    """Remove what tests have left that were killed. The tag contains the process id of its test."""
+    tags = {path.name.partition("-")[0] for path in Path("/run/netns").glob("test*-*")}
+    for tag in tags:
+        owner = re.fullmatch("test([0-9]+)x[0-9a-f]+", tag)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            remove(tag)
+
+
+def end_session(number, frame):
+    pytest.exit(f"ended by {signal.Signals(number).name}", returncode=128 + number)
+
+
 @contextmanager
 def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
     """Yield `count` Hosts that are connected by a switch; remove them, with all their processes.
 
     loopback_names: each host resolves its own name to 127.0.1.1, as Debian's installer sets it up.
     """
-    tag = f"t{uuid.uuid4().hex[:6]}"
-    switch = f"{tag}-switch"
-    folder = Path(tempfile.mkdtemp())
+    remove_leftovers()
+    tag = f"test{os.getpid()}x{uuid.uuid4().hex[:6]}"
+    switch, folder = f"{tag}-switch", folder_of(tag)
     machines = [
         Host(names[i], f"{tag}-{i}", f"10.77.0.{i + 1}", folder / f"hosts{i}") for i in range(count)
     ]
+    # As after Ctrl-C, the fixtures are torn down. Python's default ends the process at once.
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, end_session)
     try:
+        folder.mkdir()
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "br0", "type", "bridge")
         ip("-n", switch, "link", "set", "br0", "up")
@@ -104,11 +141,9 @@ def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
             machine.hosts_file.write_text("\n".join(lines) + "\n")
         yield machines
     finally:
-        for machine in machines:
-            machine.crash()
-            subprocess.run(["ip", "netns", "del", machine.namespace], capture_output=True)
-        subprocess.run(["ip", "netns", "del", switch], capture_output=True)
-        shutil.rmtree(folder)
+        remove(tag)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def torchrun(script, *arguments, launcher="tools.launch", **flags):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,16 +118,12 @@ def cluster(folder):
     options = [f"--{name}={keys / file}" for name, file in {**files, "seed-file": "seed"}.items()]
     with hosts(3) as machines:
         slurm = Cluster(machines, folder)
-        try:
-            subprocess.run(["munged", "--force", *options], check=True, capture_output=True)
-            slurm.run("slurmctld", "-i")
-            for machine in machines[:2]:
-                slurm.start_node(machine)
-            slurm.wait_for_nodes()
-            yield slurm
-        finally:
-            if (keys / "pid").exists():
-                os.kill(int((keys / "pid").read_text()), 15)
+        slurm.run("munged", "--force", *options)  # ends with its host, like the other daemons
+        slurm.run("slurmctld", "-i")
+        for machine in machines[:2]:
+            slurm.start_node(machine)
+        slurm.wait_for_nodes()
+        yield slurm
 
 
 def sbatch(slurm, options, script, arguments, log):

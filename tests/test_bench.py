@@ -120,6 +120,7 @@ def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
         run_main(bench, f"--output={tmp_path}")
 
 
+@pytest.mark.slow
 def test_divided_models_are_measured(tmp_path):
     flags = {"schedule": "1F1B", "micro_batches": 4, "global_batch_size": 16, "image_size": 16}
     flags |= {"synthetic_samples": 64, "device": "cpu"}
@@ -168,6 +169,7 @@ def result(tmp_path_factory):
     return folder, json.loads((folder / "bench.json").read_text())
 
 
+@pytest.mark.slow
 def test_bench_measures_rows_and_limits(result):
     _, measurements = result
     ((name, (sample,)),) = measurements["rows"].items()
@@ -182,6 +184,7 @@ def test_bench_measures_rows_and_limits(result):
     assert all(speed > 0 for speed in limits.values())
 
 
+@pytest.mark.slow
 def test_bench_writes_reports(result):
     folder, measurements = result
     lines = {line.split(" | ")[0]: line for line in (folder / "bench.md").read_text().splitlines()}
@@ -212,6 +215,19 @@ def test_interval_contains_the_true_ratio():
 
 
 # The probe and the profiler
+
+
+def test_probe_marks_nothing_in_a_graph(monkeypatch):
+    """An event that is recorded during a capture has no time."""
+    probe, recorded = Probe(), []
+    probe.device, probe.epochs = "cuda", [[]]
+    event = SimpleNamespace(record=lambda: recorded.append(1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    answers = iter([True, False])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
+    for _ in range(2):
+        probe.mark("backward")
+    assert len(recorded) == 1 and probe.epochs == [[("backward", event)]]
 
 
 def test_parts_of_a_step_add_up():

@@ -465,6 +465,26 @@ def test_other_settings_are_named(tmp_path):
     assert checkpointer(tmp_path, allow_config_change=True, **changed).load() == 1
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_order_of_the_samples_stays_within_an_epoch(step, tmp_path):
+    """With a different seed or different data, the rest of the epoch would repeat some samples and
+    leave out others."""
+    state = make_state()
+    state["loader"].step = step
+    save(tmp_path, state)
+    other = make_state() | {"data": {"classes": ["a", "b", "c"]}}
+    for changed, settings, text in (
+        (make_state(), {"seed": 1}, "seed 1, not 0"),
+        (other, {}, r"classes \['a', 'b', 'c'\], not"),
+    ):
+        resumed = checkpointer(tmp_path, changed, allow_config_change=True, lr=0.2, **settings)
+        if step == 0:
+            assert resumed.load() == 1
+        else:
+            with pytest.raises(UserError, match=rf"last.pt was written within.*\(now {text}"):
+                resumed.load()
+
+
 def test_another_model_is_named_by_its_tensors(tmp_path):
     save(tmp_path, make_state())
     with pytest.raises(UserError, match=r"holds a different model: .*0\.weight.*3, 2.*4, 2"):

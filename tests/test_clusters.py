@@ -1,7 +1,9 @@
 """Every command of docs/clusters.md, and of README.md's part about several nodes, runs."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -47,6 +49,34 @@ def test_no_command_is_left_out():
     for words in published("kubectl", "sbatch"):
         (path,) = (word for word in words if word.startswith("launch/"))
         assert (ROOT / path).exists()
+
+
+STUBS = {
+    "srun": '[ "$1" = --overlap ] && exit "$LOST"; exit "$CODE"',
+    "scontrol": '[ "$1" = requeue ] && touch requeued; echo node0',
+}
+
+
+@pytest.mark.parametrize("job", ["train.sbatch", "train-tasks.sbatch"])
+def test_batch_script_requeues_after_a_signal_or_a_lost_node(job, tmp_path):
+    """75: saved; 143 and 138: ended by SIGTERM or SIGUSR1. A wrong setting stays wrong."""
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    requeued = []
+    for case in [(0, 0), (75, 0), (143, 0), (138, 0), (1, 0), (2, 0), (1, 1)]:
+        code, lost = map(str, case)
+        run = subprocess.run(
+            ["bash", ROOT / "launch" / "slurm" / job, "train_ddp.py"],
+            cwd=tmp_path,
+            env=environment | {"CODE": code, "LOST": lost},
+        )
+        assert run.returncode == case[0]
+        if (tmp_path / "requeued").exists():
+            (tmp_path / "requeued").unlink()
+            requeued.append(case)
+    assert requeued == [(75, 0), (143, 0), (138, 0), (1, 1)]
 
 
 @needs_namespaces

@@ -14,6 +14,7 @@ import tasks.text
 from tools.lessons import LADDER, ROOT
 from utils.config import Config, load_config
 from utils.options import Options
+from utils.settings import rules_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 IMAGES = tasks.images.Settings
@@ -189,9 +190,8 @@ def test_help_groups_settings_by_whose_they_are(capfd):
                     inherited.append(names(Config))
                 for name in names(kind).difference(*inherited):
                     assert out[start:end].count(f"\n  --{name.replace('_', '-')}") >= 1, name
-            for field in fields(task) + (fields(script) if script else ()):
-                text = field.metadata["help"]
-                assert len(text) > 5 and not text.endswith(".")
+            texts = [rules_of(kind, name)["help"] for kind in groups[:-2] for name in names(kind)]
+            assert all(len(text) > 5 and not text.endswith(".") for text in texts)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

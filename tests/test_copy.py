@@ -49,6 +49,7 @@ def test_copy_runs_its_default_command(script, task, tmp_path):
     copied = copy(script, tmp_path / "mine", "--task", task)
     assert copied.returncode == 0, copied.stderr
     assert "MIT licensed" in copied.stdout
+    assert "MIT License" in (tmp_path / "mine" / "utils" / "LICENSE").read_text()
     flags = small_flags(tmp_path / "mine" / script, tmp_path)
     if script == "train_fsdp_tp.py":
         flags.append("--fsdp-size=1")
@@ -61,6 +62,8 @@ def test_copy_runs_its_default_command(script, task, tmp_path):
 
 def test_copy_without_an_option_names_the_file(tmp_path):
     """Only the setting that needs the file fails; --with brings it."""
+    for _ in range(2):  # the second time, over the same files
+        assert copy("train_1gpu.py", tmp_path / "text", "--task", "text").returncode == 0
     assert copy("train_1gpu.py", tmp_path / "mine").returncode == 0
     for flags, file in (
         (["--audit"], "utils/options/audit.py"),
@@ -71,7 +74,6 @@ def test_copy_without_an_option_names_the_file(tmp_path):
         run = run_alone(tmp_path / "mine", "train_1gpu.py", [*base, *flags])
         assert run.returncode == 1
         assert f"needs {file}, which is missing; copy that file as well" in run.stderr
-    assert copy("train_1gpu.py", tmp_path / "mine").returncode == 0  # the same files
     with open(tmp_path / "mine" / "train_1gpu.py", "a") as file:
         file.write("# edited\n")
     refused = copy("train_1gpu.py", tmp_path / "mine")

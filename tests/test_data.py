@@ -9,7 +9,14 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
@@ -272,15 +279,19 @@ def test_what_cannot_be_batched_is_one_line_that_says_what_was_found(workers):
 
 def test_example_is_what_the_model_gets():
     dataset, model, _ = CASES["dicts"]
-    example = make_loader(dataset).example()
-    assert example["input_ids"].shape == (2, 6) and model(example)["logits"].shape == (2, 6, 11)
-    images = make_loader(Boxes()).example(samples=3)
+    inputs, targets = make_loader(dataset).example([0, 1])
+    assert inputs["input_ids"].shape == (2, 6) and model(inputs)["logits"].shape == (2, 6, 11)
+    assert targets is inputs
+    boxes = make_loader(Boxes())
+    images, _ = boxes.example([0, 1, 2])
     assert [image.shape for image in images] == [(3, 2, 2), (3, 3, 2), (3, 4, 2)]
+    first, second = boxes.example([2, 2])[0]  # the same transforms, too
+    assert first.equal(second) and first.equal(images[2])
     whole = DATASETS["whole batches"]
     resident = eval_loader(whole, "--loader=device")
     assert resident.name == "device"
-    assert resident.example().equal(make_loader(whole).example())
-    assert len(eval_loader(PAIRS[:1]).example()) == 1
+    for one, two in zip(resident.example([1]), make_loader(whole).example([1]), strict=True):
+        assert one.equal(two)
 
 
 # BatchDataset
@@ -463,11 +474,74 @@ def test_user_error_in_a_worker_is_one_line(workers, index, kind, text):
     end_workers(loader)
 
 
+def test_full_shared_memory_is_an_error(monkeypatch):
+    """With an error in the worker's thread that sends batches, the rank would wait forever."""
+
+    class Ready(BatchDataset):
+        """Its batches are not made by default_collate(), which moves them to shared memory."""
+
+        def __len__(self):
+            return 8
+
+        def get_batch(self, indices, epoch, seed):
+            return noise(), indices
+
+    def fail(tensor):
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
+    loader = build_loader(Ready(), [0], BATCH, CPU, config("--num-workers=1"))
+    with pytest.raises(UserError, match=r"^a loader process cannot .* No space .* --shm-size"):
+        next(iter(loader))
+    end_workers(loader)
+
+
+def stop():
+    raise StopIteration
+
+
+def raise_error_of_local_class():
+    class NoSuchKey(Exception):
+        """pickle does not find it, like those that botocore makes."""
+
+    raise NoSuchKey("7.jpg")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: lambda: None, "have passed on no batch for 2 seconds .* pass --num-workers 0"),
+        (stop, "the dataset raised StopIteration"),
+        (raise_error_of_local_class, "NoSuchKey: 7.jpg"),
+        (lambda: torch.ones(2, requires_grad=True) * 2, r"a gradient, .* tensor.detach\(\)"),
+    ],
+    ids=["cannot be pickled", "StopIteration", "error that cannot be", "requires a gradient"],
+)
+def test_batch_that_a_worker_cannot_send_is_an_error(make, text):
+    """The rank would wait forever, or end its epoch early."""
+
+    class Unsendable(Dataset):
+        def __len__(self):
+            return BATCH
+
+        def __getitem__(self, index):
+            return torch.ones(2), make()
+
+        def collate_fn(self, samples):
+            return samples
+
+    cfg = config("--num-workers=1", "--timeout=2")
+    loader = build_loader(Unsendable(), range(BATCH), BATCH, CPU, cfg)
+    with pytest.raises((UserError, RuntimeError), match=text):
+        next(iter(loader))
+    end_workers(loader)
+
+
 def test_batch_that_cannot_be_shared_or_filled_is_refused():
     sampler = range(COUNT)
     with pytest.raises(UserError, match="40 training samples do not fill one global batch of 64"):
         build_loader(PAIRS, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
-    with pytest.raises(UserError, match="0 validation samples"):
+    with pytest.raises(UserError, match="there are no validation samples"):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
     assert len(build_loader(PAIRS, sampler, 64, CPU, cfg)) == 1
@@ -475,6 +549,18 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused():
     text = r"cannot be divided evenly among 3 replicas: .*-size 9$"
     with as_rank(0, 3), pytest.raises(UserError, match=text):
         build_loader(PAIRS, sampler, 7 // 3, CPU, cfg, train=True)
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, [15, 15, 10]), (2, [7, 7, 6])])
+def test_evaluation_may_have_larger_batches(ranks, sizes):
+    cfg = config("--val-batch-size=15")
+    for rank in range(ranks):
+        with as_rank(rank, ranks):
+            sampler = range(rank, COUNT, ranks)
+            loader = build_loader(PAIRS, sampler, BATCH // ranks, CPU, cfg)
+            assert [len(targets) for _, targets in loader] == sizes
+            loader = build_loader(PAIRS, sampler, BATCH // ranks, CPU, cfg, train=True)
+            assert {len(targets) for _, targets in loader} == {BATCH // ranks}
 
 
 # What a checkpoint stores about the data
@@ -485,7 +571,8 @@ def test_description_of_the_data_tells_datasets_apart():
         pixels = torch.zeros(len(labels), 3, 6, 6, dtype=torch.uint8)
         return ArrayDataset(pixels, labels, ("cat", "dog"), [0.5] * 3, [0.2] * 3, 6, **options)
 
-    assert describe_datasets(PAIRS, Rows()) == {"train_samples": 40, "val_samples": 40}
+    facts = {"train_samples": 40, "train_subsets": [], "val_samples": 40, "val_subsets": []}
+    assert describe_datasets(PAIRS, Rows()) == facts
     one, val = images([1, 0, 1]), images([0])
     facts = tasks.images.describe(one, val)
     assert facts["classes"] == ["cat", "dog"]
@@ -496,6 +583,38 @@ def test_description_of_the_data_tells_datasets_apart():
     assert swapped["val_labels"] == facts["val_labels"]
     val.split = {"val_files": ["a.jpg"]}
     assert tasks.images.describe(one, val) == facts | {"val_files": ["a.jpg"]}
+
+
+class Transformed(Dataset):
+    """Transforms the samples of a different dataset, which refers back to it."""
+
+    def __init__(self, dataset):
+        self.source, dataset.user = dataset, self
+
+    def __len__(self):
+        return len(self.source)
+
+
+def test_description_of_the_data_tells_splits_apart():
+    """Also of datasets without labels, and in whatever contains the Subset."""
+    rows = Rows()
+
+    def facts(*indices):
+        subsets = [Subset(rows, part) for part in indices]
+        return describe_datasets(ConcatDataset(subsets), Transformed(Subset(subsets[0], [1, 0])))
+
+    expected = facts([3, 1], [2])
+    assert expected["train_samples"] == 3 and len(expected["train_subsets"]) == 2
+    assert expected["val_samples"] == 2 and len(expected["val_subsets"]) == 2
+    assert facts(torch.tensor([3, 1]), numpy.arange(6)[2:3]) == expected
+    assert facts(numpy.array([3, 0, 1, 0])[::2], range(2, 3)) == expected
+    for changed in ([1, 3], [3, 2]):
+        other = facts(changed, [2])
+        assert {name for name in other if other[name] != expected[name]} == {
+            "train_subsets",
+            "val_subsets",
+        }
+    assert facts([3], [1, 2])["train_subsets"] != expected["train_subsets"]
 
 
 # Workers

@@ -1,6 +1,7 @@
 """Decoding image files of every kind."""
 
 import pickle
+import sys
 import zlib
 
 import numpy
@@ -12,6 +13,21 @@ from tasks.images import decode as decoding
 from tasks.images.decode import BadImageError, decode
 from tasks.images.files import is_image
 from tests.images import photo
+
+ABSENT = ["torchcodec.decoders", "torchvision.io"]  # a torchvision that no longer decodes
+
+
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+@pytest.mark.parametrize("name", ["a.jpg", "b.png"])
+def test_pixels_do_not_depend_on_the_decoder(name, tmp_path, monkeypatch):
+    """Those of Pillow may differ, because of its libjpeg."""
+    pytest.importorskip("torchcodec.decoders")
+    pixels = numpy.random.default_rng(0).integers(0, 256, (7, 9, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).resize((50, 40)).save(tmp_path / name)
+    image = decode(tmp_path / name)
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
+    monkeypatch.setattr(decoding, "decode_jpeg_or_png", decoding._find_decoder())
+    assert torch.equal(decode(tmp_path / name), image)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +53,13 @@ from tests.images import photo
         ("r.ppm", "RGB"),
     ],
 )
-@pytest.mark.parametrize("fast", [True, False])
-def test_every_kind_of_image_is_decoded_in_color(name, mode, fast, tmp_path, monkeypatch):
-    if not fast:  # a torchvision that no longer decodes
-        monkeypatch.setattr(decoding, "decode_image", None)
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
+@pytest.mark.parametrize("absent", [[], ["torchcodec.decoders"], ABSENT])
+def test_every_kind_of_image_is_decoded_in_color(name, mode, absent, tmp_path, monkeypatch):
+    for module in absent:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(decoding, "decode_jpeg_or_png", decoding._find_decoder())
+    assert (decoding.decode_jpeg_or_png is None) == (absent == ABSENT)
     if mode == "I;16":
         Image.fromarray(numpy.full((16, 20), 40000, dtype="uint16")).save(tmp_path / name)
         assert (decode(tmp_path / name) == 40000 // 256).all()

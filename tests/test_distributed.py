@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.launch import free_port, run_ranks
+from tests.test_checkpoint import outcome
 from utils import distributed
 from utils.distributed import (
     all_gather_object,
@@ -30,6 +31,9 @@ from utils.distributed import (
     set_data_parallel_group,
 )
 from utils.errors import PeerError, UserError, a_rank_has_failed, is_first_to_fail
+from utils.rungs.fsdp import FsdpSettings, fsdp_kwargs
+from utils.rungs.pipeline import hold_one_replica
+from utils.rungs.tensor_parallel import init_mesh
 
 GOOD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 GOOD |= {"MASTER_PORT": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -276,6 +280,23 @@ def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):
     assert cores_per_rank() == 1
     monkeypatch.setattr(distributed, "get_local_world_size", lambda: 8)
     assert cores_per_rank() == 1
+
+
+def test_scripts_that_need_a_gpu_per_rank_say_so(monkeypatch):
+    """FSDP, tensor parallelism and pipelines; ranks that share a GPU use gloo."""
+
+    def body(rank):
+        return [outcome(start) for start in starts]
+
+    starts = (
+        hold_one_replica,
+        lambda: init_mesh(torch.device("cpu"), 1),
+        lambda: fsdp_kwargs(FsdpSettings()),
+    )
+    assert run_ranks(body, 1) == [[(None, "")] * 3]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for kind, text in run_ranks(body, 1)[0]:
+        assert kind is UserError and text.startswith("this script needs a GPU for each rank")
 
 
 # What only one process does

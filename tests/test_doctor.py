@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import tools.doctor
 from tests.namespaces import finish, hosts, needs_namespaces
-from tools.doctor import check_rendezvous, slow_links
+from tools.doctor import check_names, check_rendezvous, slow_links
 from tools.doctor import main as doctor
 from tools.runs import ROOT
 
@@ -51,6 +53,19 @@ def test_small_file_systems(tmp_path):
     assert disk.startswith(f"FAILED   cannot write to {tmp_path}: No space left on device")
 
 
+def test_cores_that_the_ranks_of_a_node_share(monkeypatch):
+    """SLURM gives a task one core unless it is told otherwise."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    for cores, level in ((1, "warning"), (15, "warning"), (16, "ok")):
+        monkeypatch.setattr(tools.doctor, "available_cores", lambda cores=cores: cores)
+        (finding,) = [f for f in tools.doctor.check_software() if "cores for 8 GPUs" in f.text]
+        assert finding.level == level
+        assert level == "ok" or "--cpus-per-task" in finding.advice
+
+
 def test_debug_level_that_crashes_is_reported(monkeypatch, capfd):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     monkeypatch.setattr(sys, "argv", ["doctor"])
@@ -66,8 +81,39 @@ def test_rendezvous_on_this_machine():
         assert finding.level == "FAILED" and f"port {port} is in use" in finding.text
     (finding,) = check_rendezvous(f"127.0.0.1:{port}")
     assert finding.level == "ok" and "the port is free" in finding.text
-    (finding,) = check_rendezvous("no-such-host.invalid:1")
-    assert finding.level == "FAILED" and "does not resolve" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        ("no-such-host.invalid:1", "no-such-host.invalid does not resolve"),
+        ("no-such-host.invalid", "no-such-host.invalid does not resolve"),  # torchrun has a port
+        ("no-such-host.invalid:port", "must be HOST:PORT: The port number"),
+        (":29500", "must be HOST:PORT: The hostname"),
+    ],
+)
+def test_rendezvous_that_cannot_be_is_one_line(endpoint, text):
+    (finding,) = check_rendezvous(endpoint)
+    assert finding.level == "FAILED" and text in str(finding) and "\n" not in str(finding)
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", None])
+def test_host_name_that_other_nodes_cannot_use(address, monkeypatch):
+    """As Debian sets it up. On one node it does no harm, but `make doctor` knows of no others."""
+
+    def resolve(name):
+        if address is None:
+            raise socket.gaierror
+        return address
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    for several_nodes, level in ((False, "warning"), (True, "FAILED")):
+        *_, finding = check_names(several_nodes)
+        assert finding.level == level and f"resolves to {address or 'nothing'}" in finding.text
+        assert "set GLOO_SOCKET_IFNAME to one of" in finding.advice
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert [list(check_names(several))[-1].level for several in (False, True)] == ["ok", "FAILED"]
 
 
 def test_slow_link_is_named():

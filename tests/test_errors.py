@@ -139,13 +139,13 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
             "train_fsdp.py --fsdp-size=3",
             {"WORLD_SIZE": "4"},
             2,
-            "4 processes cannot be divided by fsdp_size 3",
+            "4 processes cannot be divided by fsdp_size 3: pass one of 1, 2, 4",
         ),
         (
             "train_fsdp_tp.py --fsdp-size=2",
             {"WORLD_SIZE": "1"},
             2,
-            "1 processes cannot be divided by fsdp_size 2",
+            "1 processes cannot be divided by fsdp_size 2: pass one of 1",
         ),
         ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
         ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
@@ -239,11 +239,17 @@ def test_error_of_all_ranks_is_reported_once(tmp_path):
     assert re.fullmatch(r"error \(rank [012]\): what, where, what to do\n", texts[0])
 
 
-def test_store_that_is_gone_leaves_the_report_to_the_launcher(monkeypatch, capfd, naps):
-    class Gone:
-        def add(self, key, amount):
-            raise dist.DistNetworkError("Connection reset by peer")
+class Gone:
+    """A store whose host has died."""
 
+    def add(self, key, amount):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    def check(self, keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_store_that_is_gone_leaves_the_report_to_the_launcher(monkeypatch, capfd, naps):
     monkeypatch.setattr(errors, "_failure_store", Gone())
     assert fail(UserError("lost")) == 1
     assert capfd.readouterr().err == "error: lost\n"
@@ -257,6 +263,8 @@ def test_all_ranks_learn_of_a_failure(monkeypatch):
     monkeypatch.setattr(errors, "_failure_store", dist.HashStore())
     assert not a_rank_has_failed()
     assert errors.is_first_to_fail() and not errors.is_first_to_fail()
+    assert a_rank_has_failed()
+    monkeypatch.setattr(errors, "_failure_store", Gone())
     assert a_rank_has_failed()
 
 
@@ -278,6 +286,38 @@ def test_error_file_is_written_for_torchrun(error, outcome, end, tmp_path, monke
     assert message["extraInfo"]["timestamp"].isdecimal()
     assert message["extraInfo"]["outcome"] == outcome
     assert capfd.readouterr().err == "" and list(tmp_path.iterdir()) == [path]
+
+
+def fail_on_two_hosts(rank, error, folder):
+    """As fail_in_step_5(), with one rank per host. The text is that of torchrun's error file."""
+    os.environ |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(folder / str(rank))}
+    errors.socket.gethostname = lambda: f"node{rank}"
+    with pytest.raises(Outcome) as caught:
+        fail_in_step_5(rank, error, folder)
+    text = json.loads((folder / str(rank)).read_text())["message"]["message"]
+    raise Outcome(caught.value.args[0], text)
+
+
+@pytest.mark.parametrize("error", [UserError("what to do"), ValueError("a bug")], ids=str)
+def test_report_is_repeated_on_the_other_host(error, tmp_path):
+    """Its torchrun would only know that its rank has failed."""
+    outcomes = [outcome.args for outcome in run_ranks(fail_on_two_hosts, 2, error, tmp_path)]
+    assert [code for code, _ in outcomes] == [1, 1]
+    (_, repeated), (_, reported) = outcomes
+    assert reported.endswith(f"{error}\n")
+    assert repeated == f"the job has failed on node1:\n{reported}"
+
+
+def test_host_of_the_store_is_named_when_it_is_lost(tmp_path, monkeypatch, naps):
+    environment = {"GROUP_WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "1", "TORCHELASTIC_ERROR_FILE": "error.json"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(errors, "_failure_store", Gone())
+    assert fail(RuntimeError("Connection reset by peer")) == 1
+    text = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert text.startswith("error (rank 1): lost the job's store on node0: ") and "\n" not in text
 
 
 # With torchrun

@@ -96,6 +96,14 @@ def test_ranks_with_other_weights_are_refused():
         assert "the ranks have different weights: call set_seed(cfg.seed)" in str(error)
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused(mode, capfd):
+    """Gathered parameters have new addresses in every step."""
+    with pytest.raises(SystemExit):
+        load_config(Config, FsdpSettings, [f"--compile={mode}"])
+    assert f"compile {mode} makes CUDA graphs" in capfd.readouterr().err
+
+
 def test_offload_and_clipping_need_a_cpu(monkeypatch, capfd):
     flags = ["--fsdp-offload", "--clip-norm=1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

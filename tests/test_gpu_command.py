@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from lab.bench import loader
 from lab.bench.rows import Row
 from lab.gpu.__main__ import Results, plan, run_call
 from lab.gpu.jobs import Job, Jobs, dataset_flags
-from lab.gpu.report import sections, speed_table
+from lab.gpu.report import Monitor, sections, speed_table
 from tests.test_preemption import wait_until
 from tools.lessons import ROOT
 from tools.runs import TooSlow, family, wait_for_family
@@ -104,22 +105,22 @@ def test_settings_of_all_jobs_are_known(tmp_path):
     flags = {"dataset": "imagefolder", "data_dir": tmp_path}
     jobs = list(Jobs(tmp_path, tmp_path, flags, small=False).all())
     stages = list(dict.fromkeys(job.stage for job in jobs))
-    assert stages == ["tests", "verify", "speed", "recipe", "profile", "reports", "memory"]
+    assert stages == ["speed", "recipe", "tests", "verify", "profile", "reports", "memory"]
     names = [f"{job.stage}: {job.name}" for job in jobs]
     assert len(set(names)) == len(names)
     for model in ("resnet50", "resnet18"):
         speeds = [n for n in names if n.startswith(f"speed: {model}")]
-        assert sum("whole step as one CUDA graph" in name for name in speeds) == 3
+        assert sum("whole step as one CUDA graph" in name for name in speeds) == 8
         assert sum("tutorial" in name for name in speeds) == 3
         for precision in ("float32 (TF32", "bfloat16", "float16", "float32, strict"):
             for mode in ("eager", "compiled", "compiled, CUDA graphs"):
                 assert any(precision in name and name.endswith(mode) for name in speeds)
     rows = [job.run.args[1] for job in jobs if job.stage == "speed"]
     rows = [row for row in rows if isinstance(row, Row)]
-    assert len(rows) == 30
+    assert len(rows) == 42
     for row in rows:
         row.load_config(row.flags)
-    assert sum(job.seconds for job in jobs) < 60 * 60
+    assert sum(job.seconds for job in jobs) < 66 * 60
     assert max(job.seconds for job in jobs) < 9 * 60
 
 
@@ -192,7 +193,8 @@ def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
 def test_speeds_are_compared_with_the_published_tutorial():
     rows = {
         "resnet50: bfloat16, eager": [
-            {"train": 1.0, "whole": 1.5, "samples": 25_000, "memory": 2**30},
+            {"train": 1.0, "whole": 1.5, "samples": 25_000, "memory": 2**30}
+            | {"clock": 1980.0, "power": 512.3},
             {"train": 3.0, "whole": 3.5, "samples": 25_000, "memory": 2**30},
         ],
         "resnet50: tutorial PyTorch, float32, 10 restarted workers": [
@@ -200,8 +202,29 @@ def test_speeds_are_compared_with_the_published_tutorial():
         ],
     }
     ours, tutorial = speed_table(rows).splitlines()[2:]
-    assert ours == "| resnet50: bfloat16, eager | 4.00 | 12,500 | 2.50 | 1.00 GiB | 5.0 times |"
-    assert tutorial.endswith("| 20.00 | 2,500 |  |  | 1.0 times |")
+    assert ours.startswith("| resnet50: bfloat16, eager | 4.00 | 12,500 | 2.50 | 1.00 GiB |")
+    assert ours.endswith("| 1980 | 512 | 5.0 times |")
+    assert tutorial.endswith("| 20.00 | 2,500 |  |  |  |  | 1.0 times |")
+
+
+def test_clock_and_power_of_the_busy_gpu_are_recorded(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    lines = "345, 71.2\n1980, 512.3\n1755, 498.0\n"
+    program.write_text(f"#!/bin/sh\nprintf '{lines}'\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with Monitor() as monitor:
+        time.sleep(0.3)
+    assert monitor.readings() == {"clock": 1980.0, "power": 512.3}
+    program.write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
+    with Monitor() as monitor:
+        time.sleep(0.3)
+    assert monitor.readings() == {}
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Monitor() as monitor:
+        pass
+    assert monitor.readings() == {}
 
 
 def test_images_are_decoded_and_cropped_on_a_device(tmp_path):

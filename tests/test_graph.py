@@ -9,10 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tasks.images import Settings
 from tests.forked import assert_resumes, fork_script
 from train_1gpu_graph import build_step
 from utils.checkpoint_file import read_checkpoint
-from utils.config import Config
+from utils.config import load_config
 from utils.errors import UserError
 from utils.optim import build_optimizer, build_scheduler
 from utils.rungs import graph
@@ -53,14 +54,16 @@ def trainer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
 
     def train(device, steps=8, **flags):
-        cfg = Config(clip_norm=1.0, lr=0.01, epochs=1, **flags)
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        flags += ["--clip-norm=1", "--lr=0.01", "--epochs=1"]
+        cfg = load_config(Settings, graph.GraphSettings, argv=flags)
         torch.manual_seed(0)
         layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
         model = torch.nn.Sequential(*layers)
         optimizer = build_optimizer(model, cfg)
         scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=steps)
-        train_step = build_step(model, optimizer, cfg)
-        train_step = graph.GraphedStep(train_step, optimizer, device, cfg)
+        train_step = build_step(model, optimizer, CPU, cfg)
+        train_step = graph.GraphedStep(train_step, optimizer, device)
 
         @contextmanager
         def record(recording, stream, capture_error_mode):
@@ -119,7 +122,7 @@ def test_batches_of_different_shapes_are_refused(trainer):
 def test_inputs_may_be_nested():
     """The tensors of a dict are copied to the captured ones."""
     captured = {"image": torch.zeros(2, 3), "size": torch.zeros(2)}
-    step = graph.GraphedStep(None, SimpleNamespace(param_groups=[]), CPU, Config())
+    step = graph.GraphedStep(None, SimpleNamespace(param_groups=[]), CPU)
     step.stream, step.warmup_steps, step.results = object(), 0, "results"
     step.graph, step.batch = SimpleNamespace(replay=lambda: None), (captured, torch.zeros(2))
     given = {"image": torch.ones(2, 3), "size": torch.full((2,), 5.0)}
@@ -129,16 +132,28 @@ def test_inputs_may_be_nested():
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_other_cuda_graphs_are_refused(mode):
+def test_other_cuda_graphs_are_refused(mode, capfd):
     text = "CUDA graphs of its own, which cannot be captured in another: pass --compile default"
-    with pytest.raises(UserError, match=text):
-        graph.GraphedStep(None, SimpleNamespace(param_groups=[]), CPU, Config(compile=mode))
+    with pytest.raises(SystemExit, match="2"):
+        load_config(Settings, graph.GraphSettings, argv=[f"--compile={mode}"])
+    assert text in capfd.readouterr().err
 
 
 def test_script_trains_the_same_bits_on_a_cpu(tmp_path):
+    assert_same_bits(tmp_path, {"train_1gpu.py": {}, "train_1gpu_graph.py": {}})
+
+
+def test_bfloat16_trains_the_same_bits_as_in_the_amp_script(tmp_path):
+    flags = {"amp_dtype": "bfloat16"}
+    assert_same_bits(tmp_path, {"train_ddp_amp.py": flags, "train_1gpu_graph.py": flags})
+
+
+def assert_same_bits(folder, scripts):
+    """scripts: {name: flags}, of which train_ddp_amp.py runs as one rank."""
     files = []
-    for script in ("train_1gpu.py", "train_1gpu_graph.py"):
-        run = fork_script(script, output_dir=tmp_path / script, **SETTINGS)
+    for script, flags in scripts.items():
+        ranks = [1] if script == "train_ddp_amp.py" else []
+        run = fork_script(script, *ranks, output_dir=folder / script, **SETTINGS | flags)
         assert (run.code, run.stderr) == (0, "")
         files.append(read_checkpoint(run.output_dir / "last.pt"))
     for name, value in files[0]["model"].items():

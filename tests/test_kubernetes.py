@@ -10,17 +10,27 @@ import yaml
 from tests.launch import SMALL
 from tests.namespaces import finish, hosts, needs_namespaces
 from tools.runs import ROOT, flag_list
+from utils.preemption import Preempted
+from utils.settings import ConfigError
 
 FOLDER = ROOT / "launch" / "kubernetes"
 SERVICE, JOB = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
 TRAINJOB = yaml.safe_load((FOLDER / "trainjob.yaml").read_text())
-ENTRYPOINT = json.loads(re.search("^ENTRYPOINT (.*)", (FOLDER / "Dockerfile").read_text(), re.M)[1])
+DOCKERFILE = (FOLDER / "Dockerfile").read_text()
+ENTRYPOINT = json.loads(re.search("^ENTRYPOINT (.*)", DOCKERFILE, re.M)[1])
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def container():
-    (only,) = JOB["spec"]["template"]["spec"]["containers"]
+def container(pod=None):
+    (only,) = (pod or JOB["spec"]["template"]["spec"])["containers"]
     return only
+
+
+def patched_pod():
+    """What the TrainJob changes in the pods of its runtime."""
+    (patch,) = TRAINJOB["spec"]["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    return job["template"]["spec"]["template"]["spec"]
 
 
 def environment(index):
@@ -67,19 +77,66 @@ def test_both_run_the_same_command():
     assert trainer["image"] == container()["image"]
     assert trainer["numNodes"] == JOB["spec"]["completions"]
     assert trainer["resourcesPerNode"] == container()["resources"]
+    pod = JOB["spec"]["template"]["spec"]
+    for name in ("securityContext", "terminationGracePeriodSeconds", "volumes"):
+        assert patched_pod()[name] == pod[name]
+    for name in ("securityContext", "volumeMounts"):
+        assert container(patched_pod())[name] == container()[name]
+
+
+def test_resources_follow_from_the_number_of_gpus():
+    limits = container()["resources"]["limits"]
+    (shm,) = (v["emptyDir"]["sizeLimit"] for v in patched_pod()["volumes"] if "emptyDir" in v)
+    assert limits["cpu"] == 8 * limits["nvidia.com/gpu"]
+    gibibytes = 14 * limits["nvidia.com/gpu"] + int(shm.removesuffix("Gi"))
+    assert limits["memory"] == f"{gibibytes}Gi"
+
+
+def test_restricted_clusters_accept_the_pods():
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
+    pod = JOB["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container()["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    user, group = map(int, re.search("^USER (.*)", DOCKERFILE, re.M)[1].split(":"))
+    assert user and group == pod["securityContext"]["fsGroup"]  # a name would be refused
+
+
+def test_restarts_count_for_each_pod_and_saved_runs_do_not_count():
+    spec = JOB["spec"]
+    assert "backoffLimit" not in spec and spec["backoffLimitPerIndex"] > 0
+    assert spec["maxFailedIndexes"] == 0
+    rules = spec["podFailurePolicy"]["rules"]
+    actions = [(r["action"], r["onExitCodes"]["values"]) for r in rules if "onExitCodes" in r]
+    assert actions == [("Ignore", [Preempted.exit_code]), ("FailJob", [ConfigError.exit_code])]
+    assert container()["name"] == rules[-1]["onExitCodes"]["containerName"]
 
 
 def test_image_holds_what_the_command_needs():
-    lines = re.findall("^COPY (.*)", (FOLDER / "Dockerfile").read_text(), re.M)
+    lines = re.findall("^COPY (.*)", DOCKERFILE, re.M)
     sources = [word for line in lines for word in line.split()[:-1]]
     assert all(list(ROOT.glob(source)) for source in sources)
     assert {"tools", "configs", "train_*.py"} <= set(sources)
-    code = [*ROOT.glob("train_*.py"), *(ROOT / "utils").rglob("*.py"), ROOT / "tools" / "launch.py"]
+    code = [*ROOT.glob("train_*.py"), ROOT / "tools" / "launch.py"]
+    code += [path for folder in ("utils", "tasks") for path in (ROOT / folder).rglob("*.py")]
     for path in code:
         packages = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
         assert {name for name in packages if (ROOT / name).is_dir()} <= set(sources), path
     assert container()["args"][0] in [path.name for path in ROOT.glob("train_*.py")]
     assert (ROOT / container()["args"][1].removeprefix("--config=")).exists()
+    assert " g++ " in DOCKERFILE  # for --compile
+
+
+def test_build_context_holds_only_what_is_copied():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    first, *rules = [line for line in lines if not line.startswith("#")]
+    copied = re.findall("^COPY (.*) ", DOCKERFILE, re.M)
+    assert first == "*"
+    assert {rule[1:] for rule in rules if rule[0] == "!"} == set(" ".join(copied).split())
+    assert [rule for rule in rules if rule[0] != "!"] == ["**/__pycache__"]
 
 
 @pytest.mark.slow

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from tests.launch import SMALL
 from tools import launch as launch_module
@@ -94,9 +97,13 @@ def test_arguments_are_torchruns(launch):
     assert output == "rank 0 of 1 --steps 3\n"
 
 
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
-def test_exit_code_tells_saved_from_killed(number, nproc, tmp_path):
-    """The signal goes to the launcher alone, which passes it on."""
+@pytest.mark.parametrize(
+    ("number", "nproc", "receiver"),
+    [(signal.SIGTERM, 2, "a rank"), (signal.SIGUSR1, 1, "the launcher")],
+)
+def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
+    """The signal goes to one process alone: a rank, whose launcher sees it end with 75, or the
+    launcher, which passes it on."""
     flags = SMALL | {"epochs": 10**6, "output_dir": tmp_path / "run"}
     flags |= {"image_size": 8, "synthetic_samples": 24, "save_steps": 1}
     command = [sys.executable, "-m", "tools.launch", "--standalone", f"--nproc_per_node={nproc}"]
@@ -105,7 +112,8 @@ def test_exit_code_tells_saved_from_killed(number, nproc, tmp_path):
     while not (tmp_path / "run" / "last.pt").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(number)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]) if receiver == "a rank" else process.pid, number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
     assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
@@ -129,10 +137,35 @@ def test_save_that_fails_after_a_signal_is_reported(launch):
     )
 
 
-def test_ctrl_c_prints_no_traceback(launch):
-    code, error = stopped(launch("sleep", nproc=1), signal.SIGINT)
-    assert code == 130
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_signal_before_the_first_step_ends_the_job(number, launch):
+    """While the data are built, for example: there is nothing to save, so the code is not 75."""
+    code, error = stopped(launch("sleep", nproc=1), number)
+    assert code == 128 + number
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RendezvousTimeoutError("timed out"), "not all nodes have joined the rendezvous at host:1"),
+        (dist.DistStoreError("1/2 clients"), "not all nodes have joined the rendezvous at host:1"),
+        (RendezvousConnectionError("no"), "the rendezvous at host:1 has failed (no)"),
+        (dist.DistNetworkError("EADDRINUSE\nat"), "host:1 has failed (EADDRINUSE): see the output"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rendezvous_that_fails_is_one_line(error, text, monkeypatch, capfd):
+    def run(args):
+        raise error
+
+    arguments = ["--nnodes=2", "--master_addr=host", "--master_port=1", "script.py"]
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    monkeypatch.setattr(launch_module, "run", run)
+    with pytest.raises(SystemExit, match="1"):
+        launch_module.main()
+    output = capfd.readouterr().err
+    assert output.startswith("error: ") and output.count("\n") == 1 and text in output
 
 
 def test_root_cause_is_the_first_failure():

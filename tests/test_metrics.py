@@ -495,30 +495,25 @@ def test_closed_pipe_does_not_lose_the_epoch(tmp_path, monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the flush at the end
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"BEST": ("loss", "min")}, "must be the name of a metric and the function max or min"),
-        ({"BEST": ("los", min)}, "returns loss, but not 'los', which BEST names"),
-        ({"measure": lambda outputs, targets: {"count": outputs.sum()}}, "returns count, which"),
-        ({"summarize": lambda sums: {"f1": 1.0}}, "returns f1, but not 'loss', which every task"),
-        ({"summarize": None, "BEST": None}, "does not define BEST, summarize"),
-    ],
-)
-def test_task_that_lacks_something_is_named(changes, text):
-    """At the start where possible, otherwise before the first checkpoint."""
-    task = make_task(lambda outputs, targets: (outputs - targets).abs().sum())
-    for name, value in changes.items():
-        setattr(task, name, value)
-        if value is None:
-            delattr(task, name)
-    ones = torch.ones(2)
-    with pytest.raises(UserError) as caught:
-        meter = Meter(task, fake_loader(train=False))
-        meter.update(task.loss(ones, ones), ones, ones)
+def test_sums_of_different_names_are_not_added():
+    """Nor are those of different shapes, which would be, element by element, if they fit."""
+    task = make_task(lambda outputs, targets: outputs.sum(), measure=lambda outputs, _: outputs)
+    meter, loss = Meter(task, fake_loader(train=False)), torch.zeros(2)
+    meter.update(loss.sum(), {"right": torch.ones(2), "number": 3}, loss)
+    for other, found in (
+        ({"wrong": torch.ones(2), "number": 3}, r"wrong \(2,\), number \(\)"),
+        ({"right": torch.ones(2, 1), "number": 3}, r"right \(2, 1\), number \(\)"),
+    ):
+        with pytest.raises(UserError, match=f"{found} after loss .*, right .2,., number ..: these"):
+            meter.update(loss.sum(), other, loss)
+
+
+def test_epoch_without_targets_is_named():
+    task = make_task(lambda outputs, _: outputs.sum(), lambda targets: torch.tensor(0))
+    meter = Meter(task, fake_loader(train=False))
+    meter.update(torch.tensor(0.0), torch.zeros(2), torch.zeros(2))
+    with pytest.raises(UserError, match=r"validation loss is nan: count\(\) .* found no targets"):
         meter.compute()
-    missing = " does not define summarize, BEST" if None in changes.values() else text
-    assert missing in str(caught.value)
 
 
 def test_metric_that_is_nan_or_new_is_not_the_best(tmp_path):

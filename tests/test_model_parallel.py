@@ -7,6 +7,7 @@ import torch
 import torchvision
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 import tasks.images
 from tasks.images.small_models import ResNet9, ResNet20
@@ -16,6 +17,7 @@ from train_mp import place_stages
 from utils.config import Config, load_config
 from utils.errors import UserError
 from utils.rungs.model_parallel import MicroBatches, StagesSettings, assign_layers, get_devices
+from utils.sync_batchnorm import convert_sync_batchnorm
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NCCL2 = "TORCH_DIST_USE_NCCL2"
@@ -38,6 +40,18 @@ def small_vit():
     return torchvision.models.VisionTransformer(
         image_size=16, patch_size=8, num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=16
     )
+
+
+def test_synchronized_buffers_are_not_broadcast():
+    """DistributedDataParallel would, before each forward pass, and they are the same already."""
+
+    def body(rank):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        plain = DistributedDataParallel(MicroBatches(model, 2))
+        synced = DistributedDataParallel(MicroBatches(convert_sync_batchnorm(model), 2))
+        return plain.will_sync_module_buffers(), synced.will_sync_module_buffers()
+
+    assert run_ranks(body, 2) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize(
@@ -120,6 +134,31 @@ def test_activations_follow_the_layers(make):
     outputs = place_stages(model, tasks.images.layers(model), [CPU, META], "")(images)
     assert outputs.device == META and outputs.shape == expected.shape
     assert {parameter.device for parameter in model.parameters()} == {CPU, META}
+
+
+class Masked(nn.Module):
+    """Its second layer takes two tensors, one of them by name, and it has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Bilinear(3, 3, 2)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.scale, input2=x)
+
+
+def test_no_layer_visits_the_first_device_and_all_inputs_follow():
+    """A model that is too large for one device must not be moved there; `meta` keeps no values."""
+    model = Masked()
+    layers = [(None, [model.first]), (None, [model.second])]
+    before = model.second.weight.clone()
+    model = place_stages(model, layers, [META, CPU], "1,1")
+    assert model.first.weight.device == model.scale.device == META
+    assert model.second.weight.equal(before)
+    model = Masked()
+    model = place_stages(model, [(None, [model.first]), (None, [model.second])], [CPU, META], "1,1")
+    assert model(torch.ones(4, 3)).shape == (4, 2)
 
 
 def test_micro_batches_add_up_to_the_batch():

@@ -1,13 +1,16 @@
 """Training on several nodes: network namespaces stand for the hosts of a cluster."""
 
 import json
+import os
 import re
+import signal
+import time
 
 import pytest
 
-from tests.forked import fork_script, largest_difference, same_bits
+from tests.forked import FORK, fork_script, largest_difference, same_bits
 from tests.namespaces import Gate, c10d, finish, hosts, needs_namespaces, static
-from tools.runs import ROOT
+from tools.runs import ROOT, wait_for_family
 from utils.checkpoint_file import read_checkpoint
 
 pytestmark = needs_namespaces
@@ -38,7 +41,7 @@ def last_lines(runs):
     return [run.stderr.strip().splitlines()[-1] for run in runs]
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
 def test_two_nodes_match_one_machine(rendezvous, one_machine, tmp_path):
     def command(rank):
         flags = RUN | {"output_dir": tmp_path}
@@ -103,11 +106,50 @@ def test_node_dies_and_the_job_resumes(one_machine, tmp_path):
         gate.open(10**6)
         (survivor,) = finish(processes[:1], limit=60)
         assert survivor.code == 1
+        (line,) = last_lines([survivor])
+        assert line.startswith("error (rank 0): lost node1 (rank 1): the host is down"), survivor
 
         runs = finish([host.start(command) for host in machines], out)
     assert_no_error(runs)
     assert re.search("from epoch 0, step [23], in", "".join(run.stdout for run in runs))
     assert_same_weights(out, one_machine)
+
+
+@SLOW
+def test_signal_to_one_node_stops_both_with_the_same_exit_code(tmp_path):
+    """As when Kubernetes drains a node: job.yaml relies on it."""
+    gate = Gate(tmp_path, 3)
+    with hosts(2) as machines:
+        command = c10d(gate.script, machines[0], output_dir=tmp_path / "run", **RUN)
+        processes = [host.start(command) for host in machines]
+        gate.wait(2, processes)
+        processes[1].send_signal(signal.SIGTERM)
+        time.sleep(1)  # for the signal to reach the rank
+        gate.open(10**6)
+        runs = finish(processes, tmp_path / "run", limit=60)
+    assert [run.code for run in runs] == [75, 75], [run.stderr for run in runs]
+    assert (tmp_path / "run" / "last.pt").exists()
+
+
+@SLOW
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_node_with_the_rendezvous_dies(rendezvous, tmp_path):
+    gate = Gate(tmp_path, 3)
+    flags = RUN | {"output_dir": tmp_path / "run"}
+    with hosts(2) as machines:
+        if rendezvous == "c10d":
+            commands = [c10d(gate.script, machines[0], **flags)] * 2
+        else:
+            commands = [static(gate.script, machines[0], rank, **flags) for rank in range(2)]
+        pairs = zip(machines, commands, strict=True)
+        processes = [host.start(command) for host, command in pairs]
+        gate.wait(2, processes)
+        machines[0].crash()
+        gate.open(10**6)
+        (survivor,) = finish(processes[1:], limit=60)
+    (line,) = last_lines([survivor])
+    assert survivor.code == 1 and line.startswith("error"), survivor.stderr
+    assert "node0" in line or machines[0].address in line
 
 
 @SLOW
@@ -179,8 +221,15 @@ def test_wrong_interface_is_named(interface, reason, tmp_path):
         environment = {"GLOO_SOCKET_IFNAME": interface}
         runs = finish([host.start(command, environment) for host in machines], limit=90)
     assert all(run.code == 1 for run in runs)
-    (line,) = (line for line in last_lines(runs) if line.startswith("error") and reason in line)
-    assert "set GLOO_SOCKET_IFNAME" in line and "one of lo, eth0" in line
+    lines = last_lines(runs)
+    named = [line for line in lines if reason in line]
+    for line in named:
+        assert line.startswith("error (rank ") and "set GLOO_SOCKET_IFNAME" in line
+        assert line.endswith("one of eth0")
+    # Both nodes show the error of the first rank to fail. If the other rank still waits for a
+    # connection (with lo), its node refers to node0.
+    referring = [line for line in lines if "error: the rendezvous at node0:29500 has" in line]
+    assert named and len(named + referring) == 2
 
 
 @SLOW
@@ -205,22 +254,37 @@ def test_host_name_that_resolves_to_loopback(one_machine, tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("nodes", [[2], [2, 3]], ids=["one is missing", "they disagree"])
-def test_incomplete_job_ends_within_the_join_timeout(nodes, tmp_path):
-    with hosts(len(nodes)) as machines:
-        processes = [
-            host.start(
-                c10d(
-                    "train_ddp.py",
-                    machines[0],
-                    "--rdzv_conf=join_timeout=8",
-                    nodes=count,
-                    output_dir=tmp_path,
-                    **RUN,
-                )
-            )
-            for host, count in zip(machines, nodes, strict=True)
-        ]
-        runs = finish(processes, limit=60)
-    assert all(run.code == 1 for run in runs)
+def test_missing_node_ends_the_job_within_the_join_timeout(tmp_path):
+    with hosts(1) as (host,):
+        limit = "--rdzv_conf=join_timeout=8"
+        command = c10d("train_ddp.py", host, limit, nodes=2, output_dir=tmp_path, **RUN)
+        (run,) = finish([host.start(command)], limit=60)
+    assert run.code == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+# The hosts themselves
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_nothing_is_left_of_tests_that_are_ended(number):
+    """Not even by SIGKILL, once the next test has started."""
+    receiver, sender = FORK.Pipe()
+
+    def test():
+        with hosts(1) as (host,):
+            daemon = host.start(["setsid", "sleep", "1000"])
+            sender.send((host.namespace, daemon.run_tag))
+            time.sleep(1000)
+
+    process = FORK.Process(target=test)
+    process.start()
+    namespace, tag = receiver.recv()
+    os.kill(process.pid, number)
+    process.join(60)
+    if number == signal.SIGKILL:
+        assert namespace in os.listdir("/run/netns")
+        with hosts(0):
+            pass
+    assert namespace not in os.listdir("/run/netns")
+    assert wait_for_family(tag, limit=1) == []

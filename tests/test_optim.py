@@ -1,8 +1,13 @@
 """The optimizer, and the learning rate of every step."""
 
+import importlib
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from tests.launch import run_ranks
 from utils.config import Config
 from utils.optim import build_optimizer, build_scheduler
 
@@ -44,6 +49,26 @@ def test_learning_rate_is_a_function_of_the_step():
         scheduler.optimizer.step()
         scheduler.step()
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizer_of_mixed_tensors_steps_on_cuda(optimizer, monkeypatch):
+    """Where foreach is the default. With tensor parallelism, one optimizer has both kinds."""
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (1,))
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        parallelize_module(model[0], mesh, ColwiseParallel())
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        build_optimizer(model, Config(optimizer=optimizer)).step()
+        after = model.parameters()
+        return [bool((a != b).any()) for a, b in zip(after, before, strict=True)]
+
+    assert run_ranks(body, 1) == [[True] * 4]
 
 
 def test_schedule_resumes_at_the_same_place_with_other_steps_and_another_peak():

@@ -4,8 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from tools.lessons import ROOT
 from utils.metrics import read_metrics
@@ -67,9 +70,24 @@ def project(tmp_path):
     return script.parent, training
 
 
+def test_losses_of_dicts():
+    """The page's example of a model, a loss and a count for batches that are dicts."""
+    names = {"cross_entropy": cross_entropy}
+    exec(blocks("python")[2], names)
+    model = SimpleNamespace(embed=torch.eye(5).__getitem__, head=lambda features: 2 * features)
+    batch = {
+        "input_ids": torch.tensor([[1, 2], [3, 4]]),
+        "labels": torch.tensor([[1, -100], [2, 2]]),
+    }
+    outputs = names["forward"](model, batch)
+    chances = outputs["logits"].softmax(-1)
+    expected = -(chances[0, 0, 1] * chances[1, 0, 2] * chances[1, 1, 2]).log()
+    assert torch.isclose(names["loss"](outputs, batch), expected) and names["count"](batch) == 3
+
+
 def test_own_task_trains_on_two_processes(project):
     folder, training = project
-    task, settings = blocks("python")[1:]
+    _, task, _, settings = blocks("python")
     (folder / "my_task.py").write_text(task)
     shell(training, folder, "--device", "cpu", "--num-workers", "1")
     rows = read_metrics(folder / "runs" / "train_ddp" / "metrics.jsonl")

@@ -1,8 +1,10 @@
 """Pipeline parallelism: the stages compute what the whole model computes, in every schedule."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,7 +136,7 @@ class Pair(nn.Sequential):
 
 def test_only_tensors_pass_from_stage_to_stage():
     with pytest.raises(UserError, match=r"the inputs of this task are \{'image': float32 \(2, 3\)"):
-        Pipeline(nn.Linear(3, 2), [], {"image": torch.zeros(2, 3)}, CPU, PipelineConfig())
+        build_pipeline(nn.Linear(3, 2), [], {"image": torch.zeros(2, 3)})
     first = Pair(nn.Linear(3, 2))
     last = nn.Flatten()
     last.forward = lambda pair: pair[0]
@@ -147,13 +149,15 @@ def make_pipeline(**settings):
     torch.manual_seed(0)
     model = vit_tiny(10, 8).double()
     nn.init.normal_(model.heads.head.weight)
-    return build_pipeline(model, tasks.images.layers(model), torch.zeros(2, 3, 8, 8), **settings)
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+    return build_pipeline(model, tasks.images.layers(model), images, **settings)
 
 
 def build_pipeline(model, layers, inputs, **settings):
     """As train_pp.py does, for batches of 6 samples."""
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    return Pipeline(model, layers, inputs, CPU, PipelineConfig(global_batch_size=6, **settings))
+    cfg = PipelineConfig(global_batch_size=6, **settings)
+    loader = SimpleNamespace(dataset=range(2), example=lambda indices: (inputs, None))
+    return Pipeline(model, layers, loader, CPU, cfg)
 
 
 def cross_entropy(outputs, targets):
@@ -275,7 +279,7 @@ def test_stage_without_trainable_parameters_is_refused():
     def body(rank):
         model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
         model[0].requires_grad_(False)  # as of a frozen backbone
-        build_pipeline(model.double(), tasks.images.layers(model), torch.zeros(2, 3))
+        build_pipeline(model.double(), tasks.images.layers(model), torch.zeros(2, 3).double())
 
     for error in run_ranks(body, 2):
         assert isinstance(error, UserError)
@@ -318,6 +322,7 @@ def test_numbers_that_do_not_fit_are_named(settings, message):
     [
         (["--no-save-sharded"], "a pipeline needs --save-sharded and --compile none"),
         (["--compile=default"], "a pipeline needs --save-sharded and --compile none"),
+        (["--val-batch-size=100"], "a pipeline has batches of one size"),
         (
             ["--global-batch-size=6", "--micro-batches=4"],
             "global_batch_size 6 cannot be divided into 4 equal micro-batches",
@@ -370,6 +375,8 @@ def test_every_schedule_trains_the_same_weights(schedule, reference, tmp_path):
     sizes = {2: "3, 3", 4: "1, 2, 1, 2"}[count]
     text = f"ranks: 2 = 1 data x 2 pipeline, {count} stages of {sizes} layers\nmodel: Vision"
     assert run.stdout.startswith(text)
+    (whole,) = re.findall(r"model: .*trainable parameters", reference.stdout)
+    assert whole in run.stdout  # not what rank 0 holds
 
 
 def test_batchnorm_sees_each_batch_once(tmp_path):

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +156,12 @@ def test_signals_are_handled_from_the_start_of_the_run_on(fake_checkpoint):
     assert exit_code(body) == -signal.SIGTERM
 
 
-def test_second_signal_ends_the_process_once_the_file_is_complete(fake_checkpoint, tmp_path):
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_second_signal_ends_the_process_once_the_file_is_complete(
+    is_waited_for, fake_checkpoint, tmp_path
+):
+    """is_waited_for: by the main thread, as when the run stops, or saves again."""
+
     def body():
         interrupts = started(fake_checkpoint)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +172,9 @@ def test_second_signal_ends_the_process_once_the_file_is_complete(fake_checkpoin
         fake_checkpoint.pending = writer.submit(
             lambda: (time.sleep(0.5), (tmp_path / "complete").touch())
         )
-        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if is_waited_for:
+            Checkpointer.wait(fake_checkpoint)
 
     assert exit_code(body) == 128 + signal.SIGINT
     assert (tmp_path / "complete").exists()

@@ -6,14 +6,18 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import random_split
 
 from tasks.images.models import build_classifier
 from tasks.images.settings import Settings
 from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state, outcome
 from utils.config import Config
+from utils.data import describe_datasets
 from utils.errors import UserError
 from utils.replicas import (
     CompareReplicas,
@@ -132,6 +136,38 @@ def test_differing_tensor_and_its_rank_are_named():
             for name, message in zip(cases, messages, strict=True):
                 assert f"rank {odd} differs from the others in {name}" in message
                 assert "the first of 1 tensors that differ" in message
+
+
+def test_copies_of_a_shard_are_compared():
+    """Two ranks divide each parameter, and two more hold the same shards: as of HSDP, and of FSDP
+    across the replicas of tensor parallelism, where a gradient is not averaged."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        all_ranks = init_device_mesh("cpu", (4,))
+        whole = torch.arange(7.0)  # unevenly divided by four
+        model = nn.ParameterDict(
+            {
+                "own": nn.Parameter(distribute_tensor(whole, all_ranks, [Shard(0)])),
+                "copied": nn.Parameter(distribute_tensor(whole, mesh, [Shard(0), Replicate()])),
+                "sliced": nn.Parameter(distribute_tensor(whole, mesh["data"], [Shard(0)])),
+            }
+        )
+        optimizer = torch.optim.SGD(model.parameters())
+        outcomes = [outcome(lambda: check_replicas(model, optimizer))]
+        for name in ("own", "copied", "sliced"):
+            with torch.no_grad():
+                model[name].to_local().add_(float(rank == 3))
+            outcomes.append(outcome(lambda: check_replicas(model, optimizer)))
+            with torch.no_grad():
+                model[name].to_local().sub_(float(rank == 3))
+        return outcomes
+
+    for same, own, copied, sliced in run_ranks(body, 4):
+        assert same == own == (None, "")
+        for name, (kind, text) in (("copied", copied), ("sliced", sliced)):
+            assert kind is UserError
+            assert f"rank 3 differs from the others in {name}, the first of 1 tensors" in text
 
 
 def test_buffers_may_differ_between_steps():
@@ -269,6 +305,17 @@ def test_differing_ranks_are_refused():
         assert "has classes [" in of_classes
         assert rank == 1 or "rank 1 has classes ['b'], not ['a']" in of_classes
         assert of_free_settings == (None, "")
+
+
+def test_ranks_with_different_random_splits_are_refused():
+    def body(rank):
+        samples = [{"text": f"{i}"} for i in range(8)]  # without labels
+        split = random_split(samples, [6, 2], torch.Generator().manual_seed(rank))
+        state = make_state() | {"data": describe_datasets(*split)}
+        return outcome(lambda: check_setup(Config(), state))
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and " has train_subsets [" in text
 
 
 def test_facts_that_cannot_be_compared_are_refused():

@@ -105,13 +105,17 @@ def test_run_moves_between_scripts_and_world_sizes(tmp_path):
         assert row | {"world_size": 1} == pytest.approx(other, rel=1e-9)
 
 
-def test_batch_size_is_kept_within_an_epoch(tmp_path):
-    flags = FIVE_STEPS | {"output_dir": tmp_path / "run"}
+def test_batches_are_kept_within_an_epoch(tmp_path):
+    """Also where changes are allowed: no sample would be used once."""
+    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "allow_config_change": True}
     fork_script("train_ddp.py", 2, killed_at(0, 2), **flags)
-    changed = {"global_batch_size": 20, "allow_config_change": True}
-    run = fork_script("train_ddp.py", 2, **flags | changed)
-    assert run.code == 1 and run.stderr.count("error") == 1
-    assert "stopped within an epoch, after 2 global batches of 12" in run.stderr
+    for script, nproc, changed, text in (
+        ("train_ddp.py", 2, {"global_batch_size": 20}, "after 2 global batches of 12"),
+        ("train_1gpu.py", None, {"synthetic_samples": 48}, "train_samples 48, not 60"),
+    ):
+        run = fork_script(script, nproc, **flags | changed)
+        assert run.code == 1 and run.stderr.count("error") == 1
+        assert "within an epoch" in run.stderr and text in run.stderr
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.launch import run_ranks
 from utils import runtime
-from utils.config import Config, load_config
+from utils.config import Config, ConfigError, load_config
 from utils.errors import UserError
 from utils.rungs.amp import AmpSettings
 from utils.rungs.fsdp import FsdpSettings
@@ -76,6 +77,33 @@ def test_cudnn_chooses_by_time_only_on_request():
     for cfg in (Config(cudnn_benchmark=True), Config()):
         configure_torch(cfg)
         assert torch.backends.cudnn.benchmark is cfg.cudnn_benchmark
+
+
+def test_deterministic_algorithms_only_on_request(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for cfg in (Config(deterministic=True), Config()):
+        configure_torch(cfg)
+        assert torch.are_deterministic_algorithms_enabled() is cfg.deterministic
+        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", "") == ":4096:8" * cfg.deterministic
+    with pytest.raises(ConfigError, match="fastest"):
+        Config(deterministic=True, cudnn_benchmark=True).resolved()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_single_process_compiles_ddp_into_one_graph(ranks):
+    def body(rank):
+        configure_torch(Config(compile="default", num_threads=1))
+        model, graphs = torch.nn.Sequential(*[torch.nn.Linear(2000, 2000) for _ in range(3)]), []
+
+        def count(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        model.compile(backend=count)
+        DistributedDataParallel(model)(torch.zeros(1, 2000))
+        return len(graphs)
+
+    assert run_ranks(body, ranks) == [ranks] * ranks  # two buckets
 
 
 def test_precision_in_words():
@@ -156,6 +184,11 @@ def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
     assert "from epoch 3, step 0, in" in text
     assert "nothing left to do: pass --resume never" in text
     (tmp_path / "config.yaml").unlink()
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(UserError, match=r"^cannot write .*config.yaml: Is a directory$"):
+        log_summary(cfg, state, 3)
+    (tmp_path / "config.yaml").rmdir()
+    (tmp_path / "config.tmp").unlink()
     monkeypatch.setattr(runtime, "is_main_process", lambda: False)
     log_summary(cfg, state, 3)
     assert capfd.readouterr().out == ""

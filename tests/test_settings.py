@@ -32,7 +32,7 @@ class Rolls(Base):
     """Rolls. Smaller than loaves."""
 
     seeds: int = setting(1, "sorts of seeds", choices=(0, 1, 3))
-    loaves: int = setting(40, "how many", low=1)
+    loaves: int = 40
 
 
 @pytest.fixture
@@ -97,7 +97,8 @@ def test_subclass_may_change_a_default(yaml_file, capsys):
         parse_settings(Rolls, ["--help"])
     own, _, general = capsys.readouterr().out.partition("How to bake:")
     assert "Rolls. Smaller than loaves:" in own and "--loaves" not in own
-    assert general.index("--loaves") < general.index("(default: 40)")
+    assert "how many (default: 40)" in general
+    assert_refused(["--loaves=0"], "at least 1", kind=Rolls)
 
 
 def test_resolved_passes_through_all_combined_classes():
@@ -209,12 +210,32 @@ def test_flag_is_checked_even_where_the_file_is_right(yaml_file):
     assert_refused([yaml_file("haet: 2"), "--loaves=3"], "a.yaml:1: unknown key 'haet'")
 
 
+def test_field_that_cannot_be_set_is_named():
+    """Its type or its declaration, and a class that is no dataclass, which would have no effect."""
+
+    @dataclass(frozen=True)
+    class Plain(Base):
+        crumbs: int = 3
+
+    @dataclass(frozen=True)
+    class Maybe(Base):
+        crumbs: int | None = setting(None, "how many")
+
+    class Forgotten(Base):
+        loaves: int = setting(3, "how many")
+
+    for kind in (Plain, Maybe):
+        text = f"crumbs of the class {kind.__name__} must be declared as a setting of type bool,"
+        assert_refused([], text, kind=kind)
+    assert_refused([], "the class Forgotten needs the line @dataclass(frozen=True)", kind=Forgotten)
+
+
 def test_field_that_is_declared_again_keeps_its_rules():
     """Its choices, its lowest value, and whether it may change when a run is resumed."""
 
     @dataclass(frozen=True)
     class Task(Config):
-        optimizer: str = setting("adamw", "of this task")
+        optimizer: str = "adamw"
         num_workers: int = setting(0, "of this task")
         epochs: int = setting(3, "of this task", low=2)
 

@@ -33,6 +33,11 @@ def test_own_models_take_images_of_any_size(name, millions):
     assert name in SMALL
 
 
+def test_vit_of_torchvision_takes_images_of_whole_patches():
+    with pytest.raises(UserError, match=r"^vit_b_16 does not take --image-size 20: Input shape"):
+        make("vit_b_16", image_size=20)
+
+
 def test_vit_tiny_takes_images_of_whole_patches():
     model = make("vit_tiny", classes=7, image_size=16)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(0.14, rel=0.02)

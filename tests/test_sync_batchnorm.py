@@ -183,6 +183,23 @@ def test_host_never_waits_for_the_gpu(dtype):
         assert collectives == ["_allgather_base_", "allreduce_"]
 
 
+def test_operations_of_a_layer():
+    """Forward and backward, with the two collectives: each is a launch on a GPU."""
+
+    def body(rank):
+        module = SyncBatchNorm(5)
+        images = torch.randn(4, 5, 4, 4, requires_grad=True)
+        module(images).sum().backward()
+        gradient = torch.randn(4, 5, 4, 4)
+        with Operations() as operations:
+            module(images).backward(gradient)
+        free = ("view", "split", "unbind", "detach", "alias", "expand", "empty", "promote_types")
+        return [name for name in operations.names if not any(word in name for word in free)]
+
+    for names in run_ranks(body, 2):
+        assert len(names) <= 35, names  # three of them are of the gradients of this test
+
+
 def test_compiles_into_one_graph():
     def body(rank):
         torch.manual_seed(rank)

@@ -250,12 +250,46 @@ def test_dropout_is_that_of_a_run_with_one_rank_per_replica(scripts, without_dro
     assert largest_difference(without_dropout, theirs) > 1e-4
 
 
+def add_batchnorm():
+    """For fork_script(before=...): BatchNorm behind the ViT's first convolution."""
+    import tasks.images.small_models
+
+    real = tasks.images.small_models.vit_tiny
+
+    def build(num_classes, image_size):
+        model = real(num_classes, image_size)
+        model.conv_proj = nn.Sequential(model.conv_proj, nn.BatchNorm2d(model.hidden_dim))
+        return model
+
+    tasks.images.small_models.vit_tiny = build
+
+
+def test_batchnorm_counts_the_samples_of_a_replica_once(tmp_path):
+    """Its unbiased variance depends on their number."""
+    runs = [
+        fork_script(name, nproc, add_batchnorm, output_dir=tmp_path / name, **DROP | sizes)
+        for name, nproc, sizes in (
+            ("train_1gpu.py", None, {}),
+            ("train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        )
+    ]
+    assert [run.stderr for run in runs] == ["", ""]
+    ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
+    assert "conv_proj.1.running_var" in ours
+    assert largest_difference(ours, theirs) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
         ("train_tp.py", 2, {"clip_norm": 0.5} | ADAMW),
         ("train_tp.py", 2, {"save_sharded": True, "audit": True}),
-        ("train_fsdp_tp.py", 4, {"clip_norm": 0.5, "save_sharded": True, "audit": True} | ADAMW),
+        pytest.param(
+            "train_fsdp_tp.py",
+            4,
+            {"clip_norm": 0.5, "save_sharded": True, "audit": True} | ADAMW,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import sys
 import time
 
@@ -19,14 +20,15 @@ from utils.rungs.spawn import host_store, set_environment
 TIMEOUT = 8.0
 
 
-def job(tmp_path, body, world_size=2, limit=60):
-    """Exit codes and stderr of ranks that run body(rank)."""
+def job(tmp_path, body, world_size=2, limit=60, before=lambda rank: None):
+    """Exit codes and stderr of ranks that run before(rank), join, and run body(rank)."""
     store, all_started = host_store(), FORK.Event()
 
     def run(rank):
         os.dup2(os.open(tmp_path / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY), 2)
         set_environment(rank, world_size, store.port)
         all_started.wait()
+        before(rank)
 
         @report_errors
         def main():
@@ -82,6 +84,32 @@ def test_rank_that_exits_too_early_is_named(leave, tmp_path):
     assert codes == [1, 0] and text.count("Traceback") == 1
     last = text.strip().splitlines()[-1]
     assert re.fullmatch(r"rank 1 \(process \d+\) has exited too early", last), text
+
+
+def on_own_host(rank):
+    socket.gethostname = lambda: f"node{rank}"
+
+
+def test_lost_host_is_named(tmp_path):
+    """On a different host, a rank that has died can only be seen to be silent."""
+
+    def body(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    codes, text = job(tmp_path, body, limit=30, before=on_own_host)
+    assert codes == [1, -signal.SIGKILL]
+    assert text.startswith("error (rank 0): lost node1 (rank 1): the host is down")
+    assert text.count("\n") == 1
+
+
+def test_error_on_one_of_two_hosts_keeps_its_traceback(tmp_path):
+    def body(rank):
+        if rank == 1:
+            raise RuntimeError("of rank 1")
+
+    codes, text = job(tmp_path, body, limit=30, before=on_own_host)
+    assert codes == [1, 1] and text.endswith("RuntimeError: of rank 1\n")
 
 
 def test_error_that_has_nothing_to_do_with_an_exit_has_no_note(tmp_path):

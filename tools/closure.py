@@ -98,9 +98,7 @@ def option_blocks(path):
     for node in ast.walk(parse(path)):
         call = node.items[0].context_expr if isinstance(node, ast.With) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "required_by":
-            parts = getattr(call.args[0], "values", [call.args[0]])  # of an f-string
-            texts = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
-            yield node, "".join(texts)
+            yield node, ast.unparse(call.args[0]).strip("'\"")
 
 
 def modules_in(nodes, root):

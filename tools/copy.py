@@ -9,7 +9,6 @@ was copied and which options were not.
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,10 +19,11 @@ TASKS = ("images", "text", "segmentation")
 TASK_LINE = "import tasks.{} as task"
 
 
-def with_task(text, task):
+def with_task(script, task):
     """The text of a script that trains the images task, with a different task in its place."""
-    line = TASK_LINE.format("images")
-    assert text.count(line) == 1
+    text, line = script.read_text(), TASK_LINE.format("images")
+    if text.count(line) != 1:
+        sys.exit(f"error: {script} no longer has the line  {line}: restore it; change it in a copy")
     text = text.replace(line, TASK_LINE.format(task))
     if task != "images":
         text = text.replace(" --model vit_tiny", "")  # in the command of the docstring
@@ -44,16 +44,25 @@ def files_to_copy(script, task="images", chosen=()):
     return [script, *sorted({*shared, start, *closure(start), *closure(*added), *added})]
 
 
+def contents(files, task="images"):
+    """{path below the destination: bytes} of a copy of the project's files."""
+    result = {Path("utils") / "LICENSE": (ROOT / "LICENSE").read_bytes()}
+    for file in files:
+        path = file.relative_to(ROOT)
+        for package in path.parents[:-1]:
+            result.setdefault(package / "__init__.py", b"")
+        result[path] = file.read_bytes()
+    script = files[0].relative_to(ROOT)
+    result[script] = with_task(files[0], task).encode()
+    return result
+
+
 def copy(files, destination, task="images"):
     """Copy files of the project, each to its place below `destination`."""
-    for file in files:
-        target = destination / file.relative_to(ROOT)
+    for path, content in contents(files, task).items():
+        target = destination / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
-        for package in target.relative_to(destination).parents[:-1]:
-            (destination / package / "__init__.py").touch()
-    script = destination / files[0].name
-    script.write_text(with_task(script.read_text(), task))
+        target.write_bytes(content)
 
 
 def report(files, left_out):
@@ -68,7 +77,7 @@ def report(files, left_out):
         lines += ["", "Options that were not copied (--with NAME adds them), and their settings:"]
         for option in left_out:
             lines += [f"  {option.name}: {option.setting}", f"      {purpose(option.path)}"]
-    lines += ["", "These files are MIT licensed: keep the license with them."]
+    lines += ["", "These files are MIT licensed: keep the license, utils/LICENSE, with them."]
     return "\n".join(lines)
 
 
@@ -112,10 +121,9 @@ def main():
                 f"file, or copy to a different folder"
             )
     existing = [
-        str(file.relative_to(ROOT))
-        for file in files
-        if (copied := args.destination / file.relative_to(ROOT)).exists()
-        and copied.read_bytes() != file.read_bytes()
+        str(path)
+        for path, content in contents(files, args.task).items()
+        if (copied := args.destination / path).exists() and copied.read_bytes() != content
     ]
     if existing and not args.force:
         names = ", ".join(existing)

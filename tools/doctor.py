@@ -26,9 +26,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torchvision
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from utils.distributed import (
     all_gather_object,
+    available_cores,
     get_local_world_size,
     init_distributed,
 )
@@ -75,6 +77,13 @@ def check_software():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         kernel = driver.read_text().splitlines()[0] if driver.exists() else "driver unknown"
         yield Finding("ok", f"{len(names)} GPUs: {', '.join(sorted(set(names)))}; {kernel}")
+        yield check(
+            available_cores() >= 2 * len(names),
+            f"{available_cores()} cores for {len(names)} GPUs",
+            "each rank launches kernels and reads data: ask for more, such as --cpus-per-task or "
+            "--exclusive of SLURM",
+            "warning",
+        )
     else:
         yield check(
             not driver.exists(),
@@ -146,9 +155,9 @@ def check_names(several_nodes):
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
         yield check(
-            chosen in addresses,
+            chosen in (usable if several_nodes else addresses),
             f"GLOO_SOCKET_IFNAME={chosen}",
-            f"there is no such interface: set it to one of {', '.join(usable)}",
+            f"no such interface leads to other nodes: set it to one of {', '.join(usable)}",
         )
         return
     name = socket.gethostname()
@@ -157,28 +166,34 @@ def check_names(several_nodes):
     except OSError:
         address = "nothing"
     yield check(
-        not several_nodes or not address.startswith(("127.", "nothing")),
+        not address.startswith(("127.", "nothing")),
         f"the host name {name} resolves to {address}",
-        f"gloo would listen there: set GLOO_SOCKET_IFNAME to one of {', '.join(usable)}, or "
-        f"correct /etc/hosts",
+        f"gloo on several nodes needs an address that the others can reach: set "
+        f"GLOO_SOCKET_IFNAME to one of {', '.join(usable)}, or correct /etc/hosts",
+        "FAILED" if several_nodes else "warning",
     )
 
 
 def check_rendezvous(endpoint):
     """Findings about the rendezvous at HOST:PORT, which this machine may be."""
-    host, _, port = endpoint.rpartition(":")
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, 29400)  # as torchrun does
+    except ValueError as error:
+        yield Finding("FAILED", "--rendezvous must be HOST:PORT", str(error))
+        return
+    endpoint = f"{host}:{port}"
     try:
         address = socket.gethostbyname(host)
     except OSError:
         yield Finding("FAILED", f"{host} does not resolve", "use its address, or add it to DNS")
         return
-    local = address in interfaces().values()
+    local = address.startswith("127.") or address in interfaces().values()
     try:
         if local:
-            socket.create_server(("", int(port))).close()
+            socket.create_server(("", port)).close()
             yield Finding("ok", f"{endpoint} is this machine, and the port is free")
         else:
-            socket.create_connection((address, int(port)), timeout=5).close()
+            socket.create_connection((address, port), timeout=5).close()
             yield Finding("ok", f"{endpoint} can be reached")
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:

@@ -4,9 +4,10 @@
 
 The arguments are torchrun's. The exit code is that of the first rank to fail. After a signal, it is
 75 if the ranks have saved before they stopped, 1 if they could not, otherwise 128 plus the signal's
-number. The ranks also receive SIGUSR1. With a c10d rendezvous over several nodes, two things differ
-from torchrun: a restart creates a new store, because the old one holds the addresses of dead ranks;
-and a node that cannot reach the rendezvous for a minute gives up, whereas torchrun would never end.
+number: before the first step, there is nothing to save. The ranks also receive SIGUSR1. With a c10d
+rendezvous over several nodes, two things differ from torchrun: a restart creates a new store,
+because the old one holds the addresses of dead ranks; and a node that cannot reach the rendezvous
+for a minute gives up, whereas torchrun would never end.
 """
 
 import json
@@ -19,14 +20,17 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
 from utils.rungs.spawn import OUT_OF_MEMORY
 
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
+SECONDS_OF_REPORT = 3.0  # in which ranks of other nodes can read the error of one of this node
 
 
 def root_cause(error):
@@ -72,6 +76,21 @@ def watch_rendezvous(endpoint, patience=PATIENCE):
     os._exit(1)
 
 
+def explain_rendezvous(args, error):
+    """The message for a launcher that has not found the other nodes, or has lost them."""
+    endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    if isinstance(error, RendezvousTimeoutError | DistStoreError):
+        return (
+            f"error: not all nodes have joined the rendezvous at {endpoint} in time: start "
+            f"--nnodes={args.nnodes} of them, all with the same arguments"
+        )
+    reason = str(error.__cause__ or error).splitlines()[0]
+    return (
+        f"error: the rendezvous at {endpoint} has failed ({reason}): see the output of that host, "
+        f"where the job may have ended, or which may be down"
+    )
+
+
 def main():
     args = parse_args(None)
     if args.rdzv_backend == "c10d" and args.nnodes != "1":
@@ -86,8 +105,15 @@ def main():
             run(args)
         except ChildFailedError as error:
             code, text = root_cause(error)
-            print(text, file=sys.stderr)
+            if "stopped" not in reports(args.log_dir, start):  # which rank 0 has printed
+                print(text, file=sys.stderr)
+            if args.nnodes not in ("1", "1:1"):  # this process may hold the store
+                time.sleep(SECONDS_OF_REPORT)
             sys.exit(code)
+        except (RendezvousError, DistError) as error:
+            failed = reports(args.log_dir, start).get("failed")
+            print(failed or explain_rendezvous(args, error), file=sys.stderr)
+            sys.exit(1)
         except SignalException as error:
             reported = reports(args.log_dir, start)
             if "stopped" in reported:

@@ -29,8 +29,9 @@ LADDER = [
     Rung(
         "train_1gpu_graph.py",
         "train_1gpu.py",
-        24,
+        30,
         "the whole training step in one CUDA graph",
+        "utils.rungs.graph:GraphSettings",
     ),
     Rung(
         "train_ddp.py",

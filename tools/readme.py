@@ -17,9 +17,15 @@ from tools.closure import options, purpose, size, total
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
 from tools.markdown import markdown_table
 from tools.verify import table as verify_table
+from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS
 
 RESULTS = ROOT / "docs" / "results"
+PROVEN = {
+    "images": "ResNet and ViT, accuracy",
+    "text": "GPT with tied embeddings, perplexity",
+    "segmentation": "U-Net, mean IoU",
+}
 
 
 def ladder():
@@ -28,8 +34,15 @@ def ladder():
     for rung in LADDER:
         parent = f"`{rung.parent}`" if rung.parent else ""
         count = str(changed(rung)) if rung.parent else ""
-        rows.append([f"[`{rung.script}`]({rung.script})", parent, rung.adds, count])
-    return markdown_table(["script", "builds on", "adds", "changed lines"], rows)
+        lines = round(total(loaded_by(rung.script)).lines, -2)
+        rows.append([f"[`{rung.script}`]({rung.script})", parent, rung.adds, count, f"{lines:,}"])
+    return markdown_table(["script", "builds on", "adds", "changed lines", "lines in all"], rows)
+
+
+def loaded_by(script):
+    """The files that a run of a script by its default command loads."""
+    names = json.loads((RESULTS / "loaded.json").read_text())[script]
+    return [ROOT / name for name in names]
 
 
 def lesson_block(script):
@@ -39,11 +52,12 @@ def lesson_block(script):
 
 
 def loaded_block():
-    """What a run of each script by its default command loads (docs/results/loaded.json)."""
+    """What a run of each script by its default command loads, in hundreds."""
     rows = []
-    for script, names in json.loads((RESULTS / "loaded.json").read_text()).items():
-        lines, tokens = total([ROOT / name for name in names])
-        counts = size(ROOT / script).lines, len(names) - 1, lines, tokens
+    for script in RUNGS:
+        files = loaded_by(script)
+        lines, tokens = (round(number, -2) for number in total(files))
+        counts = size(ROOT / script).lines, len(files) - 1, lines, tokens
         rows.append([f"`{script}`", *(f"{count:,}" for count in counts)])
     head = ["script", "its own code lines", "modules", "code lines with them", "tokens"]
     return markdown_table(head, rows)
@@ -66,10 +80,30 @@ def options_block():
     return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
 
 
+def proof():
+    """What `make verify` showed for each task, in a line."""
+    rows = []
+    for task, suite in SUITES.items():
+        is_exact = {case.name: case.tolerance == FLOAT64 for case in suite.cases if case.reference}
+        exact = [row for row in verified(task)["rows"] if is_exact.get(row["case"])]
+        differences = (
+            f"{max(row[name] for row in exact):.0e}"
+            for name in ("loss_difference", "weight_difference")
+        )
+        rows.append([task, PROVEN[task], str(len(exact)), *differences])
+    head = ["task", "model and metric", "runs compared", "largest difference: loss", "weight"]
+    return markdown_table(head, rows)
+
+
+def verified(task):
+    """The published results of `make verify` for a task."""
+    name = "verify.json" if task == "images" else f"verify-{task}.json"
+    return json.loads((RESULTS / name).read_text())
+
+
 def verify(task="images"):
     """The table of `make verify` for a task, and what has no row in it."""
-    name = "verify.json" if task == "images" else f"verify-{task}.json"
-    result = json.loads((RESULTS / name).read_text())
+    result = verified(task)
     lines = [f"No rows for {what}: {why}." for what, why in result.get("left_out", {}).items()]
     head = verify_table.head_of(task)
     table = markdown_table(head, map(verify_table.cells_of, result["rows"]))
@@ -127,6 +161,7 @@ BLOCKS = {
     "lesson": lesson_block,
     "loaded": loaded_block,
     "options": options_block,
+    "proof": proof,
     "verify": verify,
     "bench": bench,
     "peers": peers,

@@ -88,17 +88,30 @@ def start_run(
     env = {**os.environ, "RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
     env.setdefault("OMP_NUM_THREADS", "1")  # otherwise, torchrun warns
     cores = cores or sorted(os.sched_getaffinity(0))[: nproc or 1]
-    process = subprocess.Popen(
-        command(script, nproc, flags, launcher),
-        cwd=cwd,
-        env=env | (environment or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=streams[0],
-        stderr=streams[1],
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def prepare():
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.sched_setaffinity(0, cores)
+
+    try:
+        try:
+            process = subprocess.Popen(
+                command(script, nproc, flags, launcher),
+                cwd=cwd,
+                env=env | (environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=streams[0],
+                stderr=streams[1],
+                text=True,
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    except BaseException:  # such as KeyboardInterrupt, which waited for the process to start
+        kill_family(env["RUN_TAG"])
+        raise
     process.run_tag, process.started = env["RUN_TAG"], time.monotonic()
     return process
 
@@ -127,13 +140,14 @@ def finish_run(process, output_dir, limit=180):
     return Run(process.returncode, stdout, stderr, seconds, rows, Path(output_dir))
 
 
-def kill_after_first_save(process, output_dir, limit=120):
-    """Kill the launcher of a run with SIGKILL as soon as there is a checkpoint.
+def kill_within_second_epoch(process, output_dir, limit=120):
+    """Kill the launcher of a run with SIGKILL after its first save within the second epoch.
 
     Raises AssertionError if there is none in time, or if processes outlive the launcher.
     """
     end = time.monotonic() + limit
-    while not (Path(output_dir) / "last.pt").exists():
+    first, last = Path(output_dir) / "epoch-0001.pt", Path(output_dir) / "last.pt"
+    while not first.exists() or last.stat().st_mtime_ns <= first.stat().st_mtime_ns:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, f"{process.args} saved nothing in {limit} s"
         time.sleep(0.01)

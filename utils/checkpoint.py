@@ -33,6 +33,17 @@ from utils.errors import UserError, required_by
 class Wrapper(nn.Module):
     """Base of modules that hold a model as `module`, and leave no trace of it in checkpoints."""
 
+    def count_trainable(self):
+        """The number of trainable parameters of the whole model."""
+        return count_trainable(self.module)
+
+
+def count_trainable(model):
+    """The number of trainable parameters of a model, also of those that other ranks hold."""
+    if isinstance(model, Wrapper):
+        return model.count_trainable()
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
 
 def unwrap(model):
     """The plain model inside DistributedDataParallel, DataParallel and Wrappers."""
@@ -134,8 +145,9 @@ class Checkpointer:
     def wait(self):
         """Wait until the last save is on the disk; raise its error, if any."""
         with fail_together():
-            pending, self.pending = self.pending, None
-            if pending:
+            if pending := self.pending:
+                pending.exception()  # a signal meanwhile waits for the file, too: preemption.py
+                self.pending = None
                 pending.result()
 
     def _gather_state(self):
@@ -208,8 +220,8 @@ class Checkpointer:
         return path, read_checkpoint(path, join_parts=False)
 
     def _load_state(self, path, contents):
-        facts = self.cfg.fixed_on_resume() | self.others.get("data", {})
-        changed = _differences(facts, contents["config"] | contents.get("data", {}))
+        data, saved = self.others.get("data", {}), contents["config"] | contents.get("data", {})
+        changed = _differences(self.cfg.fixed_on_resume() | data, saved)
         if changed and not self.cfg.allow_config_change:
             raise UserError(
                 f"{path} was written with different settings (now {changed}): pass a different "
@@ -229,6 +241,12 @@ class Checkpointer:
             self._load_model(path, contents["model"], like[0], options)
             is_same_kind = contents["config"]["optimizer"] == self.cfg.optimizer
             self._load_optimizer(contents["optimizer"], like[1], options, is_same_kind)
+        changed = _differences({"seed": self.cfg.seed} | data, saved)
+        if changed and contents["loader"]["step"]:  # the order of the samples would change
+            raise UserError(
+                f"{path} was written within an epoch: finish that epoch with the same data and "
+                f"seed (now {changed}), or remove the file to repeat the epoch from its start"
+            )
         for name, value in self.others.items():
             if name in contents and hasattr(value, "load_state_dict"):
                 value.load_state_dict(contents[name])

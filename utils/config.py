@@ -33,6 +33,9 @@ class Config(Options):
     global_batch_size: int = setting(
         256, "samples per step, over all ranks (or --per-process-batch-size)", low=1
     )
+    val_batch_size: int = setting(
+        0, "samples per step of the evaluation, over all ranks (changes rounding); 0: as above"
+    )
     optimizer: str = setting(
         "sgd", "adam, adamw: set lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
     )
@@ -58,9 +61,14 @@ class Config(Options):
         False,
         "cuDNN times its algorithms and takes the fastest; results may differ between runs",
     )
+    deterministic: bool = setting(
+        False,
+        "on CUDA: the same bits in every run, where PyTorch has such algorithms, which are slower; "
+        "it warns where it has none",
+    )
     compile: str = setting(
         "none",
-        "mode of torch.compile (changes rounding)",
+        "mode of torch.compile (changes rounding, and which elements dropout drops)",
         choices=("none", "default", "reduce-overhead", "max-autotune"),
     )
 
@@ -72,7 +80,7 @@ class Config(Options):
     )
     num_workers: int = free_setting(-1, "loader processes per rank; -1: automatic", low=-1)
     num_threads: int = free_setting(0, "CPU threads (changes rounding); 0: automatic")
-    timeout: float = free_setting(300.0, "seconds before a waiting collective fails", low=1)
+    timeout: float = free_setting(300.0, "seconds before a wait for ranks or loaders fails", low=1)
 
     output_dir: str = free_setting("", "checkpoints and metrics; empty: runs/<script>")
     resume: str = free_setting(
@@ -104,7 +112,9 @@ class Config(Options):
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def resolved(self):
-        """See Settings."""
+        """See Settings. Raises ConfigError if values contradict each other."""
+        if self.deterministic and self.cudnn_benchmark:
+            raise ConfigError("--cudnn-benchmark picks what is fastest, not --deterministic")
         folder = self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python"))
         return super(Config, replace(self, output_dir=folder)).resolved()
 

@@ -8,12 +8,14 @@ is part of the checkpoint: a resumed run continues with the next global batch.
 import signal
 import time
 import weakref
+import zlib
+from multiprocessing.reduction import ForkingPickler
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
-from utils.batches import as_pair, collate, map_tensors
+from utils.batches import as_pair, collate, map_tensors, tensors_of
 from utils.distributed import cores_per_rank, dp_rank, dp_world_size
 from utils.errors import UserError
 from utils.preemption import shield_worker
@@ -81,16 +83,35 @@ def fetch_samples(dataset, indices, epoch, seed):
 
 
 def describe_datasets(train_set, val_set):
-    """What a checkpoint stores about any two datasets: their sizes."""
-    return {"train_samples": len(train_set), "val_samples": len(val_set)}
+    """What a checkpoint stores about any two datasets: their sizes and, because a split may be
+    random, a checksum of the indices of each Subset in them."""
+    facts = {}
+    for name, dataset in (("train", train_set), ("val", val_set)):
+        indices = [numpy.ascontiguousarray(s.indices, numpy.int64) for s in _subsets_in(dataset)]
+        facts[f"{name}_samples"] = len(dataset)
+        facts[f"{name}_subsets"] = [zlib.crc32(array) for array in indices]
+    return facts
+
+
+def _subsets_in(dataset):
+    """The Subsets that a dataset consists of: itself, and those in the attributes of a Subset, of a
+    ConcatDataset, or of a dataset that transforms those of a different one."""
+    found = [dataset]
+    for part in found:  # which grows meanwhile
+        values = vars(part).values() if isinstance(part, Dataset) else []
+        for value in values:
+            inner = value if isinstance(value, list | tuple) else [value]
+            found += [each for each in inner if isinstance(each, Dataset) and each not in found]
+    return [part for part in found if isinstance(part, Subset)]
 
 
 def build_loader(dataset, sampler, batch_size, device, cfg, train=False, micro_batches=None):
     """A Loader for any map-style dataset.
 
-    batch_size: this rank's share of the global batch. train: drop the samples that do not fill a
-    global batch, and seed dropout for each step. micro_batches: a number; the loader then
-    yields lists of that many parts of a batch, each of which is collated separately.
+    batch_size: this rank's share of the global batch, in whose place evaluation takes its share of
+    cfg.val_batch_size, if that is set. train: drop the samples that do not fill a global batch, and
+    seed dropout for each step. micro_batches: a number; the loader then yields lists of that many
+    parts of a batch, each of which is collated separately.
     Raises UserError if the global batch cannot be divided evenly or filled.
     """
     batch = cfg.global_batch_size
@@ -99,11 +120,15 @@ def build_loader(dataset, sampler, batch_size, device, cfg, train=False, micro_b
             f"global_batch_size {batch} cannot be divided evenly among {dp_world_size()} replicas: "
             f"pass --global-batch-size {-(-batch // dp_world_size()) * dp_world_size()}"
         )
-    if len(dataset) < (batch if train else 1):
+    if train and len(dataset) < batch:
         raise UserError(
-            f"{len(dataset)} {'training' if train else 'validation'} samples do not fill one "
-            f"global batch of {batch}: pass a smaller --global-batch-size, or add samples"
+            f"{len(dataset)} training samples do not fill one global batch of {batch}: pass a "
+            f"smaller --global-batch-size, or add samples"
         )
+    if len(dataset) == 0:
+        raise UserError("there are no validation samples: correct build_datasets() of the task")
+    if not train and cfg.val_batch_size:
+        batch_size = max(1, cfg.val_batch_size // dp_world_size())
     return Loader(dataset, sampler, batch_size, device, cfg, train, micro_batches)
 
 
@@ -144,6 +169,7 @@ class Loader:
             workers = min(32, cores_per_rank() - 1) if self.device.type == "cuda" else 0
         if is_resident:
             workers = 0
+        self.timeout = cfg.timeout if workers else 0  # beyond it, other ranks have given up
         batches = _Batches(self.source, cfg.seed, micro_batches)
         sampler = _BatchSampler(self, self.device if is_resident else "cpu")
         return DataLoader(
@@ -153,6 +179,7 @@ class Loader:
             collate_fn=_unchanged,
             num_workers=workers,
             pin_memory=self.device.type == "cuda" and not is_resident,
+            timeout=self.timeout,
             persistent_workers=workers > 0,
             worker_init_fn=_init_worker,
             generator=torch.Generator(),  # leaves the global random state alone
@@ -174,7 +201,7 @@ class Loader:
         self.samples, self.start_samples = self.start_samples, 0
         self.started = time.perf_counter()
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-        for batch in self.reader:
+        for batch in self._read():
             if isinstance(batch, UserError):
                 raise batch
             contents, self.indices = batch
@@ -187,13 +214,23 @@ class Loader:
             yield self._prepare(contents)
         self.step = 0
 
-    def example(self, samples=2):
-        """The inputs of the first samples, on the device, to see what a model makes of them."""
-        count = min(samples, len(self.dataset))
-        device = self.device if self.name == "device" else "cpu"
-        indices = torch.arange(count, device=device)
-        inputs, _ = self._prepare(_make_batch(self.source, indices, 0, self.seed))
-        return inputs
+    def _read(self):
+        try:
+            yield from self.reader
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            raise UserError(
+                f"the loader processes have passed on no batch for {self.timeout:g} seconds (see "
+                f"their output above, if any): pass --num-workers 0 to see the error, or a larger "
+                f"--timeout"
+            ) from None
+
+    def example(self, indices):
+        """The inputs and the targets of the samples with these indices, on the device, to see what
+        a model and a task make of them."""
+        indices = torch.tensor(indices, device=self.device if self.name == "device" else "cpu")
+        return self._prepare(_make_batch(self.source, indices, 0, self.seed))
 
     def discount(self, samples):
         """Take back a number of samples, which do not count after all."""
@@ -270,18 +307,58 @@ class _Batches:
         epoch, indices = batch
         try:
             if self.micro_batches is None:
-                return _make_batch(self.dataset, indices, epoch, self.seed), indices
-            parts = indices.tensor_split(self.micro_batches)
-            made = [_make_batch(self.dataset, part, epoch, self.seed) for part in parts]
-            return _MicroBatches(made), indices
+                made = _make_batch(self.dataset, indices, epoch, self.seed)
+            else:
+                parts = indices.tensor_split(self.micro_batches)
+                made = [_make_batch(self.dataset, part, epoch, self.seed) for part in parts]
+                made = _MicroBatches(made)
+            if get_worker_info() is not None:
+                for tensor in tensors_of((made, indices)):
+                    _share(tensor)
+            return made, indices
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
+        except StopIteration as error:  # it would end the epoch, as if there were no more batches
+            raise RuntimeError("the dataset raised StopIteration") from error
+        except Exception as error:
+            if get_worker_info() is not None and not _can_be_sent(type(error)):
+                raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+            raise
+
+
+def _can_be_sent(value):
+    """Whether a worker can pickle it. If not, the queue's thread would print an error, and the rank
+    would wait."""
+    try:
+        ForkingPickler.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _make_batch(dataset, indices, epoch, seed):
     if isinstance(dataset, BatchDataset):
         return dataset.get_batch(indices, epoch, seed)
     return fetch_samples(dataset, indices, epoch, seed)
+
+
+def _share(tensor):
+    """Move a tensor to shared memory. The queue of a worker would, too, but in a thread, whose
+    error is only printed: the rank would wait for the batch until the timeout."""
+    if tensor.requires_grad:
+        raise UserError(
+            "the dataset returns a tensor that requires a gradient, which a loader process cannot "
+            "pass on: return tensor.detach()"
+        )
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:
+        raise UserError(
+            f"a loader process cannot pass its batch on ({error}): enlarge /dev/shm (docker run "
+            f"--shm-size=8g), or pass --num-workers 0"
+        ) from None
 
 
 def _unchanged(batch):

@@ -34,6 +34,11 @@ def set_data_parallel_group(group):
     _data_parallel_group = group
 
 
+def data_parallel_group():
+    """The group of the data-parallel ranks, for collectives; None: all ranks."""
+    return _data_parallel_group
+
+
 def dp_rank():
     """This process's number among the data-parallel ranks, which divide each global batch."""
     return dist.get_rank(_data_parallel_group) if dist.is_initialized() else 0
@@ -149,14 +154,25 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     try:
         store = _join(backend, device_id, timedelta(seconds=timeout), one_node)
     except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1
+        names = dict(socket.if_nameindex()).values()
+        usable = [name for name in names if one_node or name not in ("lo", "lo0")]
         raise UserError(
             f"cannot reach the other ranks ({str(error).splitlines()[0]}): check MASTER_ADDR="
             f"{os.environ['MASTER_ADDR']}, and set GLOO_SOCKET_IFNAME to the interface that leads "
-            f"to the other nodes, one of {', '.join(dict(socket.if_nameindex()).values())}"
+            f"to the other nodes, one of {', '.join(usable)}"
         ) from None
     if world_size > 1:
         watch(store, timeout, ignored_group=_control_group)
     return devices[0]
+
+
+def require_gpu_per_rank():
+    """Raise UserError if several ranks share a GPU. They use gloo, which cannot do all that NCCL
+    does with a GPU's memory: DistributedDataParallel works, sharding and sending do not."""
+    if dist.get_backend() == "gloo" and torch.cuda.is_available():
+        raise UserError(
+            "this script needs a GPU for each rank: start fewer ranks, or pass --device cpu"
+        )
 
 
 def _join(backend, device_id, timeout, one_node):

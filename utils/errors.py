@@ -2,14 +2,16 @@
 
 import json
 import os
+import socket
 import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 
-_failure_store = None  # counts the ranks that fail, so that only the first one reports
-_explanations = []  # functions that may add notes to an error before it is reported
+PATIENCE = 30.0  # seconds that ranks wait for the report of the first one to fail
+_failure_store = None  # counts the ranks that fail, and holds the report of the first one
+_explanations = []  # functions that may explain an error before it is reported
 
 
 class UserError(Exception):
@@ -36,7 +38,8 @@ def set_failure_store(store):
 
 
 def explain_errors(function):
-    """Call function(error) before an error is reported, so that it can add notes to the error."""
+    """Call function(error) before an error is reported. It may add notes to the error, or return an
+    exception to report in its place."""
     _explanations.append(function)
 
 
@@ -45,7 +48,8 @@ def report_errors(function):
 
     A UserError is reported as one line, any other exception as one traceback. Under torchrun, the
     report goes into torchrun's error file and so ends torchrun's own report of the root cause
-    (https://docs.pytorch.org/docs/stable/elastic/errors.html); otherwise it is written to stderr.
+    (https://docs.pytorch.org/docs/stable/elastic/errors.html), on every node; otherwise it is
+    written to stderr.
     """
 
     @wraps(function)
@@ -53,9 +57,9 @@ def report_errors(function):
         try:
             return function(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
-            if isinstance(error, SilentExit) or not is_first_to_fail():
-                time.sleep(0.2)  # let the launcher see the reporting rank exit first
-            else:
+            if isinstance(error, PeerError):
+                repeat_report()
+            elif not isinstance(error, SilentExit):
                 report(error)
             sys.exit(getattr(error, "exit_code", 1))
 
@@ -77,9 +81,12 @@ def required_by(setting):
 
 
 def report(error):
-    """Report an error for the whole job: see report_errors()."""
+    """Report an error for the whole job, if no rank has failed before: see report_errors()."""
+    if not is_first_to_fail():
+        repeat_report()
+        return
     for explain in _explanations:
-        explain(error)
+        error = explain(error) or error
     interrupted = isinstance(error, KeyboardInterrupt)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, UserError) or interrupted:
@@ -90,6 +97,29 @@ def report(error):
         write_error_file(text, "interrupted" if interrupted else "failed")
     else:  # one write, so that the output of several processes does not interleave
         os.write(2, text.encode(errors="surrogateescape"))  # file names may need surrogates
+    with suppress(Exception):  # there is no store, or it has ended
+        _failure_store.set("report", json.dumps([socket.gethostname(), text]))
+
+
+def repeat_report():
+    """A different rank has failed first: wait until it has reported its error. On a different node,
+    repeat the report, for torchrun on this node, which knows only its own ranks."""
+    host = text = None
+    end = time.monotonic() + PATIENCE
+    with suppress(Exception):  # there is no store, or it has ended
+        while text is None and time.monotonic() < end:
+            time.sleep(0.05)  # wait() would lock the store, which a signal handler may need
+            if _failure_store.check(["report"]):
+                host, report = json.loads(_failure_store.get("report"))
+                text = f"the job has failed on {host}:\n{report}"
+    time.sleep(0.2)  # let the launcher see the reporting rank exit first
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))  # set by torchrun
+    if nodes > 1 and host != socket.gethostname():
+        lost = (
+            f"error (rank {os.environ['RANK']}): lost the job's store on "
+            f"{os.environ['MASTER_ADDR']}: the job has ended there, or that host is down"
+        )
+        write_error_file(text or lost, "failed")
 
 
 def write_error_file(text, outcome):
@@ -105,7 +135,10 @@ def write_error_file(text, outcome):
 
 def a_rank_has_failed():
     """Whether any rank has reported an error, or is about to."""
-    return _failure_store is not None and _failure_store.check(["failures"])
+    try:
+        return _failure_store is not None and _failure_store.check(["failures"])
+    except Exception:  # the store ended with rank 0
+        return True
 
 
 def is_first_to_fail():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from contextlib import suppress
@@ -20,20 +19,7 @@ from utils.distributed import (
     launched_world_size,
 )
 from utils.errors import UserError
-
-
-def check_task(task):
-    """Raise UserError if a task lacks what every script needs (docs/own-task.md)."""
-    label = getattr(task, "__name__", type(task).__name__)
-    names = ("loss", "count", "measure", "summarize", "BEST")
-    if missing := [name for name in names if not hasattr(task, name)]:
-        raise UserError(f"the task {label} does not define {', '.join(missing)}")
-    name, best_of = task.BEST
-    if not isinstance(name, str) or best_of not in (max, min):
-        raise UserError(
-            f"BEST of the task {label} is {task.BEST}, but must be the name of a metric "
-            f"and the function max or min, such as ('accuracy', max)"
-        )
+from utils.run_folder import write_text
 
 
 class Meter:
@@ -45,7 +31,6 @@ class Meter:
     """
 
     def __init__(self, task, loader):
-        check_task(task)
         self.task, self.loader = task, loader
         self.reset()
 
@@ -59,13 +44,7 @@ class Meter:
 
     def update(self, loss_sum, outputs, targets):
         """Add a batch, or a part of one. loss_sum: a 0-dim tensor, task.loss(outputs, targets)."""
-        measured = self.task.measure(outputs, targets)
-        if taken := measured.keys() & {"loss", "count"}:
-            raise UserError(
-                f"measure() of the task returns {', '.join(sorted(taken))}, which are the sums of "
-                f"loss() and count(): use different names"
-            )
-        values = {"loss": loss_sum, **measured}
+        values = {"loss": loss_sum, **self.task.measure(outputs, targets)}
         count = self.task.count(targets)
         if isinstance(count, torch.Tensor):
             values["count"] = count
@@ -91,11 +70,18 @@ class Meter:
 
     def _flatten(self, values):
         device = values["loss"].device
-        parts = []
-        for name, value in values.items():
-            self.shapes[name] = value.shape
-            parts.append(value.detach().to(device, torch.float64).reshape(-1))
-        return torch.cat(parts)
+        tensors = {
+            name: torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+            for name, value in values.items()
+        }
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        if self.shapes not in ({}, shapes):
+            raise UserError(
+                f"measure() of the task returns {_shapes(shapes)} after {_shapes(self.shapes)}: "
+                f"these are sums, so they must have the same names and shapes in every batch"
+            )
+        self.shapes = shapes
+        return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
     def compute(self):
         """{name: number} over all ranks: task.summarize() of the sums, and the numbers of "samples"
@@ -113,23 +99,19 @@ class Meter:
                 "the task's count() returns a plain number that differs between the ranks, which "
                 "would give their targets different weights: return a tensor"
             )
-        shapes = [torch.Size(shape) for shape in self.shapes.values()]
-        pieces = sums.split([shape.numel() for shape in shapes])
-        named = zip(self.shapes, pieces, shapes, strict=True)
+        pieces = sums.split([shape.numel() for shape in self.shapes.values()])
+        named = zip(self.shapes, pieces, self.shapes.values(), strict=True)
         sums = {name: piece.reshape(shape) for name, piece, shape in named}
         sums.setdefault("count", torch.tensor(count, dtype=torch.float64))
         result = {name: float(value) for name, value in self.task.summarize(sums).items()}
         self.reset()
-        for name in ("loss", self.task.BEST[0]):
-            if name not in result:
-                raise UserError(
-                    f"summarize() of the task returns {', '.join(result)}, but not {name!r}, which "
-                    f"{'BEST names' if name != 'loss' else 'every task needs'}"
-                )
         if not math.isfinite(result["loss"]):
+            remedy = "try a smaller --lr, or --clip-norm 1"
+            if not sums["count"].all():
+                remedy = "count() of the task found no targets in it"
             raise UserError(
                 f"the {'training' if self.loader.train else 'validation'} loss is "
-                f"{result['loss']}: try a smaller --lr, or --clip-norm 1"
+                f"{result['loss']}: {remedy}"
             )
         return result | {"samples": int(samples), "seconds": seconds}
 
@@ -226,6 +208,10 @@ class MetricLogger:
             print(f"warning: {error}; the run continues", file=sys.stderr)
 
 
+def _shapes(shapes):
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+
+
 def _text(result):
     names = [name for name in result if name not in ("samples", "seconds")]
     return " ".join(f"{name} {result[name]:.4f}" for name in names)
@@ -233,14 +219,8 @@ def _text(result):
 
 def write_rows(path, rows):
     """Replace a .jsonl file as a whole, on the main process. Raises UserError if it fails."""
-    if not is_main_process():
-        return
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    if is_main_process():
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(path):

@@ -10,7 +10,7 @@ def build_optimizer(model, cfg):
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
     parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Tensor
-    parallelism mixes tensors that no kernel takes together.
+    parallelism mixes tensors that no kernel takes together: they are updated one by one.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
@@ -18,8 +18,8 @@ def build_optimizer(model, cfg):
     is_adam = cfg.optimizer in ("adam", "adamw")
     if meshes == {None} or (len(meshes) == 1 and is_adam):
         options["fused"] = True
-    elif len(meshes) == 1:
-        options["foreach"] = True
+    else:  # on CUDA, the default would be foreach, which fails for mixed tensors
+        options["foreach"] = len(meshes) == 1
     if is_adam:
         kind = torch.optim.AdamW if cfg.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, **options)

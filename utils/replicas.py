@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from utils.checkpoint import refuse_unless_plain, unwrap
 from utils.distributed import all_gather_object
@@ -103,21 +103,24 @@ def check_replicas(model, optimizer, between_steps=False):
     """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
     single bit. All ranks call it together.
 
-    Shards (DTensors) differ by design and are not compared. between_steps: neither are buffers (the
-    statistics of an unsynchronized BatchNorm), which DistributedDataParallel broadcasts at the next
-    forward pass.
+    Of a DTensor, each rank compares its shard with those of the ranks that hold the same one, if
+    there are any. between_steps: buffers (the statistics of an unsynchronized BatchNorm), which
+    DistributedDataParallel broadcasts at the next forward pass, are not compared.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     named = [] if alone else list(_tensors(model, optimizer, between_steps))
-    if not named:  # one process, or nothing but shards
+    if not named:  # one process, or every rank has shards of its own
         return
     names, tensors = zip(*named, strict=True)
-    ranks = all_gather_object(checksums(tensors))
-    different = [i for i, values in enumerate(zip(*ranks, strict=True)) if len(set(values)) > 1]
+    shards = [_shard_number(tensor) for tensor in tensors]
+    ranks = all_gather_object(list(zip(shards, checksums(tensors), strict=True)))
+    different = [
+        i
+        for i, values in enumerate(zip(*ranks, strict=True))
+        if len(set(values)) > len({shard for shard, _ in values})
+    ]
     if different:
-        values = [sums[different[0]] for sums in ranks]
-        usual = Counter(values).most_common(1)[0][0]
-        rank = next(rank for rank, value in enumerate(values) if value != usual)
+        rank = _odd_rank([values[different[0]] for values in ranks])
         raise UserError(
             f"the ranks no longer hold the same model: rank {rank} differs from the others in "
             f"{names[different[0]]}, the first of {len(different)} tensors that differ (of "
@@ -126,16 +129,30 @@ def check_replicas(model, optimizer, between_steps=False):
         )
 
 
+def _odd_rank(values):
+    """The first rank that differs from most of those with the same shard. values: (shard, checksum)
+    of each rank."""
+    for rank, (shard, checksum) in enumerate(values):
+        same_shard = Counter(other for number, other in values if number == shard)
+        if checksum != same_shard.most_common(1)[0][0]:
+            return rank
+
+
 def checksums(tensors):
     """A list with one integer per tensor, which changes with any bit of any one of its elements.
 
     It is the sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a
     change of one element always shows, because odd numbers have an inverse. The odd numbers are
     given by the position among all tensors of the same kind, and the sums are the differences of a
-    running sum: a few kernels for all tensors together. None of them may be empty.
+    running sum: a few kernels for all tensors together. None of them may be empty. The shards of
+    DTensors, whose sizes may differ between the ranks, are summed one by one.
     """
     groups, sums = {}, [0] * len(tensors)
     for i, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            sums[i] = checksums([local])[0] if local.numel() else 0
+            continue
         size = tensor.element_size()
         if tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
             size = 8  # several elements at a time
@@ -172,10 +189,26 @@ def _buffers(tensors, dtype, length):
 
 
 def _tensors(model, optimizer, between_steps):
-    """(name, tensor) of each replicated tensor, in the model's order."""
+    """(name, tensor) of each tensor of which several ranks hold the same part, in the model's
+    order."""
     for name, tensor in _named(model, optimizer, between_steps):
-        if tensor.numel() and not isinstance(tensor, DTensor):
+        is_divided_among_all = (
+            isinstance(tensor, DTensor)
+            and Replicate() not in tensor.placements
+            and tensor.device_mesh.size() == dist.get_world_size()
+        )
+        if tensor.numel() and not is_divided_among_all:
             yield name, tensor
+
+
+def _shard_number(tensor):
+    """Which part of a DTensor this rank holds: its place along the dimensions of the mesh that
+    divide it. () for a tensor. Where the mesh is a slice of a larger one, as FSDP's in two
+    dimensions, all slices hold the same."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return tuple(place for place, placement in places if placement != Replicate())
 
 
 def _named(model, optimizer, between_steps):

@@ -24,6 +24,16 @@ def claim_output_dir(cfg):
             claim(Path(cfg.output_dir), cfg.resume)
 
 
+def write_text(path, text):
+    """Replace a text file as a whole. Raises UserError if it fails."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
 def claim(folder, resume):
     """Create the folder, and lock it against a second run for as long as this process lives.
 

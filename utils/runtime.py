@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from utils.checkpoint import unwrap
+from utils.checkpoint import count_trainable, unwrap
 from utils.distributed import (
     cores_per_rank,
     dp_world_size,
@@ -16,12 +16,13 @@ from utils.distributed import (
     launched_world_size,
 )
 from utils.errors import UserError
+from utils.run_folder import write_text
 
 SECONDS_BETWEEN_LINES = 15
 
 
 def configure_torch(cfg):
-    """Set the number of CPU threads, the precision of float32, and how cuDNN picks algorithms.
+    """Set the number of CPU threads, the precision of float32, and how CUDA picks algorithms.
 
     The number of threads depends on the cores that the job may use, never on the load, so that the
     same command gives the same bits. Raises UserError if several processes run a script for one.
@@ -37,6 +38,14 @@ def configure_torch(cfg):
     torch.backends.cuda.matmul.allow_tf32 = cfg.dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = cfg.dtype != "ieee"
     torch.backends.cudnn.benchmark = cfg.cudnn_benchmark
+    # https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+    torch.use_deterministic_algorithms(cfg.deterministic, warn_only=True)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if cfg.compile != "none":
+        # For each bucket of DistributedDataParallel, it would make a graph of its own, so that
+        # communication overlaps with backward(): a loss where there is none.
+        torch._dynamo.config.optimize_ddp = launched_world_size() > 1
 
 
 def progress(loader):
@@ -55,8 +64,8 @@ def log_summary(cfg, state, start_epoch):
     model, loader = unwrap(state["model"]), state["loader"]
     if not is_main_process():
         return
-    (Path(cfg.output_dir) / "config.yaml").write_text(cfg.dump())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    write_text(Path(cfg.output_dir) / "config.yaml", cfg.dump())
+    trained = count_trainable(state["model"])
     print(
         f"model: {type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}\n"
         f"data: {type(loader.dataset).__name__}, {len(loader.dataset):,} training samples, "

@@ -27,7 +27,7 @@ class ConfigError(UserError):
 def setting(default, help, choices=None, low=None, free=None):
     """A field of a Settings class. low: the smallest number that is allowed, 0 by default. free:
     the value may change when a run is resumed, because the weights that the run reaches do not
-    depend on it. A subclass that declares the field again inherits what it leaves out."""
+    depend on it. A subclass may change the default alone: `lr: float = 0.01`."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
 
 
@@ -47,12 +47,12 @@ class Settings:
 
 
 def rules_of(kind, name):
-    """{"choices", "low", "free"} of a field: see setting()."""
-    rules = {"choices": None, "low": 0, "free": False}
+    """{"help", "choices", "low", "free"} of a field: see setting()."""
+    rules = {"help": None, "choices": None, "low": 0, "free": False}
     for cls in reversed(kind.__mro__):
         if name in get_annotations(cls):
             own = cls.__dataclass_fields__[name].metadata
-            rules |= {key: own[key] for key in rules if own[key] is not None}
+            rules |= {key: own[key] for key in rules if own.get(key) is not None}
     return rules
 
 
@@ -63,6 +63,7 @@ def parse_settings(kind, argv=None):
     Raises ConfigError.
     """
     types = get_type_hints(kind)  # field.type may be a string: from __future__ import annotations
+    _check_fields(kind, types)
     parser = _build_parser(kind, types)
     flags, unknown = parser.parse_known_args(argv)
     flags = vars(flags)
@@ -84,6 +85,21 @@ def parse_settings(kind, argv=None):
     return kind(**values)
 
 
+def _check_fields(kind, types):
+    """Raise ConfigError for what a class of settings declares, but cannot be set."""
+    for cls in kind.__mro__:
+        if get_annotations(cls) and "__dataclass_params__" not in vars(cls):
+            raise ConfigError(f"the class {cls.__name__} needs the line @dataclass(frozen=True)")
+    for f in fields(kind):
+        known_type = types[f.name] in (bool, int, float, str)
+        if not known_type or rules_of(kind, f.name)["help"] is None:
+            where = _declaring_class(kind, f.name).__name__
+            raise ConfigError(
+                f"{f.name} of the class {where} must be declared as a setting of type bool, int, "
+                f"float or str: {f.name}: int = setting(1, 'what it is'), for example"
+            )
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise ConfigError(message)
@@ -101,12 +117,12 @@ def _build_parser(kind, types):
     for owner in kind.__mro__:  # from the script's and the task's to the most general ones
         groups[owner] = parser.add_argument_group(_title(owner))
     for f in fields(kind):
-        group = groups[_declaring_class(kind, f.name)]
-        text = f"{f.metadata['help']} (default: {f.default})".replace("%", "%%")
+        group, rules = groups[_declaring_class(kind, f.name)], rules_of(kind, f.name)
+        text = f"{rules['help']} (default: {f.default})".replace("%", "%%")
         if types[f.name] is bool:
             group.add_argument(_flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         else:
-            choices = rules_of(kind, f.name)["choices"] or [types[f.name].__name__.upper()]
+            choices = rules["choices"] or [types[f.name].__name__.upper()]
             metavar = "|".join(map(str, choices))
             group.add_argument(_flag(f.name), metavar=metavar, help=text)
     return parser

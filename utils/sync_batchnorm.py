@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over all ranks. Needs only torch and errors.py."""
+"""BatchNorm with statistics over all replicas. Needs torch, distributed.py and errors.py."""
 
 import torch
 import torch.distributed as dist
@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.distributed import all_reduce, data_parallel_group, dp_world_size
 from utils.errors import UserError
 
 
@@ -16,15 +17,15 @@ class SyncBatchNorm(_BatchNorm):
 
     PyTorch's does not accept CPU tensors. On CUDA, it makes the host wait for the GPU three times
     per layer, where it leaves out ranks without samples, and torch.compile cannot trace that
-    (pytorch/pytorch#78549). Here, every rank has samples.
+    (pytorch/pytorch#78549). Here, every rank has samples. And ranks that share a replica count its
+    samples once: the unbiased variance depends on their number.
     """
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
 
     def forward(self, images):
         """images: (n, channels, ...) -> the same shape; n may differ between ranks."""
-        synced = self.training and dist.is_initialized() and dist.get_world_size() > 1
-        if not synced:
+        if not self.training or dp_world_size() == 1:
             return super().forward(images)
         outputs, mean, var, count = _Normalize.apply(images, self.weight, self.bias, self.eps)
         if self.track_running_stats:
@@ -38,6 +39,10 @@ class SyncBatchNorm(_BatchNorm):
         return outputs
 
 
+# torch 2.14 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class _Normalize(torch.autograd.Function):
     """(images - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks' images.
 
@@ -48,7 +53,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, images, weight, bias, eps):
-        channels, ranks = images.shape[1], dist.get_world_size()
+        channels, ranks = images.shape[1], dp_world_size()
         exact = images
         if not images.is_cuda:  # where the kernel itself sums bfloat16 in float32
             exact = images.to(torch.promote_types(images.dtype, torch.float32))
@@ -58,18 +63,21 @@ class _Normalize(torch.autograd.Function):
         local_count = local_mean.new_full((1,), images.numel() // channels)
         stats = torch.cat([local_mean, local_var, local_count])
         gathered = stats.new_empty(ranks * len(stats))
-        dist.all_gather_into_tensor(gathered, stats)
+        _all_gather(gathered, stats, group=data_parallel_group())
         gathered = gathered.view(ranks, -1)
         means, variances, counts = gathered.split([channels, channels, 1], dim=1)
         count = counts.sum()
-        mean = (means * counts).sum(0) / count
-        var = ((variances + (means - mean) ** 2) * counts).sum(0) / count
+        share = counts / count
+        mean = (means * share).sum(0)
+        spread = means - mean
+        var = (torch.addcmul(variances, spread, spread) * share).sum(0)
         if weight is None:
             weight, bias = torch.ones_like(mean), torch.zeros_like(mean)
         outputs = nn.functional.batch_norm(images, mean, var, weight, bias, eps=eps)
         ctx.save_for_backward(images, weight, mean, var, count)
         ctx.eps = eps
         ctx.mark_non_differentiable(mean, var, count)
+        ctx.set_materialize_grads(False)  # no zeros for these three
         return outputs, mean, var, count
 
     @staticmethod
@@ -82,15 +90,17 @@ class _Normalize(torch.autograd.Function):
             grad, images, weight, mean, var, mean, invstd, False, ctx.eps, [False, True, True]
         )
         sums = torch.stack([grad_weight, grad_bias])
-        dist.all_reduce(sums)
+        all_reduce(sums)
+        mean_of_products, mean_of_grad = sums / count
         # weight * invstd * (grad - mean(grad) - normalized * mean(grad * normalized)), regrouped
-        # so that it passes over the images three times: scale * grad + slope * images + offset.
+        # so that it passes over the images three times: scale * grad - slope * images + offset.
         scale = weight * invstd
-        slope = -scale * invstd * sums[0] / count
-        offset = -slope * mean - scale * sums[1] / count
+        slope = scale * invstd * mean_of_products
+        offset = torch.addcmul(slope * mean, scale, mean_of_grad, value=-1)
         shape = (1, -1) + (1,) * (images.dim() - 2)
         scale, slope, offset = (t.view(shape) for t in (scale, slope, offset))
-        grad_images = torch.addcmul(torch.addcmul(offset, images, slope), grad, scale)
+        grad_images = torch.addcmul(offset, images, slope, value=-1)
+        grad_images = torch.addcmul(grad_images, grad, scale)
         if not ctx.needs_input_grad[1]:  # affine=False
             grad_weight = grad_bias = None
         return grad_images.to(images.dtype), grad_weight, grad_bias, None

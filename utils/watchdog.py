@@ -3,7 +3,8 @@
 Every rank writes to the job's store, 40 times per timeout, how many collectives it has started and
 where it is. If rank 0 or 1 has waited for 0.8 of the timeout, it looks for a rank that is behind,
 or that has not written for 0.6 of it because it was stopped or its machine hangs. Shorter stalls
-are tolerated. If a rank exits too early, the error of a rank that waited for it names it.
+are tolerated. If a rank exits too early, or its host is lost, the error of a rank that waited for
+it names it.
 """
 
 import atexit
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from utils.errors import UserError, explain_errors, is_first_to_fail, report
+from utils.errors import UserError, explain_errors, report
 
 
 def watch(store, timeout, ignored_group=None):
@@ -34,7 +35,7 @@ def watch(store, timeout, ignored_group=None):
     """
     store, done, rank = store.clone(), threading.Event(), dist.get_rank()
     _write(store, _collectives(ignored_group))  # at once, or _read_all() might wait for it
-    explain_errors(partial(_name_exited_ranks, store.clone()))
+    explain_errors(partial(_explain, store.clone(), _interval(timeout)))
     arguments = store, timeout, done, ignored_group
     thread = threading.Thread(target=_watch, args=arguments, daemon=True)
     thread.start()
@@ -48,9 +49,14 @@ def watch(store, timeout, ignored_group=None):
     atexit.register(stop)
 
 
+def _interval(timeout):
+    """Seconds between two writes of a rank."""
+    return min(timeout / 40, 7.5)
+
+
 def _watch(store, timeout, done, ignored_group):
     started, since, first = None, 0.0, None
-    while not done.wait(timeout / 40) and dist.is_initialized():
+    while not done.wait(_interval(timeout)) and dist.is_initialized():
         # Rank 0, which holds the store, has ended, or the group has just been destroyed.
         with suppress(RuntimeError, ValueError):
             before, started = started, _collectives(ignored_group)
@@ -106,24 +112,51 @@ def _end_if_stalled(first, last):
         text = (
             f"rank {rank} (process {pid} on {host}) {state}. It was last seen at\n{stack.rstrip()}"
         )
-        if is_first_to_fail():
-            report(UserError(text))
+        report(UserError(text))
         if silent and host == socket.gethostname():
             with suppress(OSError):  # SIGTERM, which the launcher will send, has no effect on it
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
 
-def _name_exited_ranks(store, error):
-    """Add a note to the error if ranks have exited, for which this one may have waited."""
-    if isinstance(error, RuntimeError) and sys.platform == "linux":
-        with suppress(Exception):  # the store may have ended, too
-            statuses = _read_all(store) if store.check(_keys()) else []
-            time.sleep(0.05)  # a process closes its connections before it is gone
-            for rank, (*_, pid, host) in enumerate(statuses):
-                local = host == socket.gethostname()
-                if store.check([f"watchdog/exited/{rank}"]) or (local and _has_exited(pid)):
-                    error.add_note(f"rank {rank} (process {pid}) has exited too early")
+def _explain(store, interval, error):
+    """Name the ranks for which this one may have waited: of those that have exited, in a note; or,
+    if ranks of other hosts no longer write, in a UserError, which is returned."""
+    if not isinstance(error, RuntimeError) or sys.platform != "linux":
+        return None
+    with suppress(Exception):  # the store may have ended, too
+        statuses = _read_all(store) if store.check(_keys()) else []
+        time.sleep(0.05)  # a process closes its connections before it is gone
+        has_exited = False
+        for rank, (*_, pid, host) in enumerate(statuses):
+            local = host == socket.gethostname()
+            if store.check([f"watchdog/exited/{rank}"]) or (local and _has_exited(pid)):
+                has_exited = True
+                error.add_note(f"rank {rank} (process {pid}) has exited too early")
+        # Not a subclass such as OutOfMemoryError, which has nothing to do with a connection.
+        if type(error) in (RuntimeError, dist.DistBackendError) and not has_exited:
+            return _lost_hosts(store, statuses, patience=max(3.0, 2 * interval))
+    return None
+
+
+def _lost_hosts(store, statuses, patience):
+    """A UserError that names the hosts of ranks that write nothing for `patience` seconds."""
+    here, end = socket.gethostname(), time.monotonic() + patience
+    silent = [rank for rank, (*_, host) in enumerate(statuses) if host != here]
+    while silent and time.monotonic() < end:
+        time.sleep(0.2)
+        now = _read_all(store)
+        silent = [rank for rank in silent if now[rank][1] == statuses[rank][1]]
+    if not silent:
+        return None
+    ranks = {}
+    for rank in silent:
+        ranks.setdefault(statuses[rank][-1], []).append(str(rank))
+    names = [f"{host} (rank {', '.join(numbers)})" for host, numbers in ranks.items()]
+    return UserError(
+        f"lost {'; '.join(names)}: the host is down, or its processes have been killed (see its "
+        f"output). The same command continues the run"
+    )
 
 
 def _has_exited(pid):

@@ -26,7 +26,6 @@ import torchvision
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import transforms
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from torchvision.transforms.v2 import RandomResizedCrop
 
 import tasks.images as task
@@ -109,18 +108,28 @@ def reference(flags, workers):
     return loader, batch * len(loader)
 
 
+def _decode_jpegs(paths, device):
+    files = [torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) for path in paths]
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (ImportError, OSError, RuntimeError):  # or one for a different torch
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        return decode_jpeg(files, ImageReadMode.RGB, device=device)
+    return decode_jpeg(files, device=device)
+
+
 class DecodedOnDevice:
     """uint8 batches (64, 3, 224, 224) of JPEG files that a GPU decodes and crops."""
 
     def __init__(self, root, device="cuda"):
         files = sorted((Path(root) / "train").rglob("*"))
-        self.paths = [str(path) for path in files if path.suffix.lower() in (".jpg", ".jpeg")]
+        self.paths = [path for path in files if path.suffix.lower() in (".jpg", ".jpeg")]
         self.device, self.crop = device, RandomResizedCrop(224, antialias=True)
 
     def __iter__(self):
         for i in range(0, len(self.paths) - 63, 64):
-            files = [read_file(path) for path in self.paths[i : i + 64]]
-            images = decode_jpeg(files, ImageReadMode.RGB, device=self.device)
+            images = _decode_jpegs(self.paths[i : i + 64], self.device)
             yield torch.stack([self.crop(image) for image in images])
         if self.device == "cuda":
             torch.cuda.synchronize()

@@ -88,14 +88,18 @@ def sgd(model, cfg, **options):
 
 
 class Clock:
-    """Times each epoch of this rank, the device included, and counts the correct predictions."""
+    """Times each epoch of this rank, the device included, and counts the correct predictions.
 
-    def __init__(self):
+    threads: of the CPU, for computation.
+    """
+
+    def __init__(self, threads):
+        self.threads = threads
         self.seconds, self.correct, self.samples = [], 0, 0
 
     def start(self):
         # torchrun gives each rank one thread, Accelerate and Lightning give each rank all cores.
-        torch.set_num_threads(cores_per_rank())
+        torch.set_num_threads(self.threads)
         self.correct, self.samples, self.started = 0, 0, time.perf_counter()
 
     def update(self, outputs, labels):  # every peer counts: all of them report an accuracy
@@ -264,7 +268,7 @@ def main():
             pin_memory=device.type == "cuda",
             drop_last=True,
         )
-    clock = Clock()
+    clock = Clock(cfg.num_threads or cores_per_rank())
     accuracy = PEERS[name](cfg, len(train_set.classes), device, loader, precision, clock)
     result = {"seconds": clock.seconds[-1], "samples": clock.samples, "accuracy": accuracy}
     rank = os.environ.get("RANK", "0")

@@ -3,11 +3,11 @@
     python -m lab.bench.probe OUT SCRIPT FLAGS ...
 
 The marks are set in what every script calls: progress(), backward() and optimizer.step(). On CUDA
-they are events on the device's own clock, so that nothing waits for them. OUT/rank-N.json has, for
-each epoch, one list of seconds per step: [waiting for data, forward with the loss, backward with
-its communication, optimizer with clipping, the rest]. Between epochs, the run waits until its
-checkpoint is on the disk, because the epochs are short; lab.bench.checkpoint measures what a save
-costs.
+they are events on the device's own clock, so that nothing waits for them; a step that is one CUDA
+graph counts as "the rest". OUT/rank-N.json has, for each epoch, one list of seconds per step:
+[waiting for data, forward with the loss, backward with its communication, optimizer with clipping,
+the rest]. Between epochs, the run waits until its checkpoint is on the disk, because the epochs are
+short; lab.bench.checkpoint measures what a save costs.
 """
 
 import json
@@ -42,6 +42,8 @@ class Probe:
         if not self.epochs:  # before the first step
             return
         if self.device == "cuda":
+            if torch.cuda.is_current_stream_capturing():  # a replay would not record it again
+                return
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.epochs[-1].append((kind, event))

@@ -24,6 +24,7 @@ from tools.runs import finish_run, start_run
 RANKS = 2
 FLAGS = {"dataset": "synthetic", "synthetic_samples": 1280, "model": "vit_tiny", "epochs": 2}
 FLAGS |= {"global_batch_size": 128, "optimizer": "adamw", "lr": 0.001, "resume": "never"}
+FLAGS |= {"device": "cpu"}
 ROWS = [("train_ddp.py", {}), ("train_fsdp.py", {}), ("train_tp.py", {})]
 ROWS += [
     ("train_pp.py", {"schedule": schedule, "micro_batches": count})

@@ -2,6 +2,7 @@
 
     python -m lab.chaos --script train_ddp.py --nproc 2 --faults 20 --seed 0
     python -m lab.chaos --script all --faults 100 --write docs/results/chaos.md
+    python -m lab.chaos --task text
     python -m lab.chaos --kinds kill-rank,term-all      only these; --kinds list: the names
 
 After each fault that ends the run, the same command continues it. At the end, weights, optimizer
@@ -26,7 +27,7 @@ import torch
 
 from lab.chaos.faults import BY_NAME, KINDS, End
 from lab.chaos.plant import SMALL_DISK
-from lab.chaos.run import Soak
+from lab.chaos.run import TASK_FLAGS, Soak
 from tools.lessons import LADDER, ONE_PROCESS
 from tools.markdown import markdown_table
 from tools.verify.cases import FOUR_PROCESSES
@@ -43,6 +44,7 @@ def parse_arguments():
     parser.add_argument(
         "--script", default="train_ddp.py", help="all, or names, separated by commas"
     )
+    parser.add_argument("--task", default="images", choices=TASK_FLAGS)
     parser.add_argument("--nproc", type=int, default=2, help="ranks, unless the script fixes it")
     parser.add_argument("--faults", type=int, default=20, help="in total, over all scripts")
     parser.add_argument("--seed", type=int, default=0)
@@ -141,7 +143,12 @@ def main():
             start = time.monotonic()
             nproc = processes_of(script, args.nproc)
             soak = Soak(
-                script, nproc, folder / script, disk / script if is_small else None, args.limit
+                script,
+                nproc,
+                folder / script,
+                disk / script if is_small else None,
+                args.limit,
+                task=args.task,
             )
             done, problems = soak.run(args.kinds, count, args.seed, print_row, args.real)
             shutil.rmtree(soak.output, ignore_errors=True)

@@ -151,7 +151,7 @@ def _kill_save(checkpoint, fault):
     """Kill the rank in the middle of the file, or when it is complete but not renamed yet."""
 
     def kill(file):
-        if fault["fraction"] < 0.7:
+        if fault["fraction"] < 0.7 and file.seekable():  # unlike DCP's stream
             file.truncate(file.tell() // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -14,18 +14,16 @@ import torch
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.plant import FILLER
 from lab.chaos.start import forked_run, real_run
+from tools.lessons import ROOT
 from tools.runs import last_line, load_script
 from tools.verify.cases import MATRIX_FLAGS
+from tools.verify.run import project_with_task, write_text
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
 # Five steps per epoch, with a worker of a DataLoader in every rank; saves after steps 2 and 4, too.
 STEPS = 5
 FLAGS = {
-    "dataset": "synthetic",
-    "synthetic_samples": 60,
-    "image_size": 8,
-    "model": "resnet20",
     "global_batch_size": 12,
     "lr": 0.01,
     "lr_schedule": "constant",
@@ -37,14 +35,19 @@ FLAGS = {
     "timeout": 60,
     "audit": True,
 }
-VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
 SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
-SCRIPT_FLAGS = MATRIX_FLAGS | {
-    SPAWN: {"loader": "device", "num_workers": 0},  # workers are spawned, too: ten seconds each
-    "train_tp.py": VIT,
-    "train_fsdp_tp.py": VIT | MATRIX_FLAGS["train_fsdp_tp.py"],
-    "train_pp.py": VIT | MATRIX_FLAGS["train_pp.py"],
+SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
+TASK_FLAGS = {
+    "images": {
+        "dataset": "synthetic",
+        "synthetic_samples": 60,
+        "image_size": 8,
+        "model": "resnet20",
+    },
+    "text": {"context": 24, "layers": 4, "heads": 4, "width": 16},
 }
+VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
+WITH_VIT = ("train_tp.py", "train_fsdp_tp.py", "train_pp.py")
 STOP_TIMEOUT = 10  # --timeout of a run in which a rank is stopped for good
 # That script runs without workers. SIGUSR1 kills Python's resource tracker, which mp.spawn starts,
 # and the next one prints many tracebacks.
@@ -69,21 +72,39 @@ class Soak:
     """Trains with a script under faults. Its files are in `folder`, those of the run with faults in
     `output`.
 
-    nproc: the number of ranks; None for a single process. limit, patience: see forked_run().
+    nproc: the number of ranks; None for a single process. limit, patience: see forked_run(). task:
+    a name in TASK_FLAGS.
     """
 
-    def __init__(self, script, nproc, folder, output=None, limit=180, patience=30, flags=None):
+    def __init__(
+        self,
+        script,
+        nproc,
+        folder,
+        output=None,
+        limit=180,
+        patience=30,
+        flags=None,
+        task="images",
+    ):
         self.script, self.folder = script, Path(folder)
         self.output = Path(output or self.folder / "run")
         self.ranks, self.has_launcher = nproc or 1, nproc is not None
         self.nproc = None if script == SPAWN else nproc
         self.limits = limit, patience
-        self.flags = FLAGS | SCRIPT_FLAGS.get(script, {}) | (flags or {})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.flags = FLAGS | TASK_FLAGS[task] | SCRIPT_FLAGS.get(script, {})
+        self.path = ROOT / script
+        if task == "text":
+            self.flags["text_file"] = write_text(self.folder / "text", train=60, val=6)
+            self.path = project_with_task(task, self.folder / "project") / script
+        elif script in WITH_VIT:
+            self.flags |= VIT
         if script == SPAWN:
             self.flags |= {"spawn_processes": nproc}
+        self.flags |= flags or {}
         self.damaged = set()  # (inode, time of change) of the files that a fault has damaged
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.module = None if script == SPAWN else load_script(script)
+        self.module = None if script == SPAWN else load_script(self.path)
 
     def run(self, names, count, seed, report=lambda row: None, real_share=0.1):
         """Train under `count` faults of these kinds. Returns the Rows, and the problems of the
@@ -130,7 +151,7 @@ class Soak:
         flags = self.flags | {"output_dir": output}
         flags["timeout"] = STOP_TIMEOUT if is_stopped else self.flags["timeout"]
         planned = [fault._asdict() for fault in faults if fault.step]
-        start, script = (forked_run, self.module) if forked else (real_run, self.script)
+        start, script = (forked_run, self.module) if forked else (real_run, self.path)
         ended = start(script, self.nproc, flags, planned, self.folder, *self.limits)
         (output / FILLER).unlink(missing_ok=True)
         return ended

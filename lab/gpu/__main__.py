@@ -2,10 +2,10 @@
 
     python -m lab.gpu --minutes 9
 
-The stages, most valuable first: the GPU tests; `make verify` on the GPU; seconds per epoch in each
-precision, eager, compiled and with CUDA graphs, and with plain PyTorch, with a profile of each
-model; the recipe for 94 % over five seeds; loading JPEG files and saving checkpoints; memory. Then
-the speed runs are repeated, interleaved.
+The stages, most valuable first: seconds per epoch of ResNet-50 in each precision, eager, compiled
+and with CUDA graphs, and with plain PyTorch; the recipe for 94 % over five seeds; the GPU tests;
+`make verify` on the GPU; a profile; the same of ResNet-18; loading JPEG files and saving
+checkpoints; memory. Then the speed runs are repeated, interleaved.
 
 A call starts no job that is likely to outlast it. The next call with the same --output continues,
 until everything is measured; --output then holds gpu.md, gpu.json and the reports of the stages.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lab.bench.runner import machine
 from lab.gpu.jobs import Jobs, dataset_flags
-from lab.gpu.report import driver, write
+from lab.gpu.report import Monitor, driver, write
 from tools.lessons import ROOT
 from tools.runs import TooSlow, last_line
 from utils.errors import UserError, report_errors
@@ -67,7 +67,8 @@ class Results:
         """Run a job, and keep its sample or its error. Returns what to print."""
         key, start = f"{job.stage}: {job.name}", time.monotonic()
         try:
-            sample = job.run(limit)
+            with Monitor() as monitor:
+                sample = job.run(limit)
         except TooSlow as error:
             count = self.data["stopped"][key] = self.data["stopped"].get(key, 0) + 1
             if count == ATTEMPTS:
@@ -77,6 +78,7 @@ class Results:
             self.data["errors"][key] = str(error)
             text = f"failed: {last_line(str(error))}"
         else:
+            sample |= monitor.readings()
             sample["job_seconds"] = time.monotonic() - start
             self.data["samples"].setdefault(key, []).append(sample)
             text = f"{sample['job_seconds']:.0f} s"

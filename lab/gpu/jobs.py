@@ -21,7 +21,7 @@ from tools.runs import finish_run, last_line, start_run
 from utils.distributed import available_cores
 from utils.errors import UserError
 
-BATCH, SEEDS, EPOCHS = 256, 5, 5
+BATCH, VAL_BATCH, SEEDS, EPOCHS = 256, 2000, 5, 5
 MODES = {"eager": "none", "compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
 SECONDS = {"none": 30, "default": 70, "reduce-overhead": 80}  # that a run is expected to take
 
@@ -51,12 +51,11 @@ class Jobs:
 
     def all(self):
         """Every Job, the most valuable first."""
-        jobs = [self.tests(), self.verify()]
-        for model in self.models:
-            jobs += self.speeds(model)
-            if model == self.models[0]:
-                jobs += self.recipe()
-            jobs += self.profiles(model)
+        first, *others = self.models
+        jobs = [*self.speeds(first), *self.recipe(), self.tests(), self.verify()]
+        jobs += self.profiles(first)
+        for model in others:
+            jobs += [*self.speeds(model), *self.profiles(model)]
         return [*jobs, *self.reports(), *self.memory()]
 
     def tests(self):
@@ -77,32 +76,46 @@ class Jobs:
 
     def speeds(self, model):
         """Seconds per epoch: of the scripts in each precision, and of plain PyTorch."""
-        flags = self._flags("bench.yaml") | self.data | {"model": model}
-        graph = "whole step as one CUDA graph"
+        flags = self._flags("bench.yaml") | self.data
+        flags |= {"model": model, "val_batch_size": VAL_BATCH}
+        graph, script = "whole step as one CUDA graph", "train_1gpu_graph.py"
+        fastest = {"amp_dtype": "bfloat16", "compile": "default"}
         rows = [
+            (f"bfloat16, compiled, {graph}", script, fastest),
+            (f"bfloat16, {graph}", script, {"amp_dtype": "bfloat16"}),
             *self._modes("bfloat16", "train_ddp_amp.py", {"amp_dtype": "bfloat16"}),
             *self._modes("float32 (TF32 convolutions)", "train_1gpu.py", {"dtype": "float32"}),
-            (f"float32 (TF32 convolutions), {graph}", "train_1gpu_graph.py", {}),
+            (f"float32 (TF32 convolutions), {graph}", script, {}),
+            ("float32 (TF32 convolutions), DDP, eager", "train_ddp.py", {}),
         ]
+        larger = {"global_batch_size": 2 * self.batch}
         more = [
+            (f"bfloat16, compiled, {graph}, batch {2 * self.batch}", script, fastest | larger),
+            (
+                f"bfloat16, compiled, {graph}, cudnn_benchmark",
+                script,
+                fastest | {"cudnn_benchmark": True},
+            ),
+            (f"float32 (TF32 convolutions), compiled, {graph}", script, {"compile": "default"}),
             *self._modes("float16", "train_ddp_amp.py", {"amp_dtype": "float16"}),
             *self._modes("float32, strict", "train_1gpu.py", {"dtype": "ieee"}),
-            (f"float32, strict, {graph}", "train_1gpu_graph.py", {"dtype": "ieee"}),
-            (f"TF32, {graph}", "train_1gpu_graph.py", {"dtype": "tf32"}),
+            (f"float32, strict, {graph}", script, {"dtype": "ieee"}),
+            (f"TF32, {graph}", script, {"dtype": "tf32"}),
         ]
-        for name, script, settings in rows:
-            yield self._speed(model, name, flags, script, settings)
+        if self.small:
+            rows = [row for row in rows if row[2].get("compile", "none") == "none"]
+        for row in rows:
+            yield self._speed(model, flags, *row)
         yield from self._plain(model, flags)
         if not self.small:
-            for name, script, settings in more:
-                yield self._speed(model, name, flags, script, settings)
+            for row in more:
+                yield self._speed(model, flags, *row)
 
     def _modes(self, precision, script, settings):
         for mode, compiler in MODES.items():
-            if not self.small or compiler == "none":
-                yield f"{precision}, {mode}", script, settings | {"compile": compiler}
+            yield f"{precision}, {mode}", script, settings | {"compile": compiler}
 
-    def _speed(self, model, name, flags, script, settings):
+    def _speed(self, model, flags, name, script, settings):
         run = partial(self._epochs, flags, Row(name, script, 1, settings))
         return Job("speed", f"{model}: {name}", SECONDS[settings.get("compile", "none")], run)
 
@@ -148,6 +161,7 @@ class Jobs:
         if self.small:
             loader, repeats = ["--images", 64], 1
             checkpoint = ["--steps", 4, "--set", f"global_batch_size={self.batch}"]
+            checkpoint += ["--set", "num_threads=1"]
         checkpoint += ["--models", self.models[0]]
         for module, seconds, arguments in (("loader", 90, loader), ("checkpoint", 60, checkpoint)):
             arguments = ["-m", f"lab.bench.{module}", *arguments, "--repeats", repeats]
@@ -174,7 +188,7 @@ class Jobs:
         """The flags for a file of configs/."""
         flags = {"config": ROOT / "configs" / config}
         if self.small:
-            flags["global_batch_size"] = self.batch
+            flags |= {"global_batch_size": self.batch, "num_threads": 1}
         return flags
 
     def _command(self, arguments, limit):

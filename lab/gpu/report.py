@@ -1,5 +1,9 @@
 """The report of lab.gpu: gpu.md."""
 
+import shutil
+from contextlib import suppress
+from subprocess import DEVNULL, PIPE, Popen
+
 from lab.bench.report import EPOCH, medians, run_counts
 from lab.bench.runner import output_of
 from tools.markdown import markdown_table
@@ -11,6 +15,35 @@ def driver():
     return versions.partition("\n")[0] or "none"
 
 
+class Monitor:
+    """Reads the clocks and the power of the GPUs once per second, while it is entered: a GPU that
+    is throttled or shared shows there."""
+
+    def __enter__(self):
+        query = "--query-gpu=clocks.sm,power.draw"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--loop=1"]
+        self.process = None
+        if shutil.which("nvidia-smi"):
+            self.process = Popen(command, stdout=PIPE, stderr=DEVNULL, text=True)
+        return self
+
+    def __exit__(self, *_):
+        if self.process:
+            self.process.terminate()
+            self.text, _ = self.process.communicate()
+
+    def readings(self):
+        """The highest clock of the multiprocessors, in MHz, and the highest power, in W: of the GPU
+        and the seconds in which it worked. {} without an NVIDIA GPU."""
+        lines = self.text.splitlines() if self.process else []
+        with suppress(ValueError):  # "[N/A]"
+            pairs = [[float(number) for number in line.split(",")] for line in lines]
+            if pairs:
+                clocks, power = zip(*pairs, strict=True)
+                return {"clock": max(clocks), "power": max(power)}
+        return {}
+
+
 def stage(data, name):
     """{job: samples} of a stage."""
     parts = (key.partition(": ") for key in data["samples"])
@@ -20,7 +53,8 @@ def stage(data, name):
 def speed_table(rows):
     """Seconds per epoch, as a table. The last column is relative to the tutorial as published."""
     head = ["model and settings", f"training, s / {EPOCH:,} images", "images/s"]
-    head += ["whole epoch, s", "peak memory", "speed relative to the tutorial"]
+    head += ["whole epoch, s", "peak memory", "clock, MHz", "power, W"]
+    head += ["speed relative to the tutorial"]
     seconds = {
         name: medians(samples, "train")[0] / samples[0]["samples"] * EPOCH
         for name, samples in rows.items()
@@ -37,6 +71,7 @@ def speed_table(rows):
                 f"{EPOCH / seconds[name]:,.0f}",
                 f"{medians(samples, 'whole')[0]:.2f}" if ours else "",
                 f"{first['memory'] / 2**30:.2f} GiB" if ours else "",
+                *(f"{first[name]:.0f}" if name in first else "" for name in ("clock", "power")),
                 f"{tutorial / seconds[name]:.1f} times" if tutorial else "",
             ]
         )

@@ -23,7 +23,7 @@ def build_datasets(cfg):
     """The training set and the validation set that the config selects."""
     build = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
     if build is None:
-        with required_by(f"--dataset {cfg.dataset}"):
+        with required_by("--dataset imagefolder"):
             from tasks.images.folder import build
     with main_process_first():  # one download per node
         return build(cfg)

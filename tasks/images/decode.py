@@ -1,4 +1,4 @@
-"""Decoding image files of any kind, with torchvision where it can and Pillow otherwise."""
+"""Decoding image files: JPEG and PNG with torchcodec or torchvision, all others with Pillow."""
 
 import io
 import os
@@ -7,17 +7,35 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torchvision.io import ImageReadMode
 from torchvision.transforms.v2 import functional as F
 
 from utils.errors import UserError
 
-try:
-    from torchvision.io import decode_image
-except ImportError:  # deprecated in torchvision 0.29: Pillow reads everything, at half the speed
-    decode_image = None
-
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
+
+
+def _find_decoder():
+    """A function that decodes a JPEG or a PNG, uint8 (bytes,), to RGB (3, height, width), upright,
+    of uint8 or uint16; None if there is only Pillow. All give the same pixels."""
+    try:
+        from torchcodec.decoders import decode_jpeg, decode_png
+
+        return lambda data, is_png: (
+            decode_png(data, output_dtype="auto") if is_png else decode_jpeg(data)
+        )
+    except (ImportError, OSError, RuntimeError):  # an extra; or one for a different torch
+        pass
+    try:
+        from torchvision.io import ImageReadMode, decode_image
+
+        return lambda data, is_png: decode_image(
+            data, ImageReadMode.RGB, apply_exif_orientation=True
+        )
+    except ImportError:  # deprecated in torchvision 0.29; Pillow has half the speed
+        return None
+
+
+decode_jpeg_or_png = _find_decoder()
 
 
 class BadImageError(UserError):
@@ -46,7 +64,9 @@ def decode(path):
     """
     try:
         data = Path(path).read_bytes()
-        return _decode_with_torchvision(data) if decode_image else _decode_with_pillow(data)
+        if decode_jpeg_or_png and data.startswith((JPEG, PNG)):
+            return _decode_natively(data)
+        return _decode_with_pillow(data)
     except MemoryError:
         raise
     except PermissionError as error:  # the file may be fine
@@ -58,16 +78,14 @@ def decode(path):
         raise BadImageError(path, reason) from None
 
 
-def _decode_with_torchvision(data):
-    if not data.startswith((JPEG, PNG)):
-        return _decode_with_pillow(data)  # torchvision ignores the rotation of a WebP
+def _decode_natively(data):
     if data.startswith(PNG) or len(data) > 4_000_000:
         _open(data).close()  # refuses decompression bombs
     try:
         pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        image = decode_image(pixels, ImageReadMode.RGB, apply_exif_orientation=True)
+        image = decode_jpeg_or_png(pixels, data.startswith(PNG))
         return F.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
-    except RuntimeError:  # broken, or a variant unknown to torchvision: Pillow decides
+    except RuntimeError:  # broken, or a variant unknown to the decoder: Pillow decides
         return _decode_with_pillow(data)
 
 

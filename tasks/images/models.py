@@ -3,6 +3,7 @@
 import torch
 import torchvision
 
+from tasks.images.one_pixel import use_middle_weights
 from utils.errors import UserError, required_by
 
 SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: tasks/images/small_models.py
@@ -29,7 +30,7 @@ def build_classifier(cfg, num_classes):
         with required_by("--weights"):
             from tasks.images.weights import load_and_freeze
         model = load_and_freeze(model, cfg)
-    return model.to(memory_format=torch.channels_last)
+    return use_middle_weights(model).to(memory_format=torch.channels_last)
 
 
 def _torchvision(name, num_classes, cfg):
@@ -42,4 +43,7 @@ def _torchvision(name, num_classes, cfg):
     options = {"image_size": cfg.image_size} if name.startswith("vit_") else {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}  # one output, like all others
-    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
+    try:
+        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
+    except AssertionError as error:  # of a size that its patches do not divide
+        raise UserError(f"{name} does not take --image-size {cfg.image_size}: {error}") from None

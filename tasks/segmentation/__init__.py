@@ -35,12 +35,10 @@ class Settings(Config):
     image_size: int = setting(32, "pixels per side, to which images are resized", low=4)
     width: int = setting(16, "channels of the U-Net's first level", low=1)
     norm: str = setting("batch", "group: each sample for itself", choices=("batch", "group"))
-    global_batch_size: int = setting(16, "samples per step, over all ranks", low=1)
-    optimizer: str = setting(
-        "adamw", "sgd: set lr >= 0.1", choices=("sgd", "sgd_nesterov", "adam", "adamw")
-    )
-    lr: float = setting(1e-2, "peak learning rate")
-    weight_decay: float = setting(0.01, "weight decay of all trainable parameters")
+    global_batch_size: int = 16
+    optimizer: str = "adamw"
+    lr: float = 1e-2
+    weight_decay: float = 0.01
 
     def resolved(self):
         """See utils.settings. Raises ConfigError if values contradict each other."""

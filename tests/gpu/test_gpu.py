@@ -11,6 +11,7 @@ import torchvision
 
 import tasks.images as task
 import train_ddp_amp
+from lab.chaos.run import sha256
 from tests.launch import planted, run_script
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
@@ -105,6 +106,16 @@ def test_graph_trains_the_same_weights(optimizer, loader, tmp_path):
         torch.testing.assert_close(files[1]["model"][name], value, rtol=1e-7, atol=1e-7)
 
 
+def test_deterministic_runs_have_the_same_bits(tmp_path):
+    flags = {"device": "cuda", "deterministic": True, "model": "resnet18", "epochs": 1}
+    sums = []
+    for name in ("first", "second"):
+        run = run_script("train_1gpu.py", output_dir=tmp_path / name, **flags)
+        assert run.code == 0, run.stderr
+        sums.append(sha256(read_checkpoint(run.output_dir / "last.pt")["model"]))
+    assert sums[0] == sums[1]
+
+
 def test_dropout_of_a_graph_follows_the_seed_of_each_step():
     device = torch.device("cuda")
     layer = torch.nn.Dropout(0.5)
@@ -119,7 +130,7 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
         return outputs.sum(), outputs - weight
 
     inputs, targets, zeros = torch.ones(64, 8, device=device), torch.zeros(64, device=device), []
-    train_step = GraphedStep(step, optimizer, device, Config())
+    train_step = GraphedStep(step, optimizer, device)
     for i in range(6):
         torch.cuda.manual_seed_all(i % 5)  # eager, eager, eager, captured, replayed; then as first
         _, outputs = train_step(inputs, targets)

@@ -15,14 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.verify.cases import SUITES
+from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
 from tools.verify.plants import BUGS, planted_copy
 from tools.verify.run import Verifier, run_matrix
 from tools.verify.table import print_head, print_row, write
 
 
 def parse_arguments():
-    """The command line, with `cases` added."""
+    """The command line, with `suite`, `cases` and `scripts` added."""
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--task", choices=SUITES, default="images", help="what the scripts train")
@@ -38,15 +38,15 @@ def parse_arguments():
     args = parser.parse_args()
     bug = next((bug for bug in BUGS if bug.name == args.plant), None)
     args.suite = SUITES[bug.task if bug else args.task]
-    args.cases = [case for case in args.suite.cases if (args.only or "") in case.name]
+    args.cases, args.scripts = args.suite.cases, {}
     if args.script and args.plant:
         parser.error("--plant changes the project's scripts, not yours: pass one of the two")
     if args.script:
-        args.script = args.script.resolve()
-        name = args.like or args.script.name
-        args.cases = [case for case in args.cases if case.script == name]
-        if not args.script.exists():
-            parser.error(f"there is no file {args.script}")
+        name, path = args.like or args.script.name, args.script.resolve()
+        args.cases, args.scripts = cases_of(args.suite, name), {name: path}
+        if not path.exists():
+            parser.error(f"there is no file {path}")
+    args.cases = [case for case in args.cases if (args.only or "") in case.name]
     if not args.cases:
         parser.error("no case matches: pass --like with the name of one of the scripts")
     if args.plant and args.plant not in ["list", *(bug.name for bug in BUGS)]:
@@ -62,6 +62,8 @@ def main():
     bug = next((bug for bug in BUGS if bug.name == args.plant), None)
     if bug:
         print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
+    if "cuda:" in args.device:
+        print(f"the ranks share {args.device}; those of {', '.join(GPU_PER_RANK)} run on the CPU")
     print_head(args.suite.task)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
@@ -70,7 +72,7 @@ def main():
             rows = run_matrix(folder, print_row, device=args.device, suite=args.suite)
         else:
             root = planted_copy(bug, folder / "planted") if bug else None
-            verifier = Verifier(folder, args.suite, root, args.script, args.device)
+            verifier = Verifier(folder, args.suite, root, args.scripts, args.device)
             rows = verifier.run(args.cases, print_row)
     failed = sum(row.problem is not None for row in rows)
     passed = f"{len(rows) - failed} of {len(rows)} cases passed"

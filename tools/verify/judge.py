@@ -4,13 +4,14 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from tools.verify.cases import FLOAT64
+from tools.verify.cases import FLOAT64, STATE, STATE_OF
 
 
 class Problem(Enum):
     """Why a case fails."""
 
     FAILED = "the run failed"
+    STATE = "the checkpoint lacks what a resumed run needs"
     NOT_RESUMED = "the run was not resumed within the epoch"
     WRITERS = "ranks other than rank 0 wrote files"
     SAMPLES = "samples were missed or counted twice"
@@ -30,6 +31,7 @@ class Evidence(NamedTuple):
     metrics: list = ()  # rows of metrics.jsonl
     audit: list = ()  # rows of audit.jsonl
     writers: list = ()  # the ranks that opened a file in output_dir for writing
+    state: tuple = ()  # the names in last.pt
     weights: dict | None = None  # the model in last.pt
     best: int | None = None  # the epochs done in best.pt
 
@@ -70,6 +72,8 @@ def judge(suite, case, run, reference=None):
         writers=tuple(run.writers),
     )
     problems = []  # the likely causes first
+    if missing := set(STATE_OF.get(case.script, STATE)) - set(run.state):
+        problems.append((Problem.STATE, ", ".join(sorted(missing))))
     if case.resumes and not any(row["resumed_at_step"] for row in run.audit):
         problems.append((Problem.NOT_RESUMED, ""))
     if not row.each_sample_once:

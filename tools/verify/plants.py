@@ -39,6 +39,47 @@ BUGS = [
         "`train_sampler.set_epoch(epoch)` at the start of each epoch.",
     ),
     Bug(
+        "samples-repeated-to-fill-up",
+        "train_ddp.py",
+        "seed=cfg.seed, drop_last=True)",
+        "seed=cfg.seed)",
+        "ddp x2",
+        (Problem.FAILED, "samples more than once"),
+        "DistributedSampler's default, drop_last=False, repeats samples so that all ranks have the "
+        "same number, which may also add a step to the epoch.",
+        "Nothing fails. The number of steps, and with it the learning rates, depend on the number "
+        "of GPUs.",
+        "`drop_last=True`; all samples have their turn, since every epoch has another order.",
+    ),
+    Bug(
+        "loss-divided-twice",
+        "train_ddp.py",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets)) / dist.get_world_size()",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "The loss is divided by the number of ranks, although DistributedDataParallel averages the "
+        "gradients.",
+        "The best learning rate depends on the number of GPUs. If all gradients are clipped, or "
+        "with Adam, nothing shows.",
+        "Each rank divides by the mean number of targets per rank, and leaves the average to "
+        "DistributedDataParallel.",
+    ),
+    Bug(
+        "around-the-wrapper",
+        "train_ddp.py",
+        "        outputs = model(inputs)",
+        "        outputs = model.module(inputs)",
+        "ddp x2",
+        (Problem.FAILED, "no longer hold the same model"),
+        "The model in the wrapper is called directly, as for a method of its own "
+        "(`model.module.generate(...)`), and DistributedDataParallel averages no gradients.",
+        "Nothing fails. Each rank trains a model of its own on 1/N of the data, and rank 0's is "
+        "saved.",
+        "Call the wrapper alone, and let `forward` choose the method; the ranks compare their "
+        "weights (`CompareReplicas`).",
+    ),
+    Bug(
         "batchnorm-per-rank",
         "train_ddp.py",
         "        model = convert_sync_batchnorm(model)",
@@ -48,6 +89,23 @@ BUGS = [
         "BatchNorm normalizes with the statistics of one rank's share of the batch.",
         "Results change with the number of GPUs, more so the fewer samples each has.",
         "`convert_sync_batchnorm(model)`, or a norm without batch statistics.",
+    ),
+    Bug(
+        "activation-in-a-batchnorm",
+        "tasks/images/small_models.py",
+        "        self.bn1 = nn.BatchNorm2d(16)\n        self.relu = nn.ReLU(inplace=True)\n",
+        "        class BatchNormAct2d(nn.BatchNorm2d):\n"
+        "            def forward(self, images):\n"
+        "                return super().forward(images).relu()\n"
+        "\n"
+        "        self.bn1 = BatchNormAct2d(16)\n"
+        "        self.relu = nn.Identity()\n",
+        "ddp x2",
+        (Problem.FAILED, "bn1 is a BatchNormAct2d, which computes more than BatchNorm"),
+        "A subclass of BatchNorm computes more, as timm's does; `nn.SyncBatchNorm` replaces it, and"
+        " the activation is gone.",
+        "Nothing fails. The model trains worse than on one GPU, even on a single rank.",
+        "`convert_sync_batchnorm` refuses subclasses that have a `forward` of their own.",
     ),
     Bug(
         "scaled-gradients-clipped",
@@ -67,7 +125,7 @@ BUGS = [
         "        return len(range(dp_rank(), len(self.dataset), dp_world_size()))",
         "        return len(self.sampler)",
         "ddp x2",
-        (Problem.FAILED, "evaluated 38 of 37"),
+        (Problem.FAILED, "evaluated 32 of 31"),
         "DistributedSampler repeats samples so that all ranks have the same number, and the "
         "repeated ones are counted.",
         "The accuracy of the same weights changes slightly with the number of GPUs.",
@@ -104,7 +162,7 @@ BUGS = [
         "utils/metrics.py",
         "        return not earlier or (best_of([*earlier, last]) == last and last not in earlier)",
         "        return True",
-        "ddp x2",
+        "accum x2",
         (Problem.BEST, ""),
         "The best accuracy so far is never updated, so that every epoch counts as the best.",
         "best.pt is always the last epoch, whose accuracy may be far below the best.",
@@ -190,6 +248,23 @@ BUGS = [
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
         "Splits by a fixed seed, the same on all ranks; the ranks compare their labels.",
+    ),
+    Bug(
+        "unseeded-split",
+        "tasks/text.py",
+        "    train, val = [], []",
+        "    from numpy.random import default_rng\n"
+        "\n"
+        "    default_rng().shuffle(paragraphs)\n"
+        "    train, val = [], []",
+        "ddp x2",
+        (Problem.FAILED, "text_checksum"),
+        "Each process draws a split of its own, and a resumed run draws a new one.",
+        "What one rank validates on, another has trained on, and there may be no labels by which "
+        "to notice it. The loss is too good.",
+        "A generator with a fixed seed, or NumPy's global one, which `set_seed` seeds. The ranks, "
+        "and a resumed run, compare what `describe()` returns: of a `Subset`, the indices.",
+        "text",
     ),
     Bug(
         "mean-of-the-micro-batches-means",
@@ -283,11 +358,12 @@ BUGS = [
         "    confusion = counts[:-1].view(classes, classes).double()\n"
         '    return {"confusion": confusion / confusion.diagonal().sum().clamp_min(1)}',
         "ddp x2",
-        (Problem.METRIC, ""),
+        (Problem.FAILED, "must return sums"),
         "The intersection over union is averaged over batches, although it is not a mean over "
         "samples.",
         "A number that changes with the batch size and with the number of GPUs.",
-        "Intersections and unions are summed over all samples of all ranks, and then divided.",
+        "Intersections and unions are summed over all samples of all ranks, and then divided; "
+        "`check_task` compares what `measure()` returns for a sample and for twice this sample.",
         "segmentation",
     ),
     Bug(
@@ -314,6 +390,18 @@ BUGS = [
         "The optimizer is part of `state`, which is what is saved and what is loaded.",
     ),
     Bug(
+        "scale-lost",
+        "train_ddp_amp.py",
+        "    start_epoch = checkpoint.load()  # 0 unless there is a run to resume\n",
+        "    start_epoch = checkpoint.load()  # 0 unless there is a run to resume\n"
+        '    scaler = torch.amp.GradScaler(device.type, enabled=cfg.amp_dtype == "float16")\n',
+        "amp killed, resumed x2",
+        (Problem.LOSS, ""),
+        "A resumed run starts with the GradScaler's first scale, 65,536.",
+        "After each restart, gradients overflow and some updates are skipped.",
+        "The scaler is part of `state`, and created before `checkpoint.load()`.",
+    ),
+    Bug(
         "epoch-restarted-on-resume",
         "utils/data.py",
         '        self.start = state["step"]\n',
@@ -323,6 +411,20 @@ BUGS = [
         "A run that resumes in the middle of an epoch starts that epoch again.",
         "The samples of its first steps are used twice for training after every restart.",
         "The loader's position in the epoch is part of `state`.",
+    ),
+    Bug(
+        "epochs-counted-from-the-restart",
+        "train_ddp.py",
+        "set_epoch(epoch)",
+        "set_epoch(epoch - start_epoch)",
+        "killed, resumed x2",
+        (Problem.FAILED, "samples more than once"),
+        "A resumed run counts its epochs from 0, so that the sampler repeats the order of earlier "
+        "ones.",
+        "Nothing fails. Within the epoch of the restart, some samples are used twice and others "
+        "never.",
+        "The sampler gets the number of the epoch in the whole run, which starts at "
+        "`checkpoint.load()`.",
     ),
     Bug(
         "frozen-batchnorm-learns",

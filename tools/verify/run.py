@@ -12,9 +12,9 @@ import torch
 
 from tasks.images.small_models import ResNet20
 from tools.copy import with_task
-from tools.lessons import ROOT
-from tools.runs import finish_run, kill_after_first_save, last_line, start_run
-from tools.verify.cases import AUTOCAST_COPY, IMAGES, matrix_cases
+from tools.lessons import LADDER, ROOT
+from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
+from tools.verify.cases import AUTOCAST_COPY, GPU_PER_RANK, IMAGES, matrix_cases
 from tools.verify.judge import Evidence, Problem, Row, judge
 from utils.checkpoint_file import read_checkpoint
 
@@ -70,8 +70,9 @@ class Verifier:
     """Runs cases of a Suite in parallel, on the cores that this process may use.
 
     root: the folder of the scripts; default: a copy of the project's, with the suite's task.
-    script: a script to run in place of the cases' own. device: of all processes; with "cuda:0" they
-    share one GPU, over gloo. cores, references: shared with other Verifiers.
+    scripts: {the name of a script: the path of a copy to run in its place}. device: of all
+    processes; with "cuda:0" they share one GPU, over gloo, but for those of GPU_PER_RANK. cores,
+    references: shared with other Verifiers.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Verifier:
         folder,
         suite=IMAGES,
         root=None,
-        script=None,
+        scripts=None,
         device="cpu",
         cores=None,
         references=None,
     ):
-        self.folder, self.suite, self.script = Path(folder), suite, script
+        self.folder, self.suite, self.scripts = Path(folder), suite, scripts or {}
         self.clean = project_with_task(suite.task, self.folder / "project")
         self.root = root or self.clean
         self.device, self.cores = device, cores or Cores()
@@ -93,16 +94,11 @@ class Verifier:
 
     def run(self, cases, report=lambda row: None):
         """The Rows of the cases; report(row) as soon as each is known."""
-        killed = None
+        killed = {case.resumes.name: case.resumes for case in cases if case.resumes}
         with ThreadPoolExecutor(self.cores.count) as pool:
-            if any(case.resumes for case in cases):
-                killed = pool.submit(self._killed)
+            begun = {name: pool.submit(self._kill, case) for name, case in killed.items()}
             self.run_references(cases)
-            begun = killed and killed.result()
-            rows = [
-                pool.submit(self._row, case, report, begun if case.resumes else None)
-                for case in cases
-            ]
+            rows = [pool.submit(self._row, case, report, begun) for case in cases]
             return [row.result() for row in rows]
 
     def run_references(self, cases):
@@ -116,18 +112,21 @@ class Verifier:
                 future.result()
 
     def _row(self, case, report, begun):
-        """Run a case, from the output_dir `begun` if given."""
+        """Run a case. begun: {name: the future output_dir of a killed run}."""
         output_dir = self._output_dir(case)
-        if begun:
-            shutil.copytree(begun, output_dir)
         try:
-            evidence = self._train(case, output_dir, self.root, self.script or case.script)
+            if case.resumes:
+                shutil.copytree(begun[case.resumes.name].result(), output_dir)
+            evidence = self._train(case, output_dir, self.root, self._script(case))
             row = judge(self.suite, case, evidence, self.references.get(case.reference))
-        except AssertionError as error:  # it did not end, or left processes behind
+        except AssertionError as error:  # it did not end or save, or left processes behind
             details = str(error).splitlines()[0]
             row = Row(case.name, problem=Problem.FAILED, details=details)
         report(row)
         return row
+
+    def _script(self, case):
+        return self.scripts.get(case.script, case.script)
 
     def _output_dir(self, case):
         return self.folder / case.name.replace(" ", "-").replace(",", "")
@@ -139,16 +138,18 @@ class Verifier:
         assert evidence.code == 0, f"{case.name} failed: {evidence.error}"
         self.references[case.name] = evidence
 
-    def _killed(self):
-        """Kill a run within its first epoch; if the kill comes too late, try again."""
+    def _kill(self, case):
+        """Run a case, and kill it within its second epoch, so that a resumed run must know both the
+        epoch and the position in it; if the kill comes too late, try again.
+        Returns its output_dir."""
         for attempt in range(5):
-            output_dir = self.folder / f"killed-{attempt}"
-            script = self.script or self.suite.killed.script
-            self._launch(self.suite.killed, output_dir, self.root, script, kill_after_first_save)
+            output_dir = self._output_dir(case).with_suffix(f".{attempt}")
+            script = self._script(case)
+            self._launch(case, output_dir, self.root, script, kill_within_second_epoch)
             checkpoint = read_checkpoint(output_dir / "last.pt")
-            if checkpoint["epoch"] == 0 and 0 < checkpoint["loader"]["step"] < self.suite.steps:
+            if checkpoint["epoch"] == 1 and 0 < checkpoint["loader"]["step"] < self.suite.steps:
                 return output_dir
-        raise AssertionError("five runs finished their first epoch before they were killed")
+        raise AssertionError("five runs finished their second epoch before they were killed")
 
     def _train(self, case, output_dir, root, script):
         """Run a case to its end. Returns its Evidence."""
@@ -160,13 +161,15 @@ class Verifier:
         rows = audit.read_text().splitlines() if audit.exists() else []
         writers = self._hooks(output_dir) / "writers"
         ranks = writers.read_text().split() if writers.exists() else []
+        checkpoint = read_checkpoint(last) if last.exists() else {}
         return Evidence(
             run.code,
             seconds=run.seconds,
             metrics=run.rows,
             audit=[json.loads(line) for line in rows],
             writers=sorted(set(map(int, ranks))),
-            weights=read_checkpoint(last)["model"] if last.exists() else {},
+            state=tuple(checkpoint),
+            weights=checkpoint.get("model", {}),
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
         )
 
@@ -175,7 +178,8 @@ class Verifier:
 
     def _device(self, case):
         """The device of a case, and the environment that hides the GPUs which it must not use."""
-        if self.device == "cpu":
+        shared = "cuda:" in self.device and (case.nproc or 1) > 1
+        if self.device == "cpu" or (shared and case.script in GPU_PER_RANK):
             return "cpu", {"CUDA_VISIBLE_DEVICES": ""}
         if case.script != "train_dp.py":
             return self.device, {}
@@ -220,25 +224,22 @@ def project_with_task(task, folder):
     Returns the folder."""
     folder = Path(folder)
     for path in [
-        *ROOT.glob("train_*.py"),
+        *(ROOT / rung.script for rung in LADDER),  # not a script of the user's
         *ROOT.glob("utils/**/*.py"),
         *ROOT.glob("tasks/**/*.py"),
     ]:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text()
-        if path.parent == ROOT:
-            text = with_task(text, task)
-        copy.write_text(text)
+        copy.write_text(with_task(path, task) if path.parent == ROOT else path.read_text())
     return folder
 
 
-def write_text(path):
-    """Write a text with 150 paragraphs for training and 16 for validation, whose lengths differ
-    widely. Returns its path."""
+def write_text(path, train=125, val=13):
+    """Write a text with that many paragraphs for training and for validation, which is every tenth;
+    their lengths differ widely. Returns its path."""
     generator = random.Random(0)
     paragraphs = []
-    for number in range(166):
+    for number in range(train + val):
         words = [generator.choice(WORDS) for _ in range(generator.choice((1, 1, 2, 4)))]
         paragraphs.append(" ".join([str(number), *words])[:24])
     path.write_text("\n\n".join(paragraphs))

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from utils.errors import UserError
 from utils.hooks import Hook
-from utils.run_folder import claim
+from utils.run_folder import claim, write_text
 
 
 class WarnOfSaveErrors(Hook):
@@ -24,7 +24,7 @@ class WarnOfSaveErrors(Hook):
         print(f"warning: {message}; the run continues", file=sys.stderr)
         folder = checkpoint.folder
         if not folder.exists():  # it was deleted
-            with suppress(OSError, UserError):
+            with suppress(UserError):
                 claim(folder, "auto")
-                (folder / "config.yaml").write_text(checkpoint.cfg.dump())
+                write_text(folder / "config.yaml", checkpoint.cfg.dump())
         return True

@@ -12,7 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.distributed import all_gather_object, is_main_process, launched_world_size
+from utils.distributed import (
+    all_gather_object,
+    is_main_process,
+    launched_world_size,
+    require_gpu_per_rank,
+)
 from utils.errors import UserError
 from utils.settings import ConfigError, Settings, free_setting, setting
 
@@ -47,10 +52,19 @@ class FsdpSettings(Settings):
                 "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
                 "pass --clip-norm 0, or --no-fsdp-offload"
             )
+        if self.compile in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                f"compile {self.compile} makes CUDA graphs, which would be captured again in each "
+                f"step, because FSDP gathers parameters at new addresses: pass --compile default"
+            )
         ranks = launched_world_size()
         is_launched = "WORLD_SIZE" in os.environ
         if is_launched and self.fsdp_size and ranks % self.fsdp_size:
-            raise ConfigError(f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}")
+            sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ConfigError(
+                f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}: pass one of "
+                f"{sizes}"
+            )
         return super().resolved()
 
 
@@ -79,6 +93,7 @@ def fsdp_kwargs(cfg, root=False, mesh=None):
     root: for the whole model, whose outputs are float32 in any case. mesh: the ranks, if not all.
     (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
     """
+    require_gpu_per_rank()
     on_cpu = dist.get_backend() == "gloo"
     kwargs = {"mesh": mesh or _mesh_of_all("cpu" if on_cpu else "cuda", cfg.fsdp_size)}
     if cfg.fsdp_offload:

@@ -4,13 +4,43 @@ Follows "Whole-network capture" in https://docs.pytorch.org/docs/stable/notes/cu
 """
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from utils.batches import map_tensors, tensors_of
 from utils.errors import UserError
+from utils.settings import ConfigError, Settings, setting
 
 WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class GraphSettings(Settings):
+    """Settings of train_1gpu_graph.py."""
+
+    amp_dtype: str = setting(
+        "none", "precision under autocast (changes numerics)", choices=("none", "bfloat16")
+    )
+
+    @property
+    def precision(self):
+        """A readable description of the precision."""
+        autocast = "" if self.amp_dtype == "none" else f"{self.amp_dtype} autocast, "
+        return autocast + super().precision
+
+    def autocast(self, device):
+        """torch.autocast on the device, which changes nothing with amp_dtype none."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.amp_dtype == "bfloat16")
+
+    def resolved(self):
+        """See utils.settings. Raises ConfigError if values contradict each other."""
+        if self.compile in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                f"compile {self.compile} makes CUDA graphs of its own, which cannot be captured in "
+                f"another: pass --compile default"
+            )
+        return super().resolved()
 
 
 class GraphedStep:
@@ -28,12 +58,7 @@ class GraphedStep:
     checkpoints. Dropout draws other numbers in each replay, from the seed that is current then.
     """
 
-    def __init__(self, step, optimizer, device, cfg):
-        if cfg.compile in ("reduce-overhead", "max-autotune"):
-            raise UserError(
-                f"compile {cfg.compile} makes CUDA graphs of its own, which cannot be captured in "
-                f"another: pass --compile default"
-            )
+    def __init__(self, step, optimizer, device):
         self.step, self.optimizer = step, optimizer
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         parameters = [group["params"][0] for group in optimizer.param_groups]
@@ -92,7 +117,7 @@ class GraphedStep:
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate
             if "capturable" in group:  # of Adam, which refuses to be captured without it
-                group["capturable"] = True
+                group["capturable"] = self.graph is not None  # and warns of it before the capture
         try:
             yield
         finally:

@@ -79,6 +79,13 @@ class MicroBatches(Wrapper):
         super().__init__()
         self.module, self.count = model, count
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self):
+        """The buffers that DistributedDataParallel need not broadcast (utils/sync_batchnorm.py): it
+        asks the module that it gets, not the one inside."""
+        names = getattr(self.module, "_ddp_params_and_buffers_to_ignore", [])
+        return [f"module.{name}" for name in names]
+
     def forward(self, inputs):
         """inputs: tensors (n, ...), nested in any way -> the model's outputs, a tensor (n, ...)."""
         if self.count == 1:
@@ -121,6 +128,26 @@ def assign_layers(layers, devices, split=""):
                 if isinstance(part, torch.nn.Module):
                     assigned.setdefault(part, device)
     return list(assigned.items())
+
+
+def move_inputs_to(device):
+    """A forward pre-hook that moves all tensors among a module's arguments to a device."""
+
+    def move(_, args, kwargs):
+        return map_tensors(lambda tensor: tensor.to(device), (args, kwargs))
+
+    return move
+
+
+def move_the_rest(model, placed, device):
+    """Move to a device what belongs to none of the placed modules: (module, device) pairs. Moving
+    the whole model before its layers would need memory for all of it. Returns the model."""
+    held = {
+        id(tensor)
+        for module, _ in placed
+        for tensor in itertools.chain(module.parameters(), module.buffers())
+    }
+    return model._apply(lambda tensor: tensor if id(tensor) in held else tensor.to(device))
 
 
 def _count_parameters(parts):

@@ -11,8 +11,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from utils.batches import describe
-from utils.checkpoint import Wrapper
-from utils.distributed import all_gather_object, set_data_parallel_group
+from utils.checkpoint import Wrapper, count_trainable
+from utils.distributed import (
+    all_gather_object,
+    require_gpu_per_rank,
+    set_data_parallel_group,
+)
 from utils.errors import UserError
 from utils.hooks import Hook
 from utils.options.sharded import part_of
@@ -35,6 +39,8 @@ class PipelineSettings(Settings):
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if not self.save_sharded or self.compile != "none":
             raise ConfigError("a pipeline needs --save-sharded and --compile none")
+        if self.val_batch_size:
+            raise ConfigError("a pipeline has batches of one size: leave out --val-batch-size")
         if self.global_batch_size % self.micro_batches:
             raise ConfigError(
                 f"global_batch_size {self.global_batch_size} cannot be divided into "
@@ -45,6 +51,7 @@ class PipelineSettings(Settings):
 
 def hold_one_replica():
     """Declare that all ranks together hold one replica, and train on the same batches."""
+    require_gpu_per_rank()
     group, _ = dist.new_subgroups(1)
     set_data_parallel_group(group)
 
@@ -110,11 +117,12 @@ class Pipeline(Wrapper):
 
     step() trains, forward() evaluates: both run the schedule on a whole batch, and return the last
     stage's outputs on all ranks. layers: see a task's layers(). Raises UserError if the layers
-    cannot be cut into stages, or do not compute what the model computes for `inputs`.
+    cannot be cut into stages, or do not compute what the model computes for a sample of `loader`.
     """
 
-    def __init__(self, model, layers, inputs, device, cfg):
+    def __init__(self, model, layers, loader, device, cfg):
         super().__init__()
+        inputs, _ = loader.example([0, len(loader.dataset) - 1])
         if not isinstance(inputs, torch.Tensor):
             raise UserError(
                 f"a pipeline passes one tensor from stage to stage, but the inputs of this task "
@@ -129,9 +137,14 @@ class Pipeline(Wrapper):
         stages = self._cut(layers, cfg.schedule)
         held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
         self.shared = self._find_shared_parameters(stages, cfg.schedule)
+        self.trainable = count_trainable(model)
         kept = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
         _remove_others(self.module, kept)
         self.schedule = self._build_schedule(held, len(stages), cfg)
+
+    def count_trainable(self):
+        """See Wrapper: also the parameters of the stages of other ranks."""
+        return self.trainable
 
     def _numbers(self, schedule, rank):
         """The stages that a rank holds."""

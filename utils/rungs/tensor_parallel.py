@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from utils.distributed import is_main_process
+from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError
 from utils.hooks import Hook
 
@@ -22,6 +22,7 @@ def init_mesh(device, data):
     data: the number of replicas of the model; 0: as many as ranks. Consecutive ranks hold a replica
     together. Rank 0 prints the sizes.
     """
+    require_gpu_per_rank()
     data = data or dist.get_world_size()
     tensor = dist.get_world_size() // data
     if is_main_process():
@@ -34,10 +35,13 @@ def init_mesh(device, data):
 def divide_layers(plan, mesh):
     """parallelize_module() for each (module, {name: ParallelStyle}) of a task's plan.
 
+    Also makes cuDNN deterministic: each rank computes the gradients of what is not divided for
+    itself, and all must get the same bits (pytorch/pytorch#160169).
     Raises UserError if the plan is empty.
     """
     if not plan:
         raise UserError("the task's tensor_parallel_plan() names no module to divide")
+    torch.backends.cudnn.deterministic = True
     for module, styles in plan:
         parallelize_module(module, mesh, styles)
 
