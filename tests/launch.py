@@ -94,11 +94,12 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
     """
     context = multiprocessing.get_context("fork")
     results, done, port = context.Queue(), context.Semaphore(0), free_port()
+    started = context.Barrier(world_size)  # a test's timeout does not cover how long a fork takes
     nodes = local_world_size or world_size
     ranks = [
         context.Process(
             target=_rank,
-            args=(results, done, port, rank, world_size, nodes, timeout, function, args),
+            args=(results, started, done, port, rank, world_size, nodes, timeout, function, args),
         )
         for rank in range(world_size)
     ]
@@ -124,7 +125,9 @@ def run_isolated(function):
     return result
 
 
-def _rank(results, done, port, rank, world_size, local_world_size, timeout, function, args):
+def _rank(
+    results, started, done, port, rank, world_size, local_world_size, timeout, function, args
+):
     import torch.distributed as dist
 
     from utils.distributed import init_distributed
@@ -139,6 +142,7 @@ def _rank(results, done, port, rank, world_size, local_world_size, timeout, func
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    started.wait(60)
     try:
         init_distributed("cpu", timeout)
         result = function(rank, *args)

@@ -135,7 +135,7 @@ def test_group_waits_for_a_missing_rank_no_longer_than_a_step(monkeypatch):
         raise Outcome
 
     monkeypatch.setattr(dist, "new_group", without_rank_1)
-    error, _ = run_ranks(lambda rank: None, 2, timeout=1, limit=40)
+    error, _ = run_ranks(lambda rank: None, 2, timeout=3, limit=40)
     assert isinstance(error, UserError)
     assert "cannot reach the other ranks (wait timeout" in str(error)
 
@@ -190,18 +190,16 @@ def test_timeout_ends_a_collective_but_not_a_download(monkeypatch):
 
     def body(rank):
         with main_process_first():  # may take longer than a step's timeout
-            time.sleep(2.5 if rank == 0 else 0)
+            time.sleep(5 if rank == 0 else 0)
         start = time.monotonic()
-        if rank == 0:
+        if rank == 0:  # rank 1 takes no part, but its connections stay open
             with pytest.raises(RuntimeError):
                 dist.all_reduce(torch.zeros(1))
-        else:
-            time.sleep(3)
         raise Outcome(time.monotonic() - start)
 
-    outcomes = run_ranks(body, 2, timeout=2)
+    outcomes = run_ranks(body, 2, timeout=4)
     assert [type(outcome) for outcome in outcomes] == [Outcome, Outcome]
-    assert 1.5 < outcomes[0].args[0] < 2.9
+    assert 3.5 < outcomes[0].args[0] < 30
 
 
 def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):

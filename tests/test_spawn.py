@@ -36,6 +36,7 @@ class Launcher:
         ranks = mp.start_processes(
             self._rank, arguments, world_size, join=False, start_method="fork"
         )
+        (self.folder / "launched").write_text(" ".join(map(str, ranks.pids())))
         all_started.set()
         wait_for_ranks(ranks, patience)
 
@@ -58,8 +59,9 @@ class Launcher:
     def end(self):
         """Exit code and stderr, without torch's log, when the launcher and all ranks have ended."""
         self.process.join(30)
+        launched = [int(pid) for pid in (self.folder / "launched").read_text().split()]
         end = time.monotonic() + 10
-        while (alive := [pid for pid in self.pids() if is_alive(pid)]) and time.monotonic() < end:
+        while (alive := list(filter(is_alive, launched))) and time.monotonic() < end:
             time.sleep(0.01)
         assert not alive
         lines = self.error.read_text().splitlines(keepends=True)
