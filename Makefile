@@ -28,8 +28,8 @@ FROM ?= 1gpu
 TO ?= ddp
 
 .PHONY: help train test test-all test-oldest test-gpu gpu test-slurm test-kubernetes doctor verify \
-    verify-all chaos bench bench-quick bench-peers bench-loader bench-checkpoint bench-split lint \
-    diff readme clean
+    verify-all chaos bench bench-quick bench-peers bench-operations bench-loader bench-checkpoint \
+    bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -88,6 +88,9 @@ bench-quick: $(env)  ## the same in two minutes
 
 bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trainer
 	$(python) -m lab.bench.peers $(ARGS)
+
+bench-operations: $(peers)  ## operations and host time per step, besides the model, and of peers
+	$(python) -m lab.bench.operations $(ARGS)
 
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
 	$(python) -m lab.bench.loader $(ARGS)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import lab.bench.__main__ as bench
-from lab.bench import checkpoint, loader, peer, peers, profiler, report, split
+from lab.bench import checkpoint, loader, operations, peer, peers, profiler, report, split
 from lab.bench.hooks import PARTS
+from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
 from lab.bench.peers import contestants, ratio, table_rows
 from lab.bench.probe import Probe
 from lab.bench.rows import rows_for
@@ -362,6 +363,54 @@ def test_restarted_workers_are_timed_over_a_real_epoch():
     assert set(flags) == {"10!", "0", "4"}
     assert flags["10!"]["synthetic_samples"] == 50_000
     assert not any("synthetic_samples" in flags[workers] for workers in ("0", "4"))
+
+
+# The operations of a step
+
+
+def test_budget_of_a_step():
+    one_gpu, _, ddp_x1 = SCRIPTS
+    alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))
+    assert alone["counts"]["convolution"] == alone["counts"]["convolution_backward"] == 26
+    assert one["operations"] - alone["operations"] <= 21
+    # DistributedDataParallel copies each of the 52 gradients, and reduces two buckets.
+    assert ddp["operations"] - one["operations"] <= 52 + 2
+    assert alone["reads"] == one["reads"] == ddp["reads"] == 0
+
+
+def test_steps_are_counted_and_timed(monkeypatch):
+    recorder, parameter = Recorder(), torch.nn.Parameter(torch.ones(2, 3))
+    handle = operations.register_optimizer_step_post_hook(recorder.after_step)
+    optimizer = torch.optim.SGD([parameter], fused=True)
+    for _ in range(3 * operations.WARM_UP + COUNTED + TIMED):
+        parameter.grad = torch.empty(2, 3).zero_().t().contiguous().view(2, 3)  # two operations
+        parameter.detach()[0, 0].item()  # views, and a read
+        optimizer.step()
+    handle.remove()
+    result = recorder.result()
+    assert result["counts"] == {"zero_": 1, "clone": 1, "_local_scalar_dense": 1, "_fused_sgd_": 1}
+    assert (result["operations"], result["reads"]) == (4, 1) and result["microseconds"] > 0
+    with pytest.raises(RuntimeError, match="0 steps are too few"):
+        Recorder().result()
+
+
+def test_table_of_operations(tmp_path, monkeypatch):
+    first, *_ = SCRIPTS
+
+    def sample(row):
+        if row == "fabric":
+            raise RuntimeError("not installed")
+        extra = row != MODEL
+        return {"operations": 100 + 20 * extra, "reads": 0, "microseconds": 1000.0 + 500 * extra}
+
+    monkeypatch.setattr(operations, "measure", sample)
+    with pytest.raises(SystemExit, match="these rows failed: fabric"):
+        run_main(operations, "--repeats=2", f"--output={tmp_path}")
+    assert len(json.loads((tmp_path / "operations.json").read_text())["rows"][first]) == 2
+    table = (tmp_path / "operations.md").read_text()
+    assert f"| {MODEL} | 100 |  | 0 | 1,000 |  |" in table
+    assert f"| {first} | 120 | 20 | 0 | 1,500 | 500 |" in table
+    assert "48x48" in table
 
 
 # Loaders and checkpoints

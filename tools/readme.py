@@ -9,6 +9,7 @@ A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME A
 import json
 import re
 
+from lab.bench import operations as bench_operations
 from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
 from lab.bench.report import HEAD, table_rows
@@ -133,6 +134,12 @@ def peers():
     return _columns(names, head, kept)
 
 
+def operations():
+    """The table of `make bench-operations`."""
+    result = json.loads((RESULTS / "operations.json").read_text())
+    return markdown_table(bench_operations.HEAD, bench_operations.table_rows(result))
+
+
 def split():
     """The table of `make bench-split`."""
     rows = json.loads((RESULTS / "split.json").read_text())["rows"]
@@ -165,6 +172,7 @@ BLOCKS = {
     "verify": verify,
     "bench": bench,
     "peers": peers,
+    "operations": operations,
     "traps": traps,
     "memory": memory,
     "split": split,
