@@ -20,7 +20,7 @@ from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.run_folder import claim_output_dir
 from utils.rungs.graph import GraphedStep, GraphSettings
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.sampler import EpochSampler
 from utils.seeds import set_seed
 
@@ -44,7 +44,7 @@ def build_step(model, optimizer, device, cfg):
 
 def train_one_epoch(model, loader, train_step, scheduler, meter, checkpoint):
     model.train()
-    for inputs, targets in progress(loader):  # on the device
+    for inputs, targets in loader:  # on the device
         loss_sum, outputs = train_step(inputs, targets)  # overwritten by the next call
         scheduler.step()
 
@@ -94,7 +94,7 @@ def main():
     hooks = build_hooks(cfg, state)
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

@@ -26,14 +26,14 @@ from utils.options import build_hooks
 from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
 from utils.run_folder import claim_output_dir
 from utils.rungs.accumulation import AccumulationSettings
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    for micro_batches in progress(loader):  # on the device
+    for micro_batches in loader:  # on the device
         optimizer.zero_grad()
         # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
         count = mean_over_replicas(sum(task.count(targets) for _, targets in micro_batches))
@@ -99,7 +99,7 @@ def main():
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

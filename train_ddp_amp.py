@@ -24,14 +24,14 @@ from utils.options import build_hooks
 from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
 from utils.run_folder import claim_output_dir
 from utils.rungs.amp import AmpSettings
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, scaler, meter, checkpoint, cfg):
     model.train()
-    for inputs, targets in progress(loader):  # on the device
+    for inputs, targets in loader:  # on the device
         with torch.autocast(loader.device.type, cfg.autocast_dtype):  # never around backward()
             outputs = model(inputs)
             loss_sum = task.loss(outputs, targets)  # over the targets
@@ -98,7 +98,7 @@ def main():
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

@@ -22,14 +22,14 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.run_folder import claim_output_dir
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.sampler import EpochSampler
 from utils.seeds import set_seed
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    for inputs, targets in progress(loader):  # on the device
+    for inputs, targets in loader:  # on the device
         outputs = model(inputs)
         loss_sum = task.loss(outputs, targets)  # over the targets
         loss = loss_sum / task.count(targets)
@@ -86,7 +86,7 @@ def main():
     hooks = build_hooks(cfg, state)
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

@@ -24,14 +24,14 @@ from utils.options import build_hooks
 from utils.replicas import CompareReplicas, check_setup
 from utils.run_folder import claim_output_dir
 from utils.rungs import fsdp
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    for inputs, targets in progress(loader):  # on the device
+    for inputs, targets in loader:  # on the device
         outputs = model(inputs)
         loss_sum = task.loss(outputs, targets)  # over the targets
         # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
@@ -97,7 +97,7 @@ def main():
     hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

@@ -22,13 +22,13 @@ from utils.options import build_hooks
 from utils.replicas import check_setup
 from utils.run_folder import claim_output_dir
 from utils.rungs import pipeline
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 from utils.seeds import set_seed
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
-    for inputs, targets in progress(loader):  # on the device
+    for inputs, targets in loader:  # on the device
         optimizer.zero_grad()
         count = mean_over_replicas(task.count(targets))  # of the batch, not of each micro-batch
         outputs = model.step(inputs, targets, task.loss, count)  # forward and backward
@@ -85,7 +85,7 @@ def main():
     hooks = [pipeline.OwnStages(), *build_hooks(cfg, state)]
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    metrics = MetricLogger(cfg, start_epoch)
+    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):

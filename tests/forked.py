@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import set_num_threads  # as it is before a fixture replaces it
 
-import utils.runtime
+import utils.progress
 from tests.launch import SMALL
 from tools.runs import Run, flag_list, load_script
 from utils.checkpoint import Checkpointer
@@ -87,7 +87,7 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
     sys.argv = [f"{module.__name__}.py", *flag_list(flags)]
     if nproc:
         set_environment(rank, nproc, port)
-    utils.runtime.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the machine's load
+    utils.progress.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the machine's load
     if before:
         before()
     all_started.wait()

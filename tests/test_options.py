@@ -59,22 +59,25 @@ def test_zero_selects_the_global_batch_size(monkeypatch, tmp_path, capfd):
 # The hooks
 
 TABLE = [  # flags, the hooks that they select, and the module that holds the last of them
-    ([], ["Interrupts"], None),
-    (["--save-minutes=0"], [], None),
-    (["--audit"], ["Interrupts", "Audit"], "audit"),
-    (["--max-skipped-steps=0"], ["Interrupts", "SkippedSteps"], "skipped_steps"),
-    (["--max-skipped-steps=3"], ["Interrupts", "SkippedSteps"], "skipped_steps"),
-    (["--save-errors=warn"], ["Interrupts", "WarnOfSaveErrors"], "save_errors"),
-    (["--save-sharded"], ["Interrupts", "ShardedFiles"], "sharded"),
-    (["--verify-saves"], ["Interrupts", "VerifiedFiles"], "verified_saves"),
-    (["--audit", "--save-sharded"], ["Interrupts", "Audit", "ShardedFiles"], "sharded"),
+    ([], ["Interrupts", "Progress"], None),
+    (["--save-minutes=0"], ["Progress"], None),
+    (["--audit"], ["Interrupts", "Audit", "Progress"], "audit"),
+    (["--max-skipped-steps=0"], ["Interrupts", "SkippedSteps", "Progress"], "skipped_steps"),
+    (["--max-skipped-steps=3"], ["Interrupts", "SkippedSteps", "Progress"], "skipped_steps"),
+    (["--log-steps=5"], ["Interrupts", "StepLog", "Progress"], "step_log"),
+    (["--logger=tensorboard"], ["Interrupts", "Loggers", "Progress"], "loggers"),
+    (["--save-errors=warn"], ["Interrupts", "WarnOfSaveErrors", "Progress"], "save_errors"),
+    (["--save-sharded"], ["Interrupts", "ShardedFiles", "Progress"], "sharded"),
+    (["--verify-saves"], ["Interrupts", "VerifiedFiles", "Progress"], "verified_saves"),
+    (["--audit", "--save-sharded"], ["Interrupts", "Audit", "ShardedFiles", "Progress"], "sharded"),
 ]
 
 
 def make_state():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer, "loader": None, "meter": SimpleNamespace()}
+    rest = {"loader": None, "meter": SimpleNamespace(), "scheduler": None}
+    return {"model": model, "optimizer": optimizer, **rest}
 
 
 @pytest.mark.parametrize(("flags", "names", "module"), TABLE, ids=lambda value: str(value))

@@ -1,7 +1,6 @@
-"""Threads, precision, progress, and what a run prints first."""
+"""Threads, precision, and what a run prints first."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from utils.config import Config, ConfigError, load_config
 from utils.errors import UserError
 from utils.rungs.amp import AmpSettings
 from utils.rungs.fsdp import FsdpSettings
-from utils.runtime import configure_torch, log_summary, progress
+from utils.runtime import configure_torch, log_summary
 
 
 @pytest.fixture(autouse=True)
@@ -133,30 +132,10 @@ def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
 
 
 class Loader(list):
-    """Batches with what progress() and log_summary() need of a Loader."""
+    """Batches with what log_summary() needs of a Loader."""
 
     epoch, start, dataset, name, batch_size = 4, 7, range(50), "workers", 4
     device = torch.device("cpu")
-
-
-def test_progress(monkeypatch, capfd):
-    loader = Loader("abc")
-    assert list(progress(loader)) == loader
-    assert capfd.readouterr().err == ""  # it is early
-    monkeypatch.setattr(runtime, "SECONDS_BETWEEN_LINES", -1)
-    assert list(progress(loader)) == loader
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"epoch 4: step {step} of 3" for step in (7, 8, 9)]
-    monkeypatch.setattr(runtime, "is_main_process", lambda: False)
-    assert list(progress(loader)) == loader
-    assert capfd.readouterr().err == ""
-
-
-def test_progress_without_stderr(monkeypatch):
-    """As in  python train_1gpu.py 2>&-"""
-    monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(runtime, "SECONDS_BETWEEN_LINES", -1)
-    assert list(progress(Loader("ab"))) == ["a", "b"]
 
 
 def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):

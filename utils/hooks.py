@@ -2,6 +2,32 @@
 
 from contextlib import nullcontext
 
+import torch
+
+
+class Readout:
+    """A copy of a tensor on the CPU, begun now, for which the host does not wait.
+
+    values: the copy, which is complete once is_done() is true, or wait() has returned.
+    """
+
+    def __init__(self, tensor):
+        self.values = tensor.to("cpu", non_blocking=True)
+        self.event = None
+        if tensor.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def is_done(self):
+        """Whether the copy is complete. Does not wait."""
+        return self.event is None or self.event.query()
+
+    def wait(self):
+        """The values, once they are complete."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values
+
 
 class Hook:
     """Base class of hooks. A Checkpointer calls these methods on all ranks together, so they may
@@ -24,6 +50,10 @@ class Hook:
     def after_step(self, checkpoint, wait):
         """After each step. wait: a save or the end of the epoch follows; otherwise, a look at
         values on the device may be left to the next call, so that the host does not wait."""
+
+    def after_row(self, row):
+        """A row, {name: value}, is in metrics.jsonl, or in steps.jsonl if it has a "step"; only the
+        main process has those."""
 
     def before_save(self, checkpoint, between_steps):
         """Before the state is copied. between_steps: the save is within an epoch. May raise."""

@@ -91,29 +91,42 @@ class Meter:
         number differs between the replicas.
         """
         seconds = self._seconds()
-        numbers = [self.loader.samples, self.count]
-        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()
-        sums, (samples, count) = totals[:-2], totals[-2:].tolist()
+        samples = self.sums.new_full((1,), self.loader.samples)
+        totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()
+        samples, totals = totals[0].item(), totals[1:]
         if self.loader.train and len(set(all_gather_object(self.compared))) > 1:
             raise UserError(
                 "the task's count() returns a plain number that differs between the ranks, which "
                 "would give their targets different weights: return a tensor"
             )
-        pieces = sums.split([shape.numel() for shape in self.shapes.values()])
-        named = zip(self.shapes, pieces, self.shapes.values(), strict=True)
-        sums = {name: piece.reshape(shape) for name, piece, shape in named}
-        sums.setdefault("count", torch.tensor(count, dtype=torch.float64))
-        result = {name: float(value) for name, value in self.task.summarize(sums).items()}
+        result, has_targets = self.summarize(totals), self._unflatten(totals)["count"].all()
         self.reset()
         if not math.isfinite(result["loss"]):
             remedy = "try a smaller --lr, or --clip-norm 1"
-            if not sums["count"].all():
+            if not has_targets:
                 remedy = "count() of the task found no targets in it"
             raise UserError(
                 f"the {'training' if self.loader.train else 'validation'} loss is "
                 f"{result['loss']}: {remedy}"
             )
         return result | {"samples": int(samples), "seconds": seconds}
+
+    def snapshot(self):
+        """The sums so far, as a float64 vector on the device, for summarize(). Differences and sums
+        of such vectors can be summarized, too. Does not wait for the device."""
+        return torch.cat([self.sums, self.sums.new_full((1,), self.count)])
+
+    def summarize(self, snapshot):
+        """{name: number}: what the task makes of a snapshot, which is on the CPU now."""
+        sums = self._unflatten(snapshot)
+        return {name: float(value) for name, value in self.task.summarize(sums).items()}
+
+    def _unflatten(self, snapshot):
+        """{name: sum} of a snapshot, with the number of targets as "count"."""
+        pieces = snapshot[:-1].split([shape.numel() for shape in self.shapes.values()])
+        named = zip(self.shapes, pieces, self.shapes.values(), strict=True)
+        sums = {name: piece.reshape(shape) for name, piece, shape in named}
+        return {"count": snapshot[-1]} | sums
 
     def _seconds(self):
         return self.seconds + time.perf_counter() - self.loader.started
@@ -163,10 +176,11 @@ class MetricLogger:
     """One line per epoch: as JSON in output_dir/metrics.jsonl, and on the main process's console.
 
     start_epoch: rows of this epoch and later are dropped from the file; the run continues there.
+    hooks: Hooks that are given each row.
     """
 
-    def __init__(self, cfg, start_epoch=0):
-        self.path = Path(cfg.output_dir) / "metrics.jsonl"
+    def __init__(self, cfg, start_epoch=0, hooks=()):
+        self.path, self.hooks = Path(cfg.output_dir) / "metrics.jsonl", hooks
         self.save_errors = cfg.save_errors
         self.rows = [row for row in read_metrics(self.path) if row["epoch"] < start_epoch]
         self._write()
@@ -186,6 +200,8 @@ class MetricLogger:
             text = f"epoch {epoch}: train {_text(train)}, val {_text(val)}, {speed:.0f} samples/s"
             with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
                 print(text, flush=True)
+        for hook in self.hooks:
+            hook.after_row(row)
 
     def is_best(self, name, best_of):
         """Whether the last epoch has the best validation metric `name` so far. best_of: max or min.

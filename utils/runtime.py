@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -17,8 +16,6 @@ from utils.distributed import (
 )
 from utils.errors import UserError
 from utils.run_folder import write_text
-
-SECONDS_BETWEEN_LINES = 15
 
 
 def configure_torch(cfg):
@@ -46,16 +43,6 @@ def configure_torch(cfg):
         # For each bucket of DistributedDataParallel, it would make a graph of its own, so that
         # communication overlaps with backward(): a loss where there is none.
         torch._dynamo.config.optimize_ddp = launched_world_size() > 1
-
-
-def progress(loader):
-    """The batches of `loader`. The main process prints the step every 15 seconds."""
-    printed = time.monotonic()
-    for step, batch in enumerate(loader, loader.start):
-        if is_main_process() and time.monotonic() - printed > SECONDS_BETWEEN_LINES:
-            printed = time.monotonic()
-            print(f"epoch {loader.epoch}: step {step} of {len(loader)}", file=sys.stderr)
-        yield batch
 
 
 def log_summary(cfg, state, start_epoch):

@@ -3,18 +3,20 @@
 import runpy
 import sys
 
-import utils.runtime
+from utils.data import Loader
 
 # Where the time of a step goes; probe.py measures it.
 PARTS = ["data", "forward", "backward", "optimizer", "rest"]
 
 
 def run_script(script, flags, around):
-    """Run a script with `around(loader, batches)` in place of the batches of each epoch.
+    """Run a script with around(loader, batches) in place of the batches of each training epoch."""
+    iterate = Loader.__iter__
 
-    Every script loops over utils.runtime.progress(loader), which is replaced before it is imported.
-    """
-    progress = utils.runtime.progress
-    utils.runtime.progress = lambda loader: around(loader, progress(loader))
+    def iterate_around(loader):
+        batches = iterate(loader)
+        return around(loader, batches) if loader.train else batches
+
+    Loader.__iter__ = iterate_around
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")

@@ -2,7 +2,7 @@
 
     python -m lab.bench.probe OUT SCRIPT FLAGS ...
 
-The marks are set in what every script calls: progress(), backward() and optimizer.step(). On CUDA
+The marks are set in what every script calls: the loader, backward() and optimizer.step(). On CUDA
 they are events on the device's own clock, so that nothing waits for them; a step that is one CUDA
 graph counts as "the rest". OUT/rank-N.json has, for each epoch, one list of seconds per step:
 [waiting for data, forward with the loss, backward with its communication, optimizer with clipping,

@@ -142,7 +142,7 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
 @pytest.mark.parametrize("script", ["train_1gpu.py", "train_1gpu_graph.py"])
 def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
     """Also in a graph, which is replayed by then."""
-    loop, runs = "    for inputs, targets in progress(loader):", []
+    loop, runs = "    for inputs, targets in loader:", []
     bad = f"{loop}\n        inputs = inputs * (float('nan') if loader.step == 6 else 1.0)  #"
     copy = planted(tmp_path, script, loop, bad)
     for device in ("cpu", "cuda"):
@@ -155,7 +155,7 @@ def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
 
 
 class OneBatch(list):
-    """A loader of one batch, with the attributes that progress() and Meter need."""
+    """A loader of one batch, with the attributes that Meter needs."""
 
     device = torch.device("cuda")
     epoch = start = samples = started = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from utils.distributed import launched_world_size
 from utils.errors import required_by
 from utils.preemption import Interrupts
+from utils.progress import Progress
 from utils.settings import ConfigError, Settings, free_setting, setting
 
 
@@ -26,6 +27,13 @@ class Options(Settings):
         "with per_process_batch_size; linear: lr is multiplied by the number of processes (Goyal "
         "et al. 2017, arXiv 1706.02677)",
         choices=("linear", "none"),
+    )
+    log_steps: int = free_setting(
+        0, "write a row to steps.jsonl after every N steps: loss, speed and more; 0: off"
+    )
+    logger: str = free_setting(
+        "",
+        "tensorboard, wandb, trackio, mlflow or MODULE:CLASS, or several with commas; empty: none",
     )
     audit: bool = free_setting(False, "report which samples each epoch trained on")
     save_sharded: bool = free_setting(False, "each rank saves its own part of the tensors")
@@ -78,6 +86,14 @@ def build_hooks(cfg, state):
         with required_by("--max-skipped-steps"):
             from utils.options.skipped_steps import SkippedSteps
         hooks.append(SkippedSteps(cfg.max_skipped_steps, state))
+    if cfg.log_steps:
+        with required_by("--log-steps"):
+            from utils.options.step_log import StepLog
+        hooks.append(StepLog(cfg, state))
+    if cfg.logger:
+        with required_by("--logger"):
+            from utils.options.loggers import Loggers
+        hooks.append(Loggers(cfg, state))
     if cfg.save_errors == "warn":
         with required_by("--save-errors warn"):
             from utils.options.save_errors import WarnOfSaveErrors
@@ -90,4 +106,4 @@ def build_hooks(cfg, state):
         with required_by("--verify-saves"):
             from utils.options.verified_saves import VerifiedFiles
         hooks.append(VerifiedFiles())
-    return hooks
+    return [*hooks, Progress(cfg, state)]  # after those that change the sums

@@ -9,7 +9,7 @@ from torch.nn.utils import get_total_norm
 
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Hook, Readout
 
 
 class SkippedSteps(Hook):
@@ -67,15 +67,12 @@ class SkippedSteps(Hook):
         meter, loader = self.meter, self.loader
         is_finite = meter.sums.isfinite().all().float()
         found = self.found.to(meter.sums.device)
-        outcome, event = torch.stack([found, is_finite]).to("cpu", non_blocking=True), None
-        if found.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
+        outcome = Readout(torch.stack([found, is_finite]))
         meter.restore_where(found > 0, self.sums)
         self._restore_buffers()
         place = f"step {loader.step} of epoch {loader.epoch}"
         counted = loader.samples - self.samples, meter.count - self.targets
-        previous, self.pending = self.pending, (outcome, event, place, counted, loader.indices)
+        previous, self.pending = self.pending, (outcome, place, counted, loader.indices)
         self._check(previous)
         if wait:
             self._check(self.pending)
@@ -95,10 +92,8 @@ class SkippedSteps(Hook):
     def _check(self, pending):
         if pending is None:
             return
-        outcome, event, place, (samples, targets), indices = pending
-        if event:
-            event.synchronize()
-        is_skipped, loss_is_finite = outcome.tolist()
+        outcome, place, (samples, targets), indices = pending
+        is_skipped, loss_is_finite = outcome.wait().tolist()
         if not is_skipped:
             return
         self.count += 1

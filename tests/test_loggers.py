@@ -1,0 +1,160 @@
+"""--logger: rows for other programs, which never stop or slow a run."""
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.forked import FIVE_STEPS, fork_script, killed_at
+from utils.options import loggers
+from utils.options.loggers import Logger, build_logger
+from utils.settings import ConfigError
+
+FLAGS = FIVE_STEPS | {"log_steps": 2}
+
+
+class Recording(Logger):
+    """Notes its calls in output_dir/calls.jsonl."""
+
+    def start(self, folder, settings, run_id):
+        self.path = folder / "calls.jsonl"
+        self._note("start", settings["epochs"], run_id)
+        return run_id or "the id"
+
+    def log(self, values, step):
+        self._note("log", step, values)
+
+    def finish(self):
+        self._note("finish")
+
+    def _note(self, *call):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(call) + "\n")
+
+
+class Failing(Recording):
+    def log(self, values, step):
+        raise ConnectionError("no\nnetwork")
+
+
+class Hanging(Recording):
+    def start(self, folder, settings, run_id):
+        time.sleep(600)
+
+
+class Exiting(Recording):
+    def start(self, folder, settings, run_id):
+        sys.exit(1)
+
+
+def logger(kind):
+    return f"tests.test_loggers:{kind.__name__}"
+
+
+def calls(folder):
+    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_steps_and_epochs_are_logged_once_per_job(tmp_path):
+    flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording)}
+    run = fork_script("train_ddp.py", 2, **flags)
+    assert (run.code, run.stderr) == (0, "")
+    start, *logged, finish = calls(run.output_dir)
+    assert (start, finish) == (["start", 2, None], ["finish"])
+    assert [step for _, step, _ in logged] == [2, 4, 5, 7, 9, 10]
+    steps = [json.loads(line) for line in (run.output_dir / "steps.jsonl").read_text().splitlines()]
+    assert [values["loss"] for _, _, values in logged if "loss" in values] == [
+        row["loss"] for row in steps
+    ]
+    assert logged[-1][2]["val_accuracy"] == run.rows[-1]["val_accuracy"]
+    assert not {"epoch", "step", "world_size"} & logged[0][2].keys()
+
+
+def test_resumed_run_continues_its_curves(tmp_path):
+    flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording), "save_steps": 3}
+    dead = fork_script("train_1gpu.py", None, killed_at(1, 4), **flags)
+    assert dead.code == -9
+    killed = calls(dead.output_dir)
+    run = fork_script("train_ddp.py", 2, **flags)
+    assert (run.code, run.stderr) == (0, "")
+    resumed = calls(run.output_dir)[len(killed) :]
+    assert resumed[0] == ["start", 2, "the id"]
+    steps = [call[1] for call in killed + resumed if call[0] == "log"]
+    assert steps == [2, 4, 5, 7, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Failing, "ConnectionError: no network"),
+        (Exiting, "SystemExit: 1"),
+        (Hanging, "it has not finished in time"),
+    ],
+)
+def test_logger_that_fails_costs_a_warning(kind, reason, tmp_path):
+    def before():
+        loggers.SECONDS_TO_FINISH = 0.5
+
+    names = f"{logger(kind)},{logger(Recording)}"
+    run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, logger=names, **FLAGS)
+    assert run.code == 0 and len(run.rows) == 2
+    assert run.stderr == (
+        f"warning: --logger {logger(kind)} has failed, and the run continues without it: {reason}\n"
+    )
+    assert calls(tmp_path)[-1] == ["finish"]
+
+
+def test_slow_logger_holds_a_limited_number_of_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "MOST_ROWS", 3)
+    released = threading.Event()
+
+    class Slow(Logger):
+        def start(self, folder, settings, run_id):
+            released.wait(60)
+
+    thread = loggers._Thread("slow", Slow(), hook=None)
+    monkeypatch.setattr(thread, "hook", loggers.Loggers.__new__(loggers.Loggers))
+    thread.hook.known, thread.hook.folder, thread.hook.settings = {}, tmp_path, {}
+    for step in range(10):
+        thread.add("step", {"loss": 1.0}, step)
+    released.set()
+    assert capsys.readouterr().err.count("it has not accepted 3 rows") == 1
+
+
+def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):
+    flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording), "lr": 1e9}
+    run = fork_script("train_1gpu.py", None, **flags)
+    assert run.code == 1 and "no longer finite" in run.stderr
+    assert calls(tmp_path / "run")[-1] == ["finish"]
+
+
+def test_unknown_loggers_are_refused():
+    with pytest.raises(ConfigError, match="--logger wand is not one of tensorboard, wandb, "):
+        build_logger("wand")
+    with pytest.raises(ConfigError, match="has no attribute 'Recorder'"):
+        build_logger("tests.test_loggers:Recorder")
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    run = fork_script("train_1gpu.py", output_dir=tmp_path, logger="mlflow", **FLAGS)
+    assert run.code == 1
+    assert run.stderr == "error: --logger mlflow needs the package mlflow: install it\n"
+
+
+def test_tensorboard_files_have_the_curves(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = FLAGS | {"output_dir": tmp_path / "run", "logger": "tensorboard", "save_steps": 3}
+    assert fork_script("train_1gpu.py", None, killed_at(1, 4), **flags).code == -9
+    run = fork_script("train_1gpu.py", **flags)
+    assert (run.code, run.stderr) == (0, "")
+    events = EventAccumulator(str(run.output_dir / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [2, 4, 7, 9]
+    losses = [(event.step, event.value) for event in events.Scalars("val_loss")]
+    expected = [(5 * i + 5, pytest.approx(row["val_loss"])) for i, row in enumerate(run.rows)]
+    assert losses == expected

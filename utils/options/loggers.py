@@ -1,0 +1,266 @@
+"""--logger: rows for TensorBoard, Weights & Biases, trackio or MLflow, or for a class of your own.
+
+Each logger runs in a thread of rank 0: one that fails, hangs or has lost the network costs the run
+a warning. It is given the rows of metrics.jsonl and, with --log-steps, of steps.jsonl.
+
+output_dir/loggers.json holds the id that the run has with each logger, and the last steps that the
+logger has been given. A resumed run continues its own curves, without the steps that it repeats.
+That is not left to checkpoints, because a killed run has logged steps that its last one precedes.
+"""
+
+import copy
+import importlib
+import json
+import queue
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from utils.distributed import is_main_process
+from utils.errors import UserError, explain_errors
+from utils.hooks import Hook
+from utils.run_folder import write_text
+from utils.settings import ConfigError
+
+SECONDS_TO_FINISH = 30.0  # for all loggers together, when the run ends
+MOST_ROWS = 10_000  # that wait for a slow logger
+PLACES = ("epoch", "step", "samples", "world_size")  # say where a row belongs: no curves
+
+
+class Logger:
+    """Base class of loggers. All methods are called in one thread, and may raise anything.
+
+    package: what it imports, checked when the run starts.
+    """
+
+    package = ""
+
+    def start(self, folder, settings, run_id):
+        """Start the run, or continue the one that has this id, if it is not None. Returns the id, a
+        string. folder: output_dir, a Path. settings: {name: value}."""
+
+    def log(self, values, step):
+        """values: {name: number}. step: optimizer steps since the run began."""
+
+    def finish(self):
+        """The run has ended."""
+
+
+class TensorBoard(Logger):
+    """In output_dir/tensorboard (https://docs.pytorch.org/docs/stable/tensorboard.html)."""
+
+    package = "tensorboard"
+
+    def start(self, folder, settings, run_id):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(folder / "tensorboard")
+        if run_id is None:
+            self.writer.add_hparams(settings, {}, run_name=".")
+        return "tensorboard"
+
+    def log(self, values, step):
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def finish(self):
+        self.writer.close()
+
+
+class Wandb(Logger):
+    """Set by the environment: WANDB_PROJECT, WANDB_MODE and others (https://docs.wandb.ai)."""
+
+    package = "wandb"
+
+    def start(self, folder, settings, run_id):
+        import wandb
+
+        run_id = run_id or uuid.uuid4().hex
+        self.run = wandb.init(
+            id=run_id, name=folder.name, config=settings, dir=folder, resume="allow"
+        )
+        return run_id
+
+    def log(self, values, step):
+        self.run.log(values, step=step)
+
+    def finish(self):
+        self.run.finish()
+
+
+class Trackio(Logger):
+    """In the project "runs", below TRACKIO_DIR (https://huggingface.co/docs/trackio)."""
+
+    package = "trackio"
+
+    def start(self, folder, settings, run_id):
+        import trackio
+
+        run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        self.run = trackio.init("runs", name=run_id, config=settings, resume="allow", embed=False)
+        return run_id
+
+    def log(self, values, step):
+        self.run.log(values, step=step)
+
+    def finish(self):
+        self.run.finish()
+
+
+class Mlflow(Logger):
+    """Set by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_ID (https://mlflow.org/docs/latest)."""
+
+    package = "mlflow"
+
+    def start(self, folder, settings, run_id):
+        import mlflow
+        from mlflow.entities import Param
+
+        self.client = mlflow.MlflowClient()
+        if run_id is None:
+            experiment = mlflow.tracking.fluent._get_experiment_id()
+            run = self.client.create_run(experiment, run_name=folder.name)
+            run_id = run.info.run_id
+            params = [Param(name, str(value)) for name, value in settings.items()]
+            self.client.log_batch(run_id, params=params)
+        else:
+            self.client.update_run(run_id, status="RUNNING")
+        self.run_id = run_id
+        return run_id
+
+    def log(self, values, step):
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def finish(self):
+        self.client.set_terminated(self.run_id)
+
+
+LOGGERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+
+
+def build_logger(name):
+    """The Logger of that name, or of the class MODULE:CLASS. Raises ConfigError, or UserError if
+    its package is not installed."""
+    module, _, kind = name.partition(":")
+    if not kind and name not in LOGGERS:
+        raise ConfigError(
+            f"--logger {name} is not one of {', '.join(LOGGERS)}, nor of the form MODULE:CLASS"
+        )
+    try:
+        logger = getattr(importlib.import_module(module), kind) if kind else LOGGERS[name]
+        if logger.package:
+            importlib.import_module(logger.package)
+    except ModuleNotFoundError as error:
+        raise UserError(f"--logger {name} needs the package {error.name}: install it") from None
+    except AttributeError as error:
+        raise ConfigError(f"--logger {name}: {error}") from None
+    return logger()
+
+
+class Loggers(Hook):
+    """Passes the rows of a run on to its loggers, on the main process."""
+
+    def __init__(self, cfg, state):
+        self.folder, self.settings = Path(cfg.output_dir), vars(cfg)
+        self.loader, self.threads = state["loader"], []
+        self.lock, self.known = threading.Lock(), {}
+        loggers = {name: build_logger(name) for name in cfg.logger.split(",")}
+        if is_main_process():
+            self.threads = [_Thread(name, logger, self) for name, logger in loggers.items()]
+            explain_errors(lambda error: self.finish(5.0))
+
+    def after_load(self, checkpoint):
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            self.known = json.loads((self.folder / "loggers.json").read_text())
+
+    def after_row(self, row):
+        """Let the threads log a row of an epoch, or of a step."""
+        step = row["epoch"] * len(self.loader) + row.get("step", len(self.loader))
+        kind = "step" if "step" in row else "epoch"
+        values = {name: value for name, value in row.items() if name not in PLACES}
+        for thread in self.threads:
+            thread.add(kind, values, step)
+
+    def before_save(self, checkpoint, between_steps):
+        is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
+        if is_signaled or checkpoint.epoch == checkpoint.cfg.epochs:
+            self.finish(SECONDS_TO_FINISH)
+
+    def finish(self, seconds):
+        """Let the threads log what they still have, for this long at most."""
+        end = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.end()
+        for thread in self.threads:
+            thread.wait(end)
+        self.threads = []
+
+    def remember(self, name, entry):
+        """Note in loggers.json what a logger has got. Called by its thread."""
+        with self.lock:
+            self.known[name] = copy.deepcopy(entry)
+            write_text(self.folder / "loggers.json", json.dumps(self.known))
+
+
+class _Thread(threading.Thread):
+    """Starts a logger with its first row, and logs row after row."""
+
+    def __init__(self, name, logger, hook):
+        super().__init__(daemon=True)
+        self.title, self.logger, self.hook = name, logger, hook
+        self.rows, self.has_failed = queue.Queue(MOST_ROWS), False
+
+    def add(self, kind, values, step):
+        if self.has_failed:
+            return
+        if self.ident is None:
+            self.start()
+        try:
+            self.rows.put_nowait((kind, values, step))
+        except queue.Full:
+            self._fail(f"it has not accepted {MOST_ROWS:,} rows")
+
+    def end(self):
+        with suppress(queue.Full):
+            self.rows.put_nowait(None)
+
+    def wait(self, end):
+        """Wait until all rows are logged, or until time.monotonic() is `end`."""
+        if self.ident is None or self.has_failed:
+            return
+        self.join(max(0.0, end - time.monotonic()))
+        if self.is_alive():
+            self._fail("it has not finished in time")
+
+    def run(self):
+        try:
+            entry = self.hook.known.get(self.title, {"id": None, "epoch": 0, "step": 0})
+            entry["id"] = self.logger.start(self.hook.folder, self.hook.settings, entry["id"])
+            self.hook.remember(self.title, entry)
+            while (row := self.rows.get()) is not None:
+                kind, values, step = row
+                if step > entry[kind]:  # not repeated after a resume
+                    self.logger.log(values, step)
+                    entry[kind] = step
+                    self.hook.remember(self.title, entry)
+            self.logger.finish()
+        except (Exception, SystemExit) as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, reason):
+        if not self.has_failed:
+            self.has_failed = True
+            reason = " ".join(reason.split())
+            print(
+                f"warning: --logger {self.title} has failed, and the run continues without it: "
+                f"{reason}",
+                file=sys.stderr,
+            )

@@ -1,0 +1,110 @@
+"""--log-steps: rows within an epoch, one after every N optimizer steps, in output_dir/steps.jsonl.
+
+Each row has "epoch", "step" and "samples", those of the epoch so far; and for the steps since the
+last row, or since the start of the epoch, over all ranks: what the task summarizes, with the
+"loss"; "samples_per_second"; "data_seconds", for which a rank has waited for data, on average.
+"lr" is that of the next step, and "memory" the most bytes that rank 0 has used so far, on its GPU,
+or as a process that trains on a CPU.
+"""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from utils.distributed import all_reduce, dp_world_size, is_main_process
+from utils.errors import UserError
+from utils.hooks import Hook, Readout
+from utils.metrics import read_metrics, write_rows
+
+
+class StepLog(Hook):
+    """Adds a row after every `every` steps. A resumed run neither repeats nor loses rows.
+
+    The sums of all ranks are copied without waiting for the device, and the row is written when
+    they have arrived: at the latest by the next row, a save, or the end of the epoch.
+
+    totals: the sums over all ranks at the last row of this epoch, as a list; empty before it.
+    """
+
+    def __init__(self, cfg, state):
+        self.every, self.path = cfg.log_steps, Path(cfg.output_dir) / "steps.jsonl"
+        self.save_errors = cfg.save_errors
+        self.loader, self.meter = state["loader"], state["meter"]
+        self.scheduler = state["scheduler"]
+        self.totals, self.pending = [], None
+        self.waited = 0.0  # for data, on this rank, at the last row
+
+    def state_dict(self):
+        return {"totals": self.totals}
+
+    def load_state_dict(self, state):
+        self.totals = state["totals"]
+
+    def after_load(self, checkpoint):
+        """Drop the rows of the steps that the run is about to repeat."""
+        here = checkpoint.epoch, self.loader.start
+        rows = read_metrics(self.path)
+        write_rows(self.path, [row for row in rows if (row["epoch"], row["step"]) <= here])
+        self.last_step, self.last_time = self.loader.start, None
+
+    def after_step(self, checkpoint, wait):
+        step = self.loader.step
+        if self.last_time is None:  # the first step of an epoch, here
+            self.last_time = self.loader.started
+        if step % self.every == 0:
+            if self.pending:
+                self._write_pending(checkpoint.hooks)
+            self._begin_row()
+        if self.pending and (wait or self.pending["readout"].is_done()):
+            self._write_pending(checkpoint.hooks)
+        if step == len(self.loader):
+            self.totals, self.last_step, self.last_time, self.waited = [], 0, None, 0.0
+
+    def _begin_row(self):
+        loader, snapshot = self.loader, self.meter.snapshot()
+        numbers = loader.samples, loader.waited - self.waited
+        self.waited = loader.waited
+        vector = torch.cat([*(snapshot.new_full((1,), number) for number in numbers), snapshot])
+        self.pending = {
+            "epoch": loader.epoch,
+            "step": loader.step,
+            "lr": self.scheduler.get_last_lr()[0],
+            "readout": Readout(all_reduce(vector)),
+        }
+
+    def _write_pending(self, hooks):
+        row, self.pending = self.pending, None
+        samples, waited, *totals = row.pop("readout").wait().tolist()
+        now, step = time.perf_counter(), row["step"]
+        before = self.totals or [0.0] * len(totals)
+        window = torch.tensor(totals, dtype=torch.float64) - torch.tensor(
+            before, dtype=torch.float64
+        )
+        speed = (step - self.last_step) * self.loader.global_batch / (now - self.last_time)
+        self.totals, self.last_step, self.last_time = totals, step, now
+        if not is_main_process():
+            return
+        row |= {"samples": int(samples), **self.meter.summarize(window)}
+        row |= {"samples_per_second": speed, "data_seconds": waited / dp_world_size()}
+        row["memory"] = peak_memory(self.loader.device)
+        try:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            text = f"cannot write {self.path}: {error.strerror}"
+            if self.save_errors == "stop":
+                raise UserError(text) from None
+            print(f"warning: {text}; the run continues", file=sys.stderr)
+        for hook in hooks:
+            hook.after_row(row)
+
+
+def peak_memory(device):
+    """The most bytes that this process has used so far: on its GPU, or else in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

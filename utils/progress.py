@@ -1,0 +1,105 @@
+"""How far a run is: a bar on a terminal if tqdm is installed, otherwise a line every 15 seconds.
+
+Needs distributed.py, errors.py and hooks.py.
+"""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from utils.distributed import is_main_process
+from utils.errors import explain_errors
+from utils.hooks import Hook, Readout
+
+SECONDS_BETWEEN_LINES = 15
+SECONDS_BETWEEN_BARS = 0.5
+
+
+class Progress(Hook):
+    """Shows the step, the loss, samples per second and the time left, on the main process.
+
+    The loss is the mean since it was last shown, over the samples of rank 0: the mean over all
+    ranks would need communication. It is copied without waiting for the device, and shown once it
+    has arrived.
+    """
+
+    def __init__(self, cfg, state):
+        self.loader, self.meter, self.epochs = state["loader"], state["meter"], cfg.epochs
+        self.is_main = is_main_process()
+        self.epoch, self.seconds_between_epochs, self.last_step_at = None, 0.0, None
+        self.bar, self.new_bar, self.patience = None, None, SECONDS_BETWEEN_LINES
+        if self.is_main and _has_terminal():
+            with suppress(ImportError):  # an extra
+                from tqdm import tqdm
+
+                self.new_bar, self.patience = tqdm, SECONDS_BETWEEN_BARS
+                explain_errors(lambda error: self._close())
+
+    def after_step(self, checkpoint, wait):
+        if not self.is_main:
+            return
+        now, loader = time.monotonic(), self.loader
+        if self.epoch != loader.epoch:
+            self._start_epoch(now)
+        if self.readout is None and now >= self.due:
+            snapshot = self.meter.snapshot()
+            self.readout, self.shown = Readout(snapshot - self.shown), snapshot
+        if self.readout is not None and self.readout.is_done():
+            self._show(self.meter.summarize(self.readout.values)["loss"], now)
+            self.readout, self.due = None, now + self.patience
+        if loader.step == len(loader):
+            self.last_step_at = now
+            self._close()
+
+    def before_save(self, checkpoint, between_steps):
+        self._close()  # the run may end after the save, and say why
+
+    def _start_epoch(self, now):
+        if self.last_step_at is not None:
+            self.seconds_between_epochs = now - self.last_step_at
+        # After the first step, in which torch.compile may have worked.
+        self.epoch, self.first_step, self.started = self.loader.epoch, self.loader.step, now
+        self.readout, self.shown, self.due = None, 0.0, now + self.patience
+
+    def _show(self, loss, now):
+        loader = self.loader
+        step, steps = loader.step, len(loader)
+        text = f"loss {loss:.4f}"
+        if loader.batch_size < loader.global_batch:
+            text += " (rank 0)"
+        if step > self.first_step:
+            seconds_per_step = (now - self.started) / (step - self.first_step)
+            left = (steps - step) * seconds_per_step
+            epochs = self.epochs - self.epoch - 1
+            left_in_run = left + epochs * (steps * seconds_per_step + self.seconds_between_epochs)
+            speed = loader.global_batch / seconds_per_step
+            text += f", {speed:,.0f} samples/s, {_duration(left)} left, "
+            text += f"{_duration(left_in_run)} in the run"
+        if self.new_bar is None:
+            print(f"epoch {self.epoch}: step {step} of {steps}, {text}", file=sys.stderr)
+            return
+        if self.bar is None:
+            form = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}"
+            options = {"total": steps, "leave": False, "bar_format": form, "dynamic_ncols": True}
+            self.bar = self.new_bar(desc=f"epoch {self.epoch}", **options)
+        self.bar.n = step
+        self.bar.set_postfix_str(text)
+
+    def _close(self):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def _has_terminal():
+    """Whether stderr is a terminal that knows its width: within a container, it may be 0."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+
+
+def _duration(seconds):
+    """12:34, or 1:12:34."""
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:")
