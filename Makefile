@@ -27,7 +27,7 @@ SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-oldest test-gpu gpu test-slurm test-kubernetes doctor verify \
+.PHONY: help train test test-all test-oldest test-gpu gpu test-loggers test-slurm test-kubernetes doctor verify \
     verify-all chaos bench bench-quick bench-peers bench-operations bench-loader bench-checkpoint \
     bench-split lint diff readme clean
 
@@ -59,6 +59,10 @@ test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists wh
 
 gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--data cifar10.tar"
 	$(python) -m lab.gpu $(ARGS)
+
+test-loggers: $(dev)  ## --logger with Weights & Biases, trackio and MLflow, which it installs
+	$(python) -m pip install --quiet -r requirements-loggers.txt
+	$(python) -m pytest tests/test_loggers.py -rs $(ARGS)
 
 test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
 	$(python) -m pytest tests/test_slurm.py -rs $(ARGS)

@@ -279,7 +279,7 @@ def make_state(wrap, seed=0):
 
 def checkpointer(folder, state, sharded=False):
     cfg = FsdpConfig(output_dir=str(folder), save_sharded=sharded, save_minutes=0)
-    return Checkpointer(cfg, state, build_hooks(cfg, state))
+    return Checkpointer(cfg, state, build_hooks(cfg, state | {"meter": None}))
 
 
 def flat(checkpoint):

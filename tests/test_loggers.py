@@ -1,6 +1,8 @@
 """--logger: rows for other programs, which never stop or slow a run."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -8,6 +10,7 @@ import time
 import pytest
 
 from tests.forked import FIVE_STEPS, fork_script, killed_at
+from tests.launch import run_script
 from utils.options import loggers
 from utils.options.loggers import Logger, build_logger
 from utils.settings import ConfigError
@@ -18,7 +21,7 @@ FLAGS = FIVE_STEPS | {"log_steps": 2}
 class Recording(Logger):
     """Notes its calls in output_dir/calls.jsonl."""
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         self.path = folder / "calls.jsonl"
         self._note("start", settings["epochs"], run_id)
         return run_id or "the id"
@@ -40,12 +43,12 @@ class Failing(Recording):
 
 
 class Hanging(Recording):
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         time.sleep(600)
 
 
 class Exiting(Recording):
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         sys.exit(1)
 
 
@@ -81,8 +84,8 @@ def test_resumed_run_continues_its_curves(tmp_path):
     assert (run.code, run.stderr) == (0, "")
     resumed = calls(run.output_dir)[len(killed) :]
     assert resumed[0] == ["start", 2, "the id"]
-    steps = [call[1] for call in killed + resumed if call[0] == "log"]
-    assert steps == [2, 4, 5, 7, 9, 10]
+    before, after = ([call[1] for call in part if call[0] == "log"] for part in (killed, resumed))
+    assert before + after in ([2, 4, 5, 7, 9, 10], [2, 4, 5, 7, 9, 9, 10], [2, 4, 5, 7, 7, 9, 10])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_slow_logger_holds_a_limited_number_of_rows(tmp_path, monkeypatch, capsy
     released = threading.Event()
 
     class Slow(Logger):
-        def start(self, folder, settings, run_id):
+        def start(self, folder, settings, run_id, step):
             released.wait(60)
 
     thread = loggers._Thread("slow", Slow(), hook=None)
@@ -121,6 +124,18 @@ def test_slow_logger_holds_a_limited_number_of_rows(tmp_path, monkeypatch, capsy
         thread.add("step", {"loss": 1.0}, step)
     released.set()
     assert capsys.readouterr().err.count("it has not accepted 3 rows") == 1
+
+
+def test_rows_that_a_killed_run_has_not_passed_on_are_logged_by_the_next(tmp_path):
+    """The logger of the killed run has not even started; a second one is new."""
+    flags = FLAGS | {"output_dir": tmp_path / "run", "save_steps": 3}
+    dead = fork_script("train_1gpu.py", None, killed_at(1, 4), logger=logger(Hanging), **flags)
+    assert dead.code == -9
+    run = fork_script("train_1gpu.py", logger=logger(Recording), **flags)
+    assert (run.code, run.stderr) == (0, "")
+    start, *logged, finish = calls(run.output_dir)
+    assert (start, finish) == (["start", 2, None], ["finish"])
+    assert [step for _, step, _ in logged] == [2, 4, 5, 7, 9, 10]
 
 
 def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):
@@ -158,3 +173,71 @@ def test_tensorboard_files_have_the_curves(tmp_path):
     losses = [(event.step, event.value) for event in events.Scalars("val_loss")]
     expected = [(5 * i + 5, pytest.approx(row["val_loss"])) for i, row in enumerate(run.rows)]
     assert losses == expected
+
+
+def resumed_with(name, folder, **environment):
+    """A run of one epoch, which is then resumed for a second one. Returns the second run."""
+    flags = FLAGS | {"output_dir": folder / "run", "logger": name, "allow_config_change": True}
+    for epochs in (1, 2):
+        run = run_script("train_1gpu.py", None, 180, environment, **flags | {"epochs": epochs})
+        assert run.code == 0 and "warning: --logger" not in run.stderr, run.stderr
+    return run
+
+
+def test_mlflow_has_the_curves(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    resumed_with("mlflow", tmp_path, MLFLOW_TRACKING_URI=uri, MLFLOW_EXPERIMENT_NAME="ours")
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    assert (run.info.status, run.data.params["global_batch_size"]) == ("FINISHED", "12")
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [metric.step for metric in history] == [2, 4, 7, 9]
+
+
+def test_trackio_has_the_curves(tmp_path):
+    pytest.importorskip("trackio")
+    folder = tmp_path / "trackio"
+    run = resumed_with("trackio", tmp_path, TRACKIO_DIR=str(folder))
+    name = json.loads((run.output_dir / "loggers.json").read_text())["trackio"]["id"]
+    code = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    code += "print(json.dumps(storage.get_logs('runs', sys.argv[1])))"
+    command = [sys.executable, "-c", code, name]
+    environment = os.environ | {"TRACKIO_DIR": str(folder)}
+    read = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rows = json.loads(read.stdout.splitlines()[-1])
+    assert [row["step"] for row in rows if "loss" in row] == [2, 4, 7, 9]
+    assert [row["val_loss"] for row in rows if "val_loss" in row] == [
+        pytest.approx(row["val_loss"]) for row in run.rows
+    ]
+
+
+def test_wandb_has_the_curves_offline(tmp_path):
+    pytest.importorskip("wandb")
+    run = resumed_with("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
+    files = sorted((run.output_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and files[0].name == files[1].name  # one id
+    assert [wandb_steps(file, "loss") for file in files] == [[2, 4], [7, 9]]
+
+
+def wandb_steps(path, name):
+    """The steps at which an offline run of Weights & Biases has logged a value: its records are in
+    the log format of LevelDB, in blocks of 32 KiB after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, record, steps = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # complete, or the last part
+            parsed = wandb_internal_pb2.Record.FromString(record)
+            items = {i.key or i.nested_key[0]: i.value_json for i in parsed.history.item}
+            if name in items:
+                steps.append(int(items["_step"]))
+            record = b""
+        if length == 0 and kind == 0:
+            break
+    return steps

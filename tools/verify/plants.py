@@ -134,10 +134,10 @@ BUGS = [
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()",
+        "        totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()",
         "        accuracy = self.sums[1] / max(1, self.count)\n"
-        "        totals = all_reduce(torch.cat([self.sums, self.sums.new_tensor(numbers)])).cpu()\n"
-        "        totals[1] = accuracy * totals[-2]",
+        "        totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()\n"
+        "        totals[2] = accuracy * totals[-1]",
         "ddp x2",
         (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",

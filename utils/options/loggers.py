@@ -4,13 +4,15 @@ Each logger runs in a thread of rank 0: one that fails, hangs or has lost the ne
 a warning. It is given the rows of metrics.jsonl and, with --log-steps, of steps.jsonl.
 
 output_dir/loggers.json holds the id that the run has with each logger, and the last steps that the
-logger has been given. A resumed run continues its own curves, without the steps that it repeats.
-That is not left to checkpoints, because a killed run has logged steps that its last one precedes.
+logger has been given. A resumed run continues its own curves: it logs no step twice, and logs the
+rows in these files that the killed run had not passed on. That is not left to checkpoints, because
+a killed run has logged steps that its last one precedes.
 """
 
 import copy
 import importlib
 import json
+import os
 import queue
 import sys
 import threading
@@ -22,6 +24,7 @@ from pathlib import Path
 from utils.distributed import is_main_process
 from utils.errors import UserError, explain_errors
 from utils.hooks import Hook
+from utils.metrics import read_metrics
 from utils.run_folder import write_text
 from utils.settings import ConfigError
 
@@ -38,9 +41,11 @@ class Logger:
 
     package = ""
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         """Start the run, or continue the one that has this id, if it is not None. Returns the id, a
-        string. folder: output_dir, a Path. settings: {name: value}."""
+        string. folder: output_dir, a Path. settings: {name: value}. step: the last one that is
+        known to be logged; a run that was killed may have logged one more, which will be repeated.
+        """
 
     def log(self, values, step):
         """values: {name: number}. step: optimizer steps since the run began."""
@@ -54,10 +59,10 @@ class TensorBoard(Logger):
 
     package = "tensorboard"
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(folder / "tensorboard")
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
         if run_id is None:
             self.writer.add_hparams(settings, {}, run_name=".")
         return "tensorboard"
@@ -76,7 +81,7 @@ class Wandb(Logger):
 
     package = "wandb"
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         import wandb
 
         run_id = run_id or uuid.uuid4().hex
@@ -97,7 +102,7 @@ class Trackio(Logger):
 
     package = "trackio"
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         import trackio
 
         run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
@@ -112,17 +117,18 @@ class Trackio(Logger):
 
 
 class Mlflow(Logger):
-    """Set by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_ID (https://mlflow.org/docs/latest)."""
+    """Set by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME (https://mlflow.org/docs/latest)."""
 
     package = "mlflow"
 
-    def start(self, folder, settings, run_id):
+    def start(self, folder, settings, run_id, step):
         import mlflow
         from mlflow.entities import Param
 
         self.client = mlflow.MlflowClient()
         if run_id is None:
-            experiment = mlflow.tracking.fluent._get_experiment_id()
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+            experiment = mlflow.set_experiment(name).experiment_id
             run = self.client.create_run(experiment, run_name=folder.name)
             run_id = run.info.run_id
             params = [Param(name, str(value)) for name, value in settings.items()]
@@ -178,16 +184,31 @@ class Loggers(Hook):
             explain_errors(lambda error: self.finish(5.0))
 
     def after_load(self, checkpoint):
+        """Let the threads log the rows that a killed run has written to files, but not yet passed
+        on to a logger; with a logger that is new, all rows."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
             self.known = json.loads((self.folder / "loggers.json").read_text())
+        rows = read_metrics(self.folder / "steps.jsonl")  # only those that will not be repeated
+        rows += [
+            row
+            for row in read_metrics(self.folder / "metrics.jsonl")
+            if row["epoch"] < checkpoint.epoch
+        ]
+        if checkpoint.epoch < checkpoint.cfg.epochs:
+            for row in sorted(rows, key=self._step_of):
+                self.after_row(row)
 
     def after_row(self, row):
         """Let the threads log a row of an epoch, or of a step."""
-        step = row["epoch"] * len(self.loader) + row.get("step", len(self.loader))
+        step = self._step_of(row)
         kind = "step" if "step" in row else "epoch"
         values = {name: value for name, value in row.items() if name not in PLACES}
         for thread in self.threads:
             thread.add(kind, values, step)
+
+    def _step_of(self, row):
+        """Optimizer steps from the start of the run to a row."""
+        return row["epoch"] * len(self.loader) + row.get("step", len(self.loader))
 
     def before_save(self, checkpoint, between_steps):
         is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
@@ -243,7 +264,12 @@ class _Thread(threading.Thread):
     def run(self):
         try:
             entry = self.hook.known.get(self.title, {"id": None, "epoch": 0, "step": 0})
-            entry["id"] = self.logger.start(self.hook.folder, self.hook.settings, entry["id"])
+            entry["id"] = self.logger.start(
+                self.hook.folder,
+                self.hook.settings,
+                entry["id"],
+                max(entry["epoch"], entry["step"]),
+            )
             self.hook.remember(self.title, entry)
             while (row := self.rows.get()) is not None:
                 kind, values, step = row
