@@ -22,6 +22,7 @@ from utils.config import Config
 from utils.data import build_loader
 from utils.distributed import all_reduce, dp_rank, dp_world_size, mean_over_replicas
 from utils.errors import UserError
+from utils.hooks import Hook
 from utils.metrics import Meter, MetricLogger, evaluate, read_metrics
 from utils.sampler import EpochSampler
 
@@ -480,6 +481,25 @@ def test_file_that_cannot_be_written_is_named(tmp_path, capfd):
     tmp_path.mkdir()
     lenient.log(1, RESULT, RESULT, lr=0.1)
     assert [row["epoch"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_rows_before_a_damaged_line_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"epoch": 0}\n{"epoch": 1}\n\xff\x00\xfe{"epoch": 2}\n')
+    assert read_metrics(path) == [{"epoch": 0}, {"epoch": 1}]
+    assert read_metrics(tmp_path / "none.jsonl") == []
+    with pytest.raises(UserError, match=r"^cannot read /.*: Is a directory$"):
+        read_metrics(tmp_path)
+
+
+def test_hooks_add_to_a_row_before_it_is_written(tmp_path):
+    class Adds(Hook):
+        def before_row(self, row):
+            row["seen"] = row["val_loss"]
+
+    MetricLogger(config(tmp_path), hooks=[Adds()]).log(0, RESULT, RESULT, lr=0.1)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["seen"] == RESULT["loss"]
 
 
 def test_closed_pipe_does_not_lose_the_epoch(tmp_path, monkeypatch):

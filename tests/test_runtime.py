@@ -1,6 +1,7 @@
 """Threads, precision, and what a run prints first."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.launch import run_ranks
 from utils import runtime
 from utils.config import Config, ConfigError, load_config
 from utils.errors import UserError
+from utils.metrics import read_metrics
 from utils.rungs.amp import AmpSettings
 from utils.rungs.fsdp import FsdpSettings
 from utils.runtime import configure_torch, log_summary
@@ -157,11 +159,19 @@ def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
         assert part in text
     assert "nothing left to do" not in text
     assert load_config(argv=[f"--config={tmp_path / 'config.yaml'}"]) == cfg
+    log_summary(cfg, state, 2)
+    first, second = read_metrics(tmp_path / "starts.jsonl")
+    expected = {"epoch": 1, "step": 7, "steps_per_epoch": 3, "world_size": 1}
+    assert first == expected | {"time": pytest.approx(time.time(), abs=60)}
+    assert (second["epoch"], second["time"] >= first["time"]) == (2, True)
+    capfd.readouterr()
     loader.start = 0
     log_summary(cfg, state, 3)
     text = capfd.readouterr().out
     assert "from epoch 3, step 0, in" in text
     assert "nothing left to do: pass --resume never" in text
+    assert len(read_metrics(tmp_path / "starts.jsonl")) == 2
+    (tmp_path / "starts.jsonl").unlink()
     (tmp_path / "config.yaml").unlink()
     (tmp_path / "config.yaml").mkdir()
     with pytest.raises(UserError, match=r"^cannot write .*config.yaml: Is a directory$"):

@@ -57,6 +57,7 @@ def one_process(tmp_path_factory):
 def test_skipped_step_changes_nothing(one_process):
     run = one_process["resnet"]
     assert [row["train_samples"] for row in run.rows] == [48, 48]  # of 60
+    assert [row["skipped_steps"] for row in run.rows] == [[2], [5]]
     assert run.stderr.count("\n") == 2
     first, second = run.stderr.splitlines()
     assert first.startswith("warning: step 2 of epoch 0 was skipped, as the loss on rank 0, of ")

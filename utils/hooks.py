@@ -51,6 +51,9 @@ class Hook:
         """After each step. wait: a save or the end of the epoch follows; otherwise, a look at
         values on the device may be left to the next call, so that the host does not wait."""
 
+    def before_row(self, row):
+        """An epoch has ended: add to its row, {name: value}, before it is written."""
+
     def after_row(self, row):
         """A row, {name: value}, is in metrics.jsonl, or in steps.jsonl if it has a "step"; only the
         main process has those."""

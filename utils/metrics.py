@@ -193,6 +193,8 @@ class MetricLogger:
         row = {"epoch": epoch, "world_size": launched_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
+        for hook in self.hooks:
+            hook.before_row(row)
         self.rows.append(row)
         self._write()
         if is_main_process():
@@ -240,9 +242,14 @@ def write_rows(path, rows):
 
 
 def read_metrics(path):
-    """The rows of a metrics.jsonl, if any, up to the first line that a crash has truncated."""
+    """The rows of a .jsonl file, if any, up to the first line that a crash has truncated. Raises
+    UserError if the file cannot be read."""
     rows = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        for line in Path(path).read_text().splitlines():
+    try:
+        for line in Path(path).read_text(errors="replace").splitlines():
             rows.append(json.loads(line))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return rows
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     return rows

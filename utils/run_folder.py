@@ -12,8 +12,8 @@ from utils.distributed import fail_together, is_main_process
 from utils.errors import UserError
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
-WRITTEN = ("metrics.jsonl", "steps.jsonl", "audit.jsonl", "loggers.json", "tensorboard")
-WRITTEN += ("config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
+WRITTEN = ("metrics.jsonl", "steps.jsonl", "starts.jsonl", "audit.jsonl", "loggers.json")
+WRITTEN += ("tensorboard", "profile", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
 _locks = {}  # {folder: file}, held while this process lives
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from utils.distributed import (
     launched_world_size,
 )
 from utils.errors import UserError
+from utils.metrics import read_metrics, write_rows
 from utils.run_folder import write_text
 
 
@@ -46,12 +48,13 @@ def configure_torch(cfg):
 
 
 def log_summary(cfg, state, start_epoch):
-    """Print what the run is about to do, on the main process, and write its settings to
-    output_dir/config.yaml."""
+    """Print what the run is about to do, on the main process; write its settings to
+    output_dir/config.yaml, and add a row to output_dir/starts.jsonl."""
     model, loader = unwrap(state["model"]), state["loader"]
     if not is_main_process():
         return
-    write_text(Path(cfg.output_dir) / "config.yaml", cfg.dump())
+    folder = Path(cfg.output_dir)
+    write_text(folder / "config.yaml", cfg.dump())
     trained = count_trainable(state["model"])
     print(
         f"model: {type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}\n"
@@ -65,3 +68,8 @@ def log_summary(cfg, state, start_epoch):
     )
     if start_epoch >= cfg.epochs:
         print("nothing left to do: pass --resume never to start over, or a different --output-dir")
+        return
+    start = {"time": time.time(), "epoch": start_epoch, "step": loader.start}
+    start |= {"steps_per_epoch": len(loader), "world_size": launched_world_size()}
+    starts = read_metrics(folder / "starts.jsonl")
+    write_rows(folder / "starts.jsonl", [*starts, start])

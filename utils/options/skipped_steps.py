@@ -24,6 +24,7 @@ class SkippedSteps(Hook):
         self.loader, self.meter, self.limit = state["loader"], state["meter"], limit
         self.optimizer, self.model = state["optimizer"], state["model"]
         self.count, self.pending = 0, None
+        self.skipped = []  # steps of this epoch
         self.found = torch.zeros(())  # 1: skip this step
 
     def after_load(self, checkpoint):
@@ -70,8 +71,8 @@ class SkippedSteps(Hook):
         outcome = Readout(torch.stack([found, is_finite]))
         meter.restore_where(found > 0, self.sums)
         self._restore_buffers()
-        place = f"step {loader.step} of epoch {loader.epoch}"
         counted = loader.samples - self.samples, meter.count - self.targets
+        place = loader.epoch, loader.step
         previous, self.pending = self.pending, (outcome, place, counted, loader.indices)
         self._check(previous)
         if wait:
@@ -80,6 +81,15 @@ class SkippedSteps(Hook):
         self._remember()
         if loader.step == len(loader):  # the next epoch starts from 0
             self.sums, self.targets, self.samples = 0.0, 0, 0
+
+    def before_row(self, row):
+        row["skipped_steps"], self.skipped = self.skipped, []
+
+    def state_dict(self):
+        return {"skipped": self.skipped}
+
+    def load_state_dict(self, state):
+        self.skipped = state.get("skipped", [])  # not in older checkpoints
 
     def _restore_buffers(self):
         for key, buffers in self.buffers.items():
@@ -92,11 +102,12 @@ class SkippedSteps(Hook):
     def _check(self, pending):
         if pending is None:
             return
-        outcome, place, (samples, targets), indices = pending
+        outcome, (epoch, step), (samples, targets), indices = pending
         is_skipped, loss_is_finite = outcome.wait().tolist()
         if not is_skipped:
             return
         self.count += 1
+        self.skipped.append(step)
         self.loader.discount(samples)
         self.meter.discount(targets)
         ranks = all_gather_object([] if loss_is_finite else indices.tolist())
@@ -106,7 +117,8 @@ class SkippedSteps(Hook):
             for rank in one_of_each_replica
             if ranks[rank]
         ]
-        text = f"{place} was skipped, as {' and '.join(losses) or 'a gradient'} is not finite"
+        cause = " and ".join(losses) or "a gradient"
+        text = f"step {step} of epoch {epoch} was skipped, as {cause} is not finite"
         if self.count > self.limit:
             raise UserError(
                 f"{text}. That makes {self.count} steps, and --max-skipped-steps is {self.limit}: "
