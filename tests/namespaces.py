@@ -36,6 +36,12 @@ class Host(NamedTuple):
         """Connect (`up`) or disconnect (`down`) the host."""
         ip("-n", self.namespace, "link", "set", "eth0", state)
 
+    def limit(self, rate):
+        """Slow the host's link down, to "20mbit", for example."""
+        shape = ["tbf", "rate", rate, "burst", "64kb", "latency", "1s"]
+        command = ["tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", *shape]
+        subprocess.run(command, check=True, capture_output=True)
+
     def crash(self):
         """End all processes of the host at once, as a power failure would."""
         kill_all(self.namespace)

@@ -3,14 +3,13 @@
 import json
 import random
 import statistics
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lab.bench.__main__ as bench
-from lab.bench import checkpoint, loader, operations, peer, peers, profiler, report, split
+from lab.bench import checkpoint, loader, operations, peer, peers, report, split
 from lab.bench.hooks import PARTS
 from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
 from lab.bench.peers import contestants, ratio, table_rows
@@ -18,7 +17,7 @@ from lab.bench.probe import Probe
 from lab.bench.rows import rows_for
 from lab.bench.runner import setting, take_turns
 from tasks.images import Settings
-from tests.launch import SMALL, run_isolated
+from tests.launch import SMALL
 from tools.lessons import ROOT
 from tools.runs import flag_list
 from utils.config import load_config
@@ -215,7 +214,7 @@ def test_interval_contains_the_true_ratio():
     assert inside >= 50
 
 
-# The probe and the profiler
+# The probe
 
 
 def test_probe_marks_nothing_in_a_graph(monkeypatch):
@@ -240,29 +239,6 @@ def test_parts_of_a_step_add_up():
     first, second = probe.steps(marks)
     assert first == [1.0, 3.0, 5.0, 5.0, 0.5] and len(first) == len(PARTS)
     assert second == [0.5, 0, 0, 0, 0] and sum(map(sum, (first, second))) == 15.0
-
-
-def test_busy_is_the_share_that_kernels_cover():
-    assert profiler.busy([(0, 1), (1, 2)]) == 1
-    assert profiler.busy([(3, 4), (0, 1), (0.5, 2)]) == 0.75
-    assert profiler.busy([(0, 10), (2, 3)]) == 1
-
-
-def test_profile_lists_operations(tmp_path):
-    flags = SMALL | {"synthetic_samples": 40, "global_batch_size": 4, "image_size": 8}
-    flags = flag_list(flags | {"output_dir": tmp_path / "run", "save_minutes": 0})
-    run_isolated(partial(run_main, profiler, str(tmp_path), "train_1gpu.py", *flags))
-    text = (tmp_path / "profile.md").read_text()
-    assert "2 steps" in text and "convolution_backward" in text
-
-
-def test_missing_second_epoch_is_an_error(tmp_path, monkeypatch):
-    (tmp_path / "profile.md").write_text("of an earlier run")
-    monkeypatch.setattr(profiler, "run_script", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["profiler", str(tmp_path), "train_1gpu.py"])
-    with pytest.raises(SystemExit, match="nothing was profiled"):
-        profiler.main()
-    assert not (tmp_path / "profile.md").exists()
 
 
 # The peers

@@ -62,7 +62,7 @@ def calls(folder):
 
 def test_rows_of_steps_and_epochs_are_logged_once_per_job(tmp_path):
     flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording)}
-    run = fork_script("train_ddp.py", 2, **flags)
+    run = fork_script("train_ddp.py", 2, timing=True, **flags)
     assert (run.code, run.stderr) == (0, "")
     start, *logged, finish = calls(run.output_dir)
     assert (start, finish) == (["start", 2, None], ["finish"])
@@ -73,6 +73,10 @@ def test_rows_of_steps_and_epochs_are_logged_once_per_job(tmp_path):
     ]
     assert logged[-1][2]["val_accuracy"] == run.rows[-1]["val_accuracy"]
     assert not {"epoch", "step", "world_size"} & logged[0][2].keys()
+    values, seconds = logged[-1][2], run.rows[-1]["time"]
+    assert values["time_total"] == seconds["total"]
+    assert values["time_computing"] == pytest.approx(sum(seconds["computing"]) / 2)
+    assert all(isinstance(value, int | float) for value in values.values())
 
 
 def test_resumed_run_continues_its_curves(tmp_path):

@@ -142,7 +142,8 @@ class Loader:
     step: batches yielded in this epoch; start: where the next iteration begins, after a resume;
     epoch: of the current iteration; indices: the samples of the last batch, int64 (n,); counts:
     whether the last batch counts; samples: this rank's samples in this epoch so far; started: when
-    the iteration began (time.perf_counter); waited: seconds, since then, until batches were ready.
+    the iteration began (time.perf_counter); waited: seconds, since then, until batches were ready;
+    computed: the seconds among them in which this thread has computed, to make the batches.
     """
 
     def __init__(self, dataset, sampler, batch_size, device, cfg, train, micro_batches=None):
@@ -150,7 +151,8 @@ class Loader:
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.global_batch = cfg.global_batch_size
         self.step = self.start = self.samples = self.start_samples = 0
-        self.counts, self.started, self.waited = True, time.perf_counter(), 0.0
+        self.counts, self.started = True, time.perf_counter()
+        self.waited = self.computed = 0.0
         resident = None
         if cfg.loader != "workers" and isinstance(dataset, BatchDataset):
             resident = make_resident(dataset, device, cfg.loader)
@@ -199,9 +201,10 @@ class Loader:
     def __iter__(self):
         self.step, self.start = self.start, 0
         self.samples, self.start_samples = self.start_samples, 0
-        self.started, self.waited = time.perf_counter(), 0.0
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-        asked = self.started
+        self.waited = self.computed = 0.0
+        asked, cpu = time.perf_counter(), time.thread_time()
+        self.started = asked
         for batch in self._read():
             if isinstance(batch, UserError):
                 raise batch
@@ -214,8 +217,9 @@ class Loader:
             self.step += 1
             prepared = self._prepare(contents)
             self.waited += time.perf_counter() - asked
+            self.computed += time.thread_time() - cpu
             yield prepared
-            asked = time.perf_counter()
+            asked, cpu = time.perf_counter(), time.thread_time()
         self.step = 0
 
     def _read(self):

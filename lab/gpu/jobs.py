@@ -133,7 +133,7 @@ class Jobs:
             yield Job("speed", f"{model}: {peer} PyTorch, {precision}, {words}", 40, run)
 
     def profiles(self, model):
-        """Where the time of a step goes (lab.bench.profiler)."""
+        """Where the time of a step goes (--profile)."""
         cases = [
             ("bfloat16, eager", "train_ddp_amp.py", {}),
             ("bfloat16, compiled, CUDA graphs", "train_ddp_amp.py", {"compile": "reduce-overhead"}),
@@ -217,15 +217,15 @@ class Jobs:
         folder = Path(mkdtemp(dir=self.scratch))
         flags = self._flags("bench.yaml") | flags | {"model": model, "epochs": 2}
         flags |= {"synthetic_samples": 40 * self.batch}
-        flags |= {"output_dir": folder / "run", "save_minutes": 0, "resume": "never"}
+        flags |= {"output_dir": folder, "save_minutes": 0, "resume": "never"}
+        flags |= {"profile": "49:68"}  # in the second epoch
         nproc = None if script in ONE_PROCESS else 1
-        arguments = ["-m", "lab.bench.profiler", folder, script]
-        process = start_run(arguments, nproc, flags, cores=_cores(), launcher="tools.launch")
-        run = finish_run(process, folder / "run", limit)
+        process = start_run(script, nproc, flags, cores=_cores(), launcher="tools.launch")
+        run = finish_run(process, folder, limit)
         if run.code:
             raise RuntimeError(run.stderr)
-        text = (folder / "profile.md").read_text()
-        return {"summary": text.splitlines()[0], "text": text}
+        text = (folder / "profile" / "summary.txt").read_text()
+        return {"summary": text.splitlines()[0], "text": f"```\n{text}```\n"}
 
 
 def _cores():

@@ -35,6 +35,14 @@ class Options(Settings):
         "",
         "tensorboard, wandb, trackio, mlflow or MODULE:CLASS, or several with commas; empty: none",
     )
+    timing: bool = free_setting(
+        False, "report what the time of each rank is spent on, and what limits the run"
+    )
+    profile: str = free_setting(
+        "",
+        "FIRST:LAST, steps of this process: write a trace of them for each rank, and show what "
+        "takes longest; empty: none",
+    )
     audit: bool = free_setting(False, "report which samples each epoch trained on")
     save_sharded: bool = free_setting(False, "each rank saves its own part of the tensors")
     max_skipped_steps: int = free_setting(
@@ -66,6 +74,8 @@ class Options(Settings):
                 "--save-errors warn and --verify-saves need a checkpoint that rank 0 writes alone: "
                 "not --save-sharded, nor train_pp.py"
             )
+        if self.timing and self.profile:
+            raise ConfigError("--timing would measure the profiler: pass --profile or --timing")
         cfg = self
         if self.per_process_batch_size:
             batch = self.per_process_batch_size * launched_world_size()
@@ -90,6 +100,14 @@ def build_hooks(cfg, state):
         with required_by("--log-steps"):
             from utils.options.step_log import StepLog
         hooks.append(StepLog(cfg, state))
+    if cfg.timing:
+        with required_by("--timing"):
+            from utils.options.timing import Timing
+        hooks.append(Timing(cfg, state))
+    if cfg.profile:
+        with required_by("--profile"):
+            from utils.options.profile import Profile
+        hooks.append(Profile(cfg, state))
     if cfg.logger:
         with required_by("--logger"):
             from utils.options.loggers import Loggers

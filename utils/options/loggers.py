@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import queue
+import statistics
 import sys
 import threading
 import time
@@ -202,7 +203,7 @@ class Loggers(Hook):
         """Let the threads log a row of an epoch, or of a step."""
         step = self._step_of(row)
         kind = "step" if "step" in row else "epoch"
-        values = {name: value for name, value in row.items() if name not in PLACES}
+        values = {name: value for name, value in _numbers(row).items() if name not in PLACES}
         for thread in self.threads:
             thread.add(kind, values, step)
 
@@ -229,6 +230,14 @@ class Loggers(Hook):
         with self.lock:
             self.known[name] = copy.deepcopy(entry)
             write_text(self.folder / "loggers.json", json.dumps(self.known))
+
+
+def _numbers(row):
+    """{name: number} of a row: its numbers, and the means over the ranks of what --timing adds."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    for name, seconds in row.get("time", {}).items():
+        numbers[f"time_{name}"] = statistics.mean(seconds) if name != "total" else seconds
+    return numbers
 
 
 class _Thread(threading.Thread):

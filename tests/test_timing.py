@@ -1,0 +1,259 @@
+"""--timing finds what was planted to slow a run down, and nothing in ordinary runs."""
+
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tasks.images
+import utils.checkpoint
+import utils.data
+from tests.forked import fork_script
+from tests.namespaces import c10d, finish, hosts, needs_namespaces
+from utils.checkpoint import Checkpointer
+from utils.options.timing import NAMES, Clocks, Timing, diagnose, find_limits, table
+
+# An epoch of 16 steps, and no save that a test does not ask for.
+FLAGS = {"synthetic_samples": 192, "epochs": 1, "timing": True, "save_minutes": 0}
+PLACES = ["rank 0 on a", "rank 1 on a", "rank 2 on b", "rank 3 on b"]
+
+
+def times(**lists):
+    """ "time" of a row of 100 seconds on four ranks, which compute for the rest."""
+    row = {"total": 100.0} | {name: lists.get(name, [0.0] * 4) for name in NAMES}
+    row["computing"] = [
+        100.0 - sum(row[name][rank] for name in NAMES if name != "computing") for rank in range(4)
+    ]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("lists", "workers", "sentence"),
+    [
+        ({}, 2, "nothing stands out"),
+        (
+            # 37 of 100 seconds: what two workers make in 100 seconds is needed in 63.
+            {"data": [37.0] * 4},
+            2,
+            "37% waiting for data: --num-workers 4 (now 2)",
+        ),
+        ({"data": [60.0] * 4}, 0, "60% waiting for data: --num-workers 2 (now 0)"),
+        ({"data": [20.0] * 4}, 0, "20% waiting for data: --num-workers 1 (now 0)"),
+        ({"data": [20.0] * 4}, None, "20% waiting for data: cheaper transforms"),
+        (
+            {"data": [1.0, 1.0, 40.0, 2.0], "communicating": [39.0, 39.0, 0.0, 38.0]},
+            2,
+            "rank 2 on b waits for data for 40% of the time, others for 1%: look at its disk, its "
+            "cores and its samples",
+        ),
+        (
+            {"communicating": [30.0, 31.0, 29.0, 2.0]},
+            2,
+            "rank 3 on b computes 1.4 times as long as the median: the others wait for it",
+        ),
+        (
+            {"communicating": [62.0, 61.0, 63.0, 64.0]},
+            2,
+            "61% communicating: fewer, larger steps (--global-batch-size, train_ddp_accum.py), or "
+            "see docs/choosing.md",
+        ),
+        (
+            {"saving": [22.0] * 4},
+            2,
+            "22% saving: save less often (--save-epochs, --save-steps, --save-minutes), or to a "
+            "faster disk",
+        ),
+        (
+            {"host": [45.0] * 4},
+            2,
+            "the GPUs wait for the host for 45% of the time: larger batches, --compile default, or "
+            "train_1gpu_graph.py",
+        ),
+        (
+            {"cores": [5.0, 50.0, 5.0, 5.0], "communicating": [45.0, 0.0, 45.0, 45.0]},
+            2,
+            "rank 1 on a waits for cores for 50% of the time: end what else runs there, or try "
+            "fewer --num-threads or --num-workers",
+        ),
+        # While a rank waits for cores, the others wait for it: that is not communication.
+        ({"cores": [19.0] * 4, "communicating": [45.0] * 4}, 2, "nothing stands out"),
+        ({"communicating": [33.0] * 4, "data": [9.0] * 4}, 2, "nothing stands out"),
+    ],
+)
+def test_sentences(monkeypatch, lists, workers, sentence):
+    monkeypatch.setattr("utils.options.timing.cores_per_rank", lambda: 8)
+    assert diagnose(times(**lists), PLACES, workers) == sentence
+
+
+def test_workers_are_as_many_as_there_are_cores(monkeypatch):
+    monkeypatch.setattr("utils.options.timing.cores_per_rank", lambda: 4)
+    expected = "80% waiting for data: --num-workers 15 (now 3), of 4 cores per rank, or samples "
+    expected += "that are cheaper to read"
+    assert diagnose(times(data=[80.0] * 4), PLACES, 3) == expected
+
+
+def test_table_of_many_ranks_shows_those_that_compute_longest():
+    row = {"total": 20.0} | {name: [0.0] * 12 for name in NAMES}
+    row |= {"computing": [float(rank) for rank in range(12)], "saving": [1.0] * 12}
+    lines = table([row, row]).splitlines()
+    assert lines[0].split() == ["computing", "saving"]
+    assert [line.split()[:2] for line in lines[1:-1]] == [["rank", str(n)] for n in range(4, 12)]
+    assert lines[-2].split()[2:] == ["22.0", "s", "2.0", "s"]
+    assert lines[-1] == "and 4 ranks that compute less"
+
+
+def test_division_on_a_gpu(monkeypatch):
+    """Of ten seconds, two saving; of the other eight, 50 % computing and 30 % idle."""
+    loader = SimpleNamespace(device=torch.device("cuda"))
+    hook = Timing(SimpleNamespace(epochs=1), {"loader": loader})
+    hook.saving = Clocks(2.0, 2.0, 0.0)
+    hook.shares = {"computing": 0.5, "communicating": 0.2, "idle": 0.3}
+    hook.loaded = Clocks(1.0, 0.0, 0.0)
+    divided = hook._divide(Clocks(10.0, 9.0, 0.0))
+    expected = {"saving": 2.0, "computing": 4.0, "communicating": 1.6, "data": 1.0, "host": 1.4}
+    assert {k: v for k, v in divided.items() if v} == pytest.approx(expected)
+    hook.loaded = Clocks(7.0, 0.0, 0.0)  # mostly while the GPU had work
+    divided = hook._divide(Clocks(10.0, 9.0, 0.0))
+    assert (divided["data"], divided["host"]) == pytest.approx((2.4, 0.0))
+
+
+# Planted causes
+
+
+def slow(function, seconds, rank=None):
+    """`function`, which then also waits, on one rank or on all."""
+
+    def slowed(*args, **kwargs):
+        if rank is None or os.environ.get("RANK") == str(rank):
+            time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return slowed
+
+
+def busy(function, seconds, rank):
+    """`function`, which also computes for that long on one rank."""
+
+    def slowed(*args):
+        end = time.thread_time() + seconds
+        while os.environ["RANK"] == str(rank) and time.thread_time() < end:
+            torch.ones(1000).sum()
+        return function(*args)
+
+    return slowed
+
+
+def plant_slow_data():
+    utils.data._make_batch = slow(utils.data._make_batch, 0.05)
+
+
+def plant_slow_data_on_rank_1():
+    utils.data._make_batch = slow(utils.data._make_batch, 0.2, rank=1)
+
+
+def plant_slow_rank():
+    tasks.images.loss = busy(tasks.images.loss, 0.2, rank=1)
+
+
+def plant_shared_core():
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(os.getppid()))})
+
+
+def plant_slow_disk():
+    utils.checkpoint.save_atomically = slow(utils.checkpoint.save_atomically, 0.3)
+
+
+def limits_of(run):
+    """find_limits() of the last epoch."""
+    assert (run.code, run.stderr) == (0, "")
+    row = run.rows[-1]
+    total, ranks = row["time"]["total"], range(row["world_size"])
+    sums = [sum(row["time"][name][rank] for name in NAMES) for rank in ranks]
+    assert sums == pytest.approx([total] * len(ranks), rel=0.2)
+    assert all(seconds >= 0 for name in NAMES for seconds in row["time"][name])
+    assert row["limited_by"] in run.stdout
+    return find_limits(row["time"], [f"rank {rank}" for rank in ranks], 0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "text", "flags"),
+    [
+        (plant_slow_data, "data", "% waiting for data: --num-workers", {"loader": "workers"}),
+        (plant_slow_data_on_rank_1, "data", "rank 1 waits for data for", {"loader": "workers"}),
+        (plant_slow_rank, "rank", "rank 1 computes", {}),
+        (plant_slow_disk, "saving", "% saving: save less often", {"save_steps": 2}),
+        (plant_shared_core, "cores", " waits for cores for", {}),
+    ],
+)
+def test_planted_cause_is_named(plant, name, text, flags, tmp_path):
+    flags = FLAGS | {"num_workers": 0, "output_dir": tmp_path} | flags
+    run = fork_script("train_ddp.py", 2, plant, **flags)
+    limits = limits_of(run)
+    assert text in limits[name][1], run.rows[-1]["time"]
+    # Other tests may use the same cores.
+    assert [other for other in limits if other not in (name, "cores")] == []
+    table = run.stdout[run.stdout.index("time of the ranks") :].splitlines()
+    assert [line[:6] for line in table[2:4]] == ["rank 0", "rank 1"]
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_slow_link(tmp_path):
+    """8 Mbit/s, for 1.1 MB of gradients in each of seven steps."""
+    with hosts(2) as machines:
+        for machine in machines:
+            machine.limit("8mbit")
+        flags = FLAGS | {"synthetic_samples": 96, "output_dir": tmp_path}
+        command = c10d("train_ddp.py", machines[0], **flags)
+        runs = finish([host.start(command) for host in machines], tmp_path)
+    assert [run.code for run in runs] == [0, 0], runs
+    row = runs[0].rows[-1]
+    assert "communicating: fewer, larger steps" in row["limited_by"], row["time"]
+
+
+# The first three show what `make test` takes along; all of them were run on a quiet machine.
+ORDINARY = [
+    ("train_1gpu.py", None, {}),
+    ("train_ddp.py", 2, {}),
+    ("train_fsdp.py", 2, {"model": "vit_tiny"}),
+    ("train_1gpu.py", None, {"loader": "workers", "num_workers": 1}),
+    ("train_ddp.py", 2, {"loader": "workers", "num_workers": 0}),
+    ("train_ddp_accum.py", 2, {"micro_batches": 2}),
+    ("train_fsdp.py", 2, {}),
+    ("train_tp.py", 2, {"model": "vit_tiny"}),
+    ("train_pp.py", 2, {}),
+    ("train_mp.py", None, {}),
+]
+MARKS = [()] * 3 + [pytest.mark.slow] * 7
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags"),
+    [pytest.param(*case, marks=m) for case, m in zip(ORDINARY, MARKS, strict=True)],
+)
+def test_nothing_stands_out_in_ordinary_runs(script, nproc, flags, tmp_path):
+    flags = FLAGS | {"image_size": 32, "output_dir": tmp_path} | flags
+    run = fork_script(script, nproc, **flags)
+    # Other tests may use the same cores.
+    assert set(limits_of(run)) <= {"cores"}, run.rows[-1]["time"]
+
+
+def test_first_step_is_left_out(tmp_path):
+    """It would look like a rank that computes long."""
+
+    def before():
+        step = Checkpointer.step
+
+        def slow_once(checkpoint):
+            time.sleep(1.0)
+            Checkpointer.step = step
+            step(checkpoint)
+
+        Checkpointer.step = slow_once
+
+    run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, **FLAGS)
+    (row,) = run.rows
+    assert row["train_seconds"] > 1.0
+    assert row["time"]["total"] < row["train_seconds"] + row["val_seconds"] - 0.9
