@@ -28,8 +28,8 @@ FROM ?= 1gpu
 TO ?= ddp
 
 .PHONY: help train test test-all test-oldest test-gpu gpu test-loggers test-slurm test-kubernetes doctor verify \
-    verify-all chaos bench bench-quick bench-peers bench-operations bench-loader bench-checkpoint \
-    bench-split lint diff readme clean
+    verify-all chaos bench bench-quick bench-peers bench-operations bench-watching bench-loader \
+    bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -38,6 +38,10 @@ help:  ## list the targets
 train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp.py ARGS="--epochs 3"
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
+ifeq ($(CONFIG) $(ARGS),configs/quickstart.yaml )
+	@echo 'Next: `$(python) -m tools.report runs/quickstart` draws these curves, `make diff` shows what' \
+	    'train_ddp.py adds to train_1gpu.py, and docs/own-task.md is about a task of your own.'
+endif
 
 test: $(dev)  ## the tests, but for the slow ones: about 8 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
@@ -95,6 +99,9 @@ bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trai
 
 bench-operations: $(peers)  ## operations and host time per step, besides the model, and of peers
 	$(python) -m lab.bench.operations $(ARGS)
+
+bench-watching: $(env)  ## host time per step that the bar, rows, loggers and --timing take
+	$(python) -m lab.bench.watching $(ARGS)
 
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
 	$(python) -m lab.bench.loader $(ARGS)

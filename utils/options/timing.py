@@ -270,8 +270,8 @@ def table(rows):
     """Seconds of each rank in all `rows` together, as text; of many ranks, those that compute
     longest."""
     names = [name for name in NAMES if any(any(row[name]) for row in rows)]
-    ranks = range(len(rows[0][names[0]]))
-    sums = {name: [sum(row[name][rank] for row in rows) for rank in ranks] for name in names}
+    ranks = range(len(rows[0]["computing"]))
+    sums = {name: [sum(row[name][rank] for row in rows) for rank in ranks] for name in NAMES}
     shown = sorted(ranks, key=lambda rank: -sums["computing"][rank])[:MOST_RANKS]
     lines = ["        " + "".join(f"{name:>14}" for name in names)]
     for rank in sorted(shown):
