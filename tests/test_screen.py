@@ -1,0 +1,37 @@
+"""The picture of a terminal in README.md."""
+
+import sys
+import xml.etree.ElementTree as ET
+
+from lab.screen import PATH, draw, record, shown
+from tools.lessons import ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_lines_are_what_a_terminal_shows():
+    text = "a\r\nbar 1\rbar 2\x1b[A\r\n\rlast "
+    assert shown(text) == ["a", "bar 2", "last"]
+
+
+def test_record_keeps_the_first_moment_and_runs_to_the_end(tmp_path):
+    code = "import os, pathlib, sys; print('one'); print('\\rstep 1', end='', flush=True);"
+    code += "input() if os.isatty(0) else None; print('\\rstep 2', end='');"
+    code += f"pathlib.Path('{tmp_path}/end').touch(); print(sys.stderr.isatty())"
+    lines = record([sys.executable, "-c", code], "^step [0-9]")
+    assert lines[0] == "one" and lines[1].startswith("step ") and len(lines) == 2
+    assert (tmp_path / "end").exists()
+    assert record([sys.executable, "-c", "print(1)"], "never") == []
+
+
+def test_picture_of_a_run_is_in_the_readme():
+    """With the settings of today, if not with the same figures."""
+    assert "](docs/figures/run.svg)" in (ROOT / "README.md").read_text()
+    svg = ET.fromstring(PATH.read_text())
+    lines = [text.text for text in svg.iter(f"{SVG}text")]
+    assert lines[0] == "$ make train"
+    assert "epochs: 4 of 64 steps, from epoch 0, step 0, in runs/quickstart" in lines
+    assert lines[-1].startswith("epoch 3 ") and "/64, loss " in lines[-1]
+    assert max(map(len, lines)) <= 112
+    redrawn = ET.fromstring(draw("make train", lines[1:]))
+    assert [text.text for text in redrawn.iter(f"{SVG}text")] == lines
