@@ -25,7 +25,7 @@ from utils.sampler import EpochSampler
 from utils.seeds import set_seed
 
 
-def build_step(model, optimizer, device, cfg):
+def build_step(model, optimizer, meter, device, cfg):
     def train_step(inputs, targets):  # no .item(): a graph cannot wait
         with cfg.autocast(device):
             outputs = model(inputs)
@@ -35,7 +35,8 @@ def build_step(model, optimizer, device, cfg):
         optimizer.zero_grad()
         loss.backward()
         if cfg.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
         optimizer.step()
         return loss_sum, outputs
 
@@ -76,10 +77,10 @@ def main():
 
     # Optimization
     optimizer = build_optimizer(model, cfg)
-    train_step = build_step(model, optimizer, device, cfg)
-    train_step = GraphedStep(train_step, optimizer, device)  # captures it on a GPU
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     meter = Meter(task, train_loader)
+    train_step = build_step(model, optimizer, meter, device, cfg)
+    train_step = GraphedStep(train_step, optimizer, device)  # captures it on a GPU
 
     # Checkpoints: everything that a restarted run needs
     state = {

@@ -46,7 +46,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
                 loss.backward()
             meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         if cfg.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
         optimizer.step()
         scheduler.step()
 

@@ -42,7 +42,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, scaler, meter, checkpoi
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)  # otherwise, clipping would see scaled gradients
         if cfg.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
         scaler.step(optimizer)  # skips the update if a gradient overflowed
         scaler.update()
         scheduler.step()

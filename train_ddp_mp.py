@@ -50,7 +50,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
         optimizer.zero_grad()
         loss.backward()
         if cfg.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
         optimizer.step()
         scheduler.step()
 

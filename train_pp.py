@@ -34,7 +34,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
         outputs = model.step(inputs, targets, task.loss, count)  # forward and backward
         loss_sum = task.loss(outputs, targets)  # for the meter only
         if cfg.clip_norm:
-            model.clip_grad_norm_(cfg.clip_norm)
+            norm = model.clip_grad_norm_(cfg.clip_norm)
+            meter.note(gradient_norm=norm)
         optimizer.step()
         scheduler.step()
 

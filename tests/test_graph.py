@@ -15,6 +15,7 @@ from train_1gpu_graph import build_step
 from utils.checkpoint_file import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
+from utils.metrics import Meter
 from utils.optim import build_optimizer, build_scheduler
 from utils.rungs import graph
 
@@ -46,7 +47,8 @@ class Recording(TorchDispatchMode):
 @pytest.fixture
 def trainer(monkeypatch):
     """A function that trains a model for some steps, in a recorded graph or not, and returns its
-    state, the losses and the GraphedStep. Capturing computes nothing: the state is put back."""
+    state, the losses and norms, and the GraphedStep. Capturing computes nothing: the state is put
+    back."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: stream)
@@ -62,7 +64,8 @@ def trainer(monkeypatch):
         model = torch.nn.Sequential(*layers)
         optimizer = build_optimizer(model, cfg)
         scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=steps)
-        train_step = build_step(model, optimizer, CPU, cfg)
+        meter = Meter(task=None, loader=None)
+        train_step = build_step(model, optimizer, meter, CPU, cfg)
         train_step = graph.GraphedStep(train_step, optimizer, device)
 
         @contextmanager
@@ -76,16 +79,16 @@ def trainer(monkeypatch):
                 tensor.detach().copy_(value)
 
         monkeypatch.setattr(torch.cuda, "graph", record)
-        losses = []
+        numbers = []
         for _ in range(steps):
             images, labels = torch.randn(6, 3), torch.randint(2, (6,))
             loss_sum, outputs = train_step(images, labels)
             scheduler.step()
-            losses.append(loss_sum.item())
+            numbers += [loss_sum.item(), meter.noted["gradient_norm"].item()]
             assert outputs.shape == (6, 2)
             assert isinstance(optimizer.param_groups[0]["lr"], float)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        return state, losses, train_step
+        return state, numbers, train_step
 
     return train
 
@@ -93,11 +96,11 @@ def trainer(monkeypatch):
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd_nesterov", "adam", "adamw"])
 def test_replays_train_the_same_weights(optimizer, trainer):
     """The learning rate, which differs in each step, the batch, and the statistics of BatchNorm."""
-    (graphed, losses, train_step), (eager, expected, _) = (
+    (graphed, numbers, train_step), (eager, expected, _) = (
         trainer(device, optimizer=optimizer) for device in (CUDA, CPU)
     )
     assert isinstance(train_step.graph, Recording) and train_step.warmup_steps == 0
-    assert losses == pytest.approx(expected, rel=1e-5)
+    assert numbers == pytest.approx(expected, rel=1e-5)
     for name, value in eager["model"].items():
         torch.testing.assert_close(graphed["model"][name], value)
     assert graphed["optimizer"]["param_groups"] == eager["optimizer"]["param_groups"]

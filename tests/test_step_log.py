@@ -4,12 +4,14 @@ import errno
 import json
 
 import pytest
+import torch
 
 from tests.forked import FIVE_STEPS, fork_script, killed_at
 from utils.metrics import read_metrics
 from utils.options import step_log
 
 FLAGS = FIVE_STEPS | {"model": "vit_tiny", "image_size": 16, "log_steps": 2, "dtype": "float64"}
+FLAGS |= {"clip_norm": 0.5}
 MEASURED = ("samples_per_second", "data_seconds", "memory")
 
 
@@ -45,18 +47,53 @@ def test_rows_cover_the_steps_since_the_last_one(straight, tmp_path):
         assert of_epoch == pytest.approx(straight.rows[0][f"train_{name}"], abs=1e-12)
         of_window = (singles[7][name] + singles[8][name]) / 2
         assert rows[3][name] == pytest.approx(of_window, abs=1e-12)
-    assert [row["lr"] for row in rows] == [singles[i]["lr"] for i in (1, 3, 6, 8)]
+    for name in ("lr", "gradient_norm"):
+        assert [row[name] for row in rows] == [singles[i][name] for i in (1, 3, 6, 8)]
+    assert all(row["gradient_norm"] > 0.5 for row in rows)  # as it was before it was clipped
     assert singles[-1]["lr"] == straight.rows[-1]["lr"]
 
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [("train_ddp.py", {}), ("train_ddp_accum.py", {"micro_batches": 3}), ("train_tp.py", {})],
+    [
+        ("train_ddp.py", {}),
+        ("train_ddp_accum.py", {"micro_batches": 3}),
+        ("train_fsdp.py", {}),
+        ("train_tp.py", {}),
+        ("train_pp.py", {"micro_batches": 3}),
+    ],
 )
 def test_rows_are_those_of_one_process(script, flags, straight, tmp_path):
     run = fork_script(script, 2, output_dir=tmp_path / "run", **FLAGS, **flags)
     assert (run.code, run.stderr) == (0, "")
     assert facts(log(run.output_dir)) == facts(log(straight.output_dir))
+
+
+def test_norm_of_scaled_gradients(tmp_path):
+    """The GradScaler skips steps whose gradients overflow: these have no norm."""
+
+    def from_a_large_scale():
+        real = torch.amp.GradScaler
+        torch.amp.GradScaler = lambda *args, **kw: real(*args, init_scale=2.0**19, **kw)
+
+    flags = FLAGS | {"log_steps": 1, "dtype": "float32", "clip_norm": 1e3, "lr": 0.0}
+    norms = []
+    for script, before, own in (
+        ("train_ddp.py", None, {}),
+        ("train_ddp_amp.py", from_a_large_scale, {"amp_dtype": "float16"}),
+    ):
+        run = fork_script(script, 2, before, output_dir=tmp_path / script, **flags, **own)
+        assert (run.code, run.stderr) == (0, "")
+        norms.append([row.get("gradient_norm") for row in log(run.output_dir)])
+    both = [(ours, exact) for exact, ours in zip(*norms, strict=True) if ours is not None]
+    assert 0 < len(both) < 10
+    assert all(ours == pytest.approx(exact, rel=1e-2) for ours, exact in both)
+    assert "NaN" not in (run.output_dir / "steps.jsonl").read_text()
+
+
+def test_run_without_clipping_has_no_norm(tmp_path):
+    run = fork_script("train_1gpu.py", output_dir=tmp_path, **FLAGS | {"clip_norm": 0, "epochs": 1})
+    assert run.code == 0 and not any("gradient_norm" in row for row in log(tmp_path))
 
 
 def test_resumed_run_neither_repeats_nor_loses_rows(straight, tmp_path):

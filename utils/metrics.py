@@ -32,6 +32,7 @@ class Meter:
 
     def __init__(self, task, loader):
         self.task, self.loader = task, loader
+        self.noted = {}
         self.reset()
 
     def reset(self):
@@ -58,6 +59,11 @@ class Meter:
         if isinstance(previous, torch.Tensor):
             previous = previous.to(sums.device)
         self.sums = previous + sums
+
+    def note(self, **values):
+        """Keep values of this step that are not sums, for the rows of --log-steps: 0-dim tensors,
+        the same on every rank, which stay on the device until a row is due."""
+        self.noted |= values
 
     def restore_where(self, condition, sums):
         """Where `condition`, a 0-dim bool tensor, is true, go back to `sums`, from an earlier

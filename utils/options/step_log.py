@@ -3,17 +3,20 @@
 Each row has "epoch", "step" and "samples", those of the epoch so far; and for the steps since the
 last row, or since the start of the epoch, over all ranks: what the task summarizes, with the
 "loss"; "samples_per_second"; "data_seconds", for which a rank has waited for data, on average.
-"lr" is that of the next step, and "memory" the most bytes that rank 0 has used so far, on its GPU,
-or as a process that trains on a CPU.
+"gradient_norm" is that of the row's last step, before it was clipped: of runs with --clip-norm, and
+of steps whose gradients were finite. "lr" is that of the next step, and "memory" the most bytes
+that rank 0 has used so far, on its GPU, or as a process that trains on a CPU.
 """
 
 import json
+import math
 import resource
 import sys
 import time
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from utils.distributed import all_reduce, dp_world_size, is_main_process
 from utils.errors import UserError
@@ -69,16 +72,21 @@ class StepLog(Hook):
         numbers = loader.samples, loader.waited - self.waited
         self.waited = loader.waited
         vector = torch.cat([*(snapshot.new_full((1,), number) for number in numbers), snapshot])
+        noted = [whole(value).to(snapshot).reshape(1) for value in self.meter.noted.values()]
         self.pending = {
             "epoch": loader.epoch,
             "step": loader.step,
             "lr": self.scheduler.get_last_lr()[0],
-            "readout": Readout(all_reduce(vector)),
+            "names": list(self.meter.noted),
+            "readout": Readout(torch.cat([all_reduce(vector), *noted])),
         }
 
     def _write_pending(self, hooks):
         row, self.pending = self.pending, None
-        samples, waited, *totals = row.pop("readout").wait().tolist()
+        names, values = row.pop("names"), row.pop("readout").wait().tolist()
+        sums_end = len(values) - len(names)
+        samples, waited, *totals = values[:sums_end]
+        noted = zip(names, values[sums_end:], strict=True)
         now, step = time.perf_counter(), row["step"]
         before = self.totals or [0.0] * len(totals)
         window = torch.tensor(totals, dtype=torch.float64) - torch.tensor(
@@ -89,6 +97,7 @@ class StepLog(Hook):
         if not is_main_process():
             return
         row |= {"samples": int(samples), **self.meter.summarize(window)}
+        row |= {name: value for name, value in noted if math.isfinite(value)}  # JSON has no NaN
         row |= {"samples_per_second": speed, "data_seconds": waited / dp_world_size()}
         row["memory"] = peak_memory(self.loader.device)
         try:
@@ -101,6 +110,11 @@ class StepLog(Hook):
             print(f"warning: {text}; the run continues", file=sys.stderr)
         for hook in hooks:
             hook.after_row(row)
+
+
+def whole(value):
+    """A tensor as every rank has it; all ranks call it together."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def peak_memory(device):

@@ -257,6 +257,7 @@ class Pipeline(Wrapper):
         dist.all_reduce(squared)
         norm = squared.sqrt().to(next(self.parameters()).dtype)
         nn.utils.clip_grads_with_norm_(list(gradients), max_norm, norm)
+        return norm
 
 
 def _no_loss(outputs, targets):

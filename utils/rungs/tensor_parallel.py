@@ -109,8 +109,10 @@ def clip_grad_norm_(parameters, max_norm):
             kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = [get_total_norm([p.grad for p in same]) for same in kinds.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.stack(norms).norm()
     for same in kinds.values():
-        clip_grads_with_norm_(same, max_norm, torch.stack(norms).norm())
+        clip_grads_with_norm_(same, max_norm, norm)
+    return norm
 
 
 def head_order(attention):
