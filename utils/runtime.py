@@ -53,6 +53,8 @@ def log_summary(cfg, state, start_epoch):
     model, loader = unwrap(state["model"]), state["loader"]
     if not is_main_process():
         return
+    for text in cfg.warnings(loader.device):
+        print(f"warning: {text}", file=sys.stderr)
     folder = Path(cfg.output_dir)
     write_text(folder / "config.yaml", cfg.dump())
     trained = count_trainable(state["model"])

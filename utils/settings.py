@@ -45,6 +45,11 @@ class Settings:
         through super(). Raises ConfigError if values contradict each other."""
         return self
 
+    def warnings(self, device):
+        """Lines for whoever starts a run on the torch.device: what works, but hardly as intended.
+        Subclasses extend this list."""
+        return []
+
 
 def rules_of(kind, name):
     """{"help", "choices", "low", "free"} of a field: see setting()."""

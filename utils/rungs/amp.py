@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from utils.rungs.half_precision import warnings_of
 from utils.settings import ConfigError, Settings, setting
 
 
@@ -26,6 +27,11 @@ class AmpSettings(Settings):
     def autocast_dtype(self):
         """The torch.dtype for torch.autocast."""
         return getattr(torch, self.amp_dtype)
+
+    def warnings(self, device):
+        """See utils.settings."""
+        own = warnings_of(self.amp_dtype, device, "train_ddp.py trains in float32")
+        return [*super().warnings(device), *own]
 
     def resolved(self):
         """See utils.settings. Raises ConfigError if values contradict each other."""

@@ -19,6 +19,7 @@ from utils.distributed import (
     require_gpu_per_rank,
 )
 from utils.errors import UserError
+from utils.rungs.half_precision import warnings_of
 from utils.settings import ConfigError, Settings, free_setting, setting
 
 
@@ -43,6 +44,11 @@ class FsdpSettings(Settings):
     def precision(self):
         """A readable description of the precision."""
         return super().precision if self.fsdp_dtype == "none" else f"{self.fsdp_dtype} blocks"
+
+    def warnings(self, device):
+        """See utils.settings."""
+        own = warnings_of(self.fsdp_dtype, device, "pass --fsdp-dtype none")
+        return [*super().warnings(device), *own]
 
     def resolved(self):
         """See utils.settings. Raises ConfigError if values contradict each other."""

@@ -10,6 +10,7 @@ import torch
 
 from utils.batches import map_tensors, tensors_of
 from utils.errors import UserError
+from utils.rungs.half_precision import warnings_of
 from utils.settings import ConfigError, Settings, setting
 
 WARMUP_STEPS = 3
@@ -32,6 +33,11 @@ class GraphSettings(Settings):
     def autocast(self, device):
         """torch.autocast on the device, which changes nothing with amp_dtype none."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.amp_dtype == "bfloat16")
+
+    def warnings(self, device):
+        """See utils.settings."""
+        own = warnings_of(self.amp_dtype, device, "pass --amp-dtype none")
+        return [*super().warnings(device), *own]
 
     def resolved(self):
         """See utils.settings. Raises ConfigError if values contradict each other."""
