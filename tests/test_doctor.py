@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -64,6 +65,18 @@ def test_cores_that_the_ranks_of_a_node_share(monkeypatch):
         (finding,) = [f for f in tools.doctor.check_software() if "cores for 8 GPUs" in f.text]
         assert finding.level == level
         assert level == "ok" or "--cpus-per-task" in finding.advice
+
+
+def test_transports_of_all_ranks_are_reported(tmp_path, monkeypatch):
+    """As on two nodes of one GPU each, of which one has no InfiniBand."""
+    rank1 = Counter({(1, 0, "NET/Socket"): 2}), "other node", False
+    monkeypatch.setattr(tools.doctor.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(tools.doctor, "all_gather_object", lambda own: [own, rank1])
+    (tmp_path / "log").mkdir()
+    text = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n"
+    (tmp_path / "log" / "h.1").write_text(text)
+    (finding,) = tools.doctor.check_transports(tmp_path / "log")
+    assert finding == ("ok", "NCCL sends through NET/Socket (channels: 3)", "")
 
 
 def test_debug_level_that_crashes_is_reported(monkeypatch, capfd):

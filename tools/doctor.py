@@ -19,15 +19,24 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torchvision
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from tools.findings import GB, Finding, check
+from tools.gpus import (
+    check_compiler,
+    check_copies,
+    check_numa,
+    finish_nccl_log,
+    start_nccl_log,
+    transport_findings,
+)
 from utils.distributed import (
     all_gather_object,
     available_cores,
@@ -36,27 +45,10 @@ from utils.distributed import (
 )
 from utils.errors import UserError
 
-GB = 1e9
 SHM = 0.5 * GB  # loader workers pass batches through /dev/shm; Docker's default is 0.067 GB
 FREE = 5 * GB  # a few checkpoints
 CLOCKS = 2.0  # seconds; torchrun takes a node whose clock is off for dead
 LARGEST = 64 << 20  # bytes in the largest all-reduce
-
-
-class Finding(NamedTuple):
-    """The result of a check. level: ok, warning or FAILED."""
-
-    level: str
-    text: str
-    advice: str = ""
-
-    def __str__(self):
-        return f"{self.level:8} {self.text}{': ' if self.advice else ''}{self.advice}"
-
-
-def check(passed, text, advice, level="FAILED"):
-    """A Finding: ok with `text`, or `level` with `text` and `advice`."""
-    return Finding("ok", text) if passed else Finding(level, text, advice)
 
 
 def versions():
@@ -258,6 +250,21 @@ def _timed(function, device):
     return time.perf_counter() - start
 
 
+def check_transports(nccl_log):
+    """What NCCL has sent the first all-reduces through, as Findings."""
+    if dist.get_backend() != "nccl":
+        return
+    channels = Counter(finish_nccl_log(nccl_log)) if nccl_log else Counter()
+    has_infiniband = Path("/dev/infiniband").exists()
+    everyone = all_gather_object((channels, socket.gethostname(), has_infiniband))
+    total, hosts = Counter(), []
+    for own, host, has_devices in everyone:
+        total += own
+        hosts.append(host)
+        has_infiniband &= has_devices
+    yield from transport_findings(total, hosts, has_infiniband)
+
+
 def check_links(device, size=8 << 20, rounds=15):
     """Each rank sends to its counterparts on the other nodes; Findings for the slow links.
 
@@ -309,6 +316,10 @@ def slow_links(everyone):
 def local_findings(args, several_nodes):
     """The Findings that need no other process."""
     yield from check_software()
+    yield from check_compiler()
+    if torch.cuda.is_available():
+        yield from check_copies()
+        yield from check_numa()
     yield from check_limits()
     yield from check_disk(Path(args.output_dir))
     yield from check_names(several_nodes)
@@ -316,11 +327,12 @@ def local_findings(args, several_nodes):
         yield from check_rendezvous(args.rendezvous)
 
 
-def common_findings(device):
-    """The Findings for which all ranks work together."""
+def common_findings(device, nccl_log):
+    """The Findings for which all ranks work together. nccl_log: what start_nccl_log() returned."""
     yield from check_same_versions()
     yield from check_clocks()
     yield from check_all_reduce(device)
+    yield from check_transports(nccl_log)
     yield from check_links(device)
 
 
@@ -342,6 +354,7 @@ def main():
     several_nodes = bool(args.rendezvous)
     if launched:
         several_nodes = os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]
+    nccl_log = start_nccl_log() if launched and torch.cuda.is_available() else None
     failed = False
     if os.environ.get("LOCAL_RANK", "0") == "0":
         where = f"{socket.gethostname()}: " if several_nodes and launched else ""
@@ -352,7 +365,7 @@ def main():
         except UserError as error:
             show([Finding("FAILED", f"rank {os.environ['RANK']} {error}")])
             sys.exit(1)
-        findings = list(common_findings(device))
+        findings = list(common_findings(device, nccl_log))
         failed = any(all_gather_object(failed))
         if dist.get_rank() == 0:
             failed |= show(findings)

@@ -1,0 +1,181 @@
+"""tools.gpus says what slows GPUs down, from what such machines have shown."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tools import gpus
+from tools.gpus import (
+    Copy,
+    check_compiler,
+    check_copies,
+    check_numa,
+    copy_findings,
+    finish_nccl_log,
+    numa_findings,
+    nvlink_findings,
+    read_transports,
+    start_nccl_log,
+    transport_findings,
+)
+
+GB = 10**9
+# Lines as NCCL 2.17 to 2.27 write them.
+NVSWITCH = """\
+node-1:22760:22776 [0] NCCL INFO Channel 04/0 : 0[0] -> 7[7] via P2P/CUMEM
+node-1:22760:22776 [0] NCCL INFO Channel 05/0 : 0[0] -> 7[7] via P2P/CUMEM/read
+node-1:22760:22776 [0] NCCL INFO Channel 07/0 : 0[0] -> 15[7] [send] via NET/IBext_v8/0(7)/GDRDMA
+node-1:22760:22776 [0] NCCL INFO Channel 07/0 : 9[1] -> 0[0] [receive] via NET/IBext_v8/0/GDRDMA
+node-1:22760:22776 [0] NCCL INFO NCCL_IB_GID_INDEX set by environment to 3.
+"""
+CONSUMER = """\
+host:9822:9938 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct
+host:9822:9938 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct
+"""
+SOCKETS = """\
+ubuntu:9621:9692 [7] NCCL INFO Channel 14/0 : 15[7] -> 0[0] [send] via NET/Socket/0
+"""
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV4\tPHB\tPIX\t0-63\t0
+GPU1\tNV4\t X \tSYS\tSYS\t0-63\t0
+GPU2\tPHB\tSYS\t X \tSYS\t0-63\t0
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def pair(**changes):
+    """The copies between two sound GPUs, with changes to the first."""
+    copies = [Copy(0, 1, True, 20.0 * GB, True), Copy(1, 0, True, 20.0 * GB, True)]
+    return [copies[0]._replace(**changes), copies[1]]
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def test_gpus_that_copy_directly():
+    (finding,) = copy_findings(pair())
+    assert finding.level == "ok" and "2 of 2 pairs" in finding.text and "20.0 GB/s" in finding.text
+
+
+def test_pairs_without_a_direct_connection():
+    warning, ok = copy_findings(pair(is_direct=False, speed=4.5 * GB))
+    assert (warning.level, ok.level) == ("warning", "ok")
+    assert "1 of 2 pairs of GPUs, such as 0 to 1," in warning.text and "4.5 GB/s" in warning.text
+    assert "train_ddp_accum.py" in warning.advice and "docs/choosing.md" in warning.advice
+
+
+def test_slow_and_damaged_copies():
+    (slow,) = copy_findings(pair(speed=2.0 * GB))
+    assert slow.level == "warning" and "from GPU 0 to 1 2.0 GB/s (slowest)" in slow.text
+    damaged, _ = copy_findings(pair(is_intact=False))
+    assert damaged.level == "FAILED" and "from GPU 0 to 1" in damaged.text
+    assert "NCCL_P2P_DISABLE=1" in damaged.advice and "iommu=pt" in damaged.advice
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("import time; time.sleep(60)", "takes more than 0.5 s"),
+        ("raise RuntimeError('an illegal memory access')", "an illegal memory access"),
+    ],
+)
+def test_copies_that_hang_or_fail(program, text, monkeypatch):
+    real = subprocess.run
+
+    def run(command, **options):
+        return real([sys.executable, "-S", "-c", program], **options)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "SECONDS", 0.5 if "sleep" in program else 60)
+    monkeypatch.setattr(subprocess, "run", run)
+    (finding,) = check_copies()
+    assert finding.level == "FAILED" and text in finding.text
+    assert "NCCL_P2P_DISABLE=1" in finding.advice
+
+
+def test_nvlinks_of_a_topology():
+    (finding,) = nvlink_findings(TOPOLOGY)
+    assert finding.text == "NVLink between 2 of 6 pairs of GPUs"
+    assert list(nvlink_findings("")) == []
+
+
+def test_what_nccl_has_logged():
+    assert read_transports(NVSWITCH) == {
+        (0, 7, "P2P/CUMEM"): 2,
+        (0, 15, "NET/IBext_v8/GDRDMA"): 1,
+    }
+    assert read_transports(CONSUMER) == {(0, 1, "SHM/direct"): 2}
+    assert read_transports(SOCKETS) == {(15, 0, "NET/Socket"): 1}
+
+
+def test_transports_that_are_slow():
+    nodes = ["a"] * 8 + ["b"] * 8
+    (ok,) = transport_findings(read_transports(NVSWITCH), nodes, True)
+    expected = "NCCL sends through P2P/CUMEM (channels: 2), NET/IBext_v8/GDRDMA (channels: 1)"
+    assert (ok.level, ok.text) == ("ok", expected)
+    _, warning = transport_findings(read_transports(CONSUMER), ["a", "a"], False)
+    assert warning.level == "warning" and "NCCL uses SHM/direct from rank 0 to" in warning.text
+    assert "NCCL_P2P_LEVEL" in warning.advice and "train_pp.py" in warning.advice
+    _, warning = transport_findings(read_transports(SOCKETS), nodes, True)
+    assert "although there is /dev/infiniband" in warning.text and "rdma-core" in warning.advice
+    assert levels(transport_findings(read_transports(SOCKETS), nodes, False)) == ["ok"]
+    assert levels(transport_findings(read_transports(""), nodes, True)) == ["ok"]
+
+
+def test_log_of_nccl_is_read_and_removed(monkeypatch):
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    folder = start_nccl_log()
+    (folder / "host.123").write_text(CONSUMER)
+    assert finish_nccl_log(folder) == {(0, 1, "SHM/direct"): 2} and not folder.exists()
+    assert start_nccl_log() is None  # what a user has set, stays
+
+
+def test_numa_nodes(tmp_path, monkeypatch):
+    for node, cores in enumerate(("0-1,8", "2-3")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+        device = tmp_path / f"bus/pci/devices/0000:{node + 10:02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    places = [
+        SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (10, 11, 12)
+    ]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", places.__getitem__)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 8})
+    (finding,) = check_numa(tmp_path)
+    assert finding == ("ok", "2 NUMA nodes: GPU 0 on node 0; GPU 1 on node 1", "")
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {2, 3})
+    (finding,) = check_numa(tmp_path)
+    assert finding.level == "warning" and "no core of node 0 may be used" in finding.advice
+    assert "--numa-binding=node" in finding.advice
+    assert list(numa_findings([0, 0], {0: {0, 1}}, {0})) == []  # one node
+
+
+def test_compiler_for_compile(monkeypatch, tmp_path):
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for has_gpu, name, variable in ((False, "g++", "CXX"), (True, "gcc", "CC")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        (finding,) = check_compiler()
+        assert finding.level == "warning" and "build-essential" in finding.advice
+        assert variable in finding.advice
+        (tmp_path / name).touch(0o755)
+        assert levels(check_compiler()) == ["ok"]
+        monkeypatch.setenv(variable, "no-such-compiler -O2")
+        (finding,) = check_compiler()
+        assert finding.text == f"{variable}=no-such-compiler is not a program"
