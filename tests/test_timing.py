@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import tasks.images
 import utils.checkpoint
@@ -13,11 +14,24 @@ import utils.data
 from tests.forked import fork_script
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
 from utils.checkpoint import Checkpointer
+from utils.options import timing
 from utils.options.timing import NAMES, Clocks, Timing, diagnose, find_limits, table
 
 # An epoch of 16 steps, and no save that a test does not ask for.
 FLAGS = {"synthetic_samples": 192, "epochs": 1, "timing": True, "save_minutes": 0}
 PLACES = ["rank 0 on a", "rank 1 on a", "rank 2 on b", "rank 3 on b"]
+
+
+CUDA_EVENT = {"device_type": DeviceType.CUDA, "is_user_annotation": False}
+
+
+class Loader:
+    """Of 40 steps on a GPU, which never wait for data."""
+
+    device, name, step, waited, computed = torch.device("cuda"), "device", 0, 0.0, 0.0
+
+    def __len__(self):
+        return 40
 
 
 def times(**lists):
@@ -117,6 +131,38 @@ def test_division_on_a_gpu(monkeypatch):
     hook.loaded = Clocks(7.0, 0.0, 0.0)  # mostly while the GPU had work
     divided = hook._divide(Clocks(10.0, 9.0, 0.0))
     assert (divided["data"], divided["host"]) == pytest.approx((2.4, 0.0))
+
+
+def test_kernels_are_recorded_in_the_middle_of_an_epoch(monkeypatch):
+    """On a GPU; here, the clocks, the profiler and the steps are made up."""
+    calls, clock = [], SimpleNamespace(now=0.0)
+    events = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(start=a, end=b), **CUDA_EVENT)
+        for name, a, b in [("gemm", 0, 6), ("ncclDevKernel_AllReduce", 6, 8), ("gemm", 9, 10)]
+    ]
+
+    def work(name):
+        calls.append((name, loader.step))
+        clock.now += 100.0  # which is no part of the training
+
+    profiler = SimpleNamespace(
+        start=lambda: work("start"), stop=lambda: work("stop"), events=lambda: events
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(timing, "read_clocks", lambda: Clocks(clock.now, 0.0, 0.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    loader = Loader()
+    hook = Timing(SimpleNamespace(epochs=1), {"loader": loader})
+    for loader.step in range(1, 41):
+        clock.now += 1.0
+        hook.after_step(None, wait=loader.step == 40)
+    assert calls == [("start", 20), ("stop", 28)]
+    row = {}
+    hook.before_row(row)
+    assert row["time"]["total"] == pytest.approx(39.0)
+    seconds = {name: row["time"][name][0] for name in NAMES}
+    expected = {"computing": 0.7 * 39, "communicating": 0.2 * 39, "host": 0.1 * 39}
+    assert seconds == pytest.approx(dict.fromkeys(NAMES, 0.0) | expected)
 
 
 # Planted causes

@@ -285,7 +285,9 @@ def test_channels_last_changes_nothing():
 CHECK_SYNC = """
 import sys, torch
 sys.path.insert(0, {root!r})
+import utils.progress
 from lab.bench.hooks import run_script
+utils.progress.SECONDS_BETWEEN_LINES = 0  # a line whenever the values have arrived
 def around(loader, batches):
     for step, batch in enumerate(batches):
         if step == 2:  # everything that is created once exists
@@ -304,11 +306,33 @@ def test_nothing_waits_for_the_gpu_between_steps(script, loader, tmp_path):
     text = CHECK_SYNC.format(root=str(ROOT), script=str(ROOT / script))
     (tmp_path / "checked.py").write_text(text)
     nproc = None if script == "train_1gpu.py" else 1
-    flags = {"device": "cuda", "loader": loader, "clip_norm": 1.0}
+    flags = {"device": "cuda", "loader": loader, "clip_norm": 1.0, "log_steps": 2}
     flags |= {"amp_dtype": "float16"} if script == "train_ddp_amp.py" else {}
     run = run_script(tmp_path / "checked.py", nproc, output_dir=tmp_path / "run", **flags)
     assert run.code == 0, run.stderr
     assert run.stdout.count("checked") == 2  # epochs
+
+
+@pytest.mark.parametrize("script", ["train_1gpu.py", "train_ddp.py"])
+def test_timing_divides_the_time_of_the_gpu(script, tmp_path):
+    nproc = 1 if script == "train_ddp.py" else None
+    flags = {"device": "cuda", "timing": True, "synthetic_samples": 480, "output_dir": tmp_path}
+    run = run_script(script, nproc, **flags)
+    assert run.code == 0, run.stderr
+    for row in run.rows:
+        seconds = {name: values[0] for name, values in row["time"].items() if name != "total"}
+        assert sum(seconds.values()) == pytest.approx(row["time"]["total"])
+        # Steps of a small model with 12 images: the GPU computes, and waits for its host.
+        assert seconds["computing"] > 0 and seconds["host"] > 0 and seconds["cores"] == 0
+    assert "GPUs wait for the host" in run.rows[-1]["limited_by"]
+
+
+def test_profile_shows_kernels(tmp_path):
+    run = run_script("train_1gpu.py", None, device="cuda", profile="4:7", output_dir=tmp_path)
+    assert run.code == 0, run.stderr
+    text = (tmp_path / "profile" / "summary.txt").read_text()
+    assert torch.cuda.get_device_name() in text and "kernels and" in text
+    assert " 0 kernels" not in text
 
 
 def test_peak_memory_is_reported(tmp_path):
