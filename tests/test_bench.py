@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lab.bench.__main__ as bench
-from lab.bench import checkpoint, loader, operations, peer, peers, report, split
+from lab.bench import checkpoint, loader, operations, peer, peers, report, split, watching
 from lab.bench.hooks import PARTS
 from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
 from lab.bench.peers import contestants, ratio, table_rows
@@ -212,6 +212,24 @@ def test_interval_contains_the_true_ratio():
         assert low <= middle <= high
         inside += low <= 1.1 <= high
     assert inside >= 50
+
+
+# What it costs to watch a run
+
+
+def test_watching_compares_neighbors():
+    """The machine gets slower all the time: the medians of all blocks would be misleading."""
+    without = [1.0 + 0.1 * n for n in range(20)]
+    middle, low, high = watching.paired(without, [1.02 * s for s in without])
+    assert (middle, low, high) == pytest.approx((1.02, 1.02, 1.02))
+
+
+def test_watching_measures_hooks_while_they_work(monkeypatch):
+    monkeypatch.setattr(watching, "PAIRS", 2)
+    without, watched, in_hooks = watching.measure({"log_steps": 1}, False)
+    assert len(without) == len(watched) == 2 and 1e-5 < in_hooks < 0.1
+    result = {"rows": {"rows": (without, watched, in_hooks)}}
+    assert "| rows | " in watching.table(result)
 
 
 # The probe

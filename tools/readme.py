@@ -12,6 +12,7 @@ import re
 from lab.bench import operations as bench_operations
 from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
+from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
 from lab.memory import table as memory
 from tools.closure import options, purpose, size, total
@@ -140,6 +141,12 @@ def operations():
     return markdown_table(bench_operations.HEAD, bench_operations.table_rows(result))
 
 
+def watching():
+    """The table of `make bench-watching`."""
+    result = json.loads((RESULTS / "watching.json").read_text())
+    return f"{bench_watching.table(result)}\n\n{bench_watching.notes(result)}"
+
+
 def split():
     """The table of `make bench-split`."""
     rows = json.loads((RESULTS / "split.json").read_text())["rows"]
@@ -173,6 +180,7 @@ BLOCKS = {
     "bench": bench,
     "peers": peers,
     "operations": operations,
+    "watching": watching,
     "traps": traps,
     "memory": memory,
     "split": split,

@@ -10,20 +10,21 @@ installed are left out.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import pty
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from lab.bench.hooks import run_script
 from lab.bench.operations import FLAGS
-from lab.bench.report import interval, write_table
+from lab.bench.report import write_table
 from lab.bench.runner import machine
 from tools.markdown import markdown_table
 from tools.runs import ROOT, flag_list
@@ -48,7 +49,7 @@ ROWS = {
     ),
 }
 WATCHING = ("Progress", "StepLog", "Loggers", "Timing")
-HEAD = ["watched by", "us per step, in the hooks", "us per step, more", "step, relative", "95 %"]
+HEAD = ["watched by", "us per step in the hooks", "of the step", "whole step, relative"]
 
 
 def worker(path, flags):
@@ -85,7 +86,7 @@ def worker(path, flags):
 
     utils.options.build_hooks = build_switched
     run_script("train_1gpu.py", flags, around)
-    in_hooks = sum(spent) / (BLOCK * (PAIRS + 1))
+    in_hooks = sum(spent) / (BLOCK * (len(blocks) // 2))
     Path(path).write_text(json.dumps([blocks, in_hooks]))
 
 
@@ -116,26 +117,49 @@ def measure(flags, on_terminal):
     return blocks[2::2], blocks[3::2], in_hooks
 
 
+def paired(without, watched, draws=2000):
+    """The median of the ratios of neighbors, and its 95 % bootstrap interval."""
+    ratios = [b / a for a, b in zip(without, watched, strict=True)]
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws)
+    )
+    return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws)]
+
+
+def table(result):
+    """The rows as a table in Markdown."""
+    rows = []
+    for name, (without, watched, in_hooks) in result["rows"].items():
+        share = in_hooks / statistics.median(without)
+        middle, low, high = paired(without, watched)
+        cells = f"{in_hooks * 1e6:.0f}", f"{share:.2%}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        rows.append([name, *cells])
+    return markdown_table(HEAD, rows)
+
+
+def notes(result):
+    """How the rows were measured, as text."""
+    step = statistics.median(s for without, *_ in result["rows"].values() for s in without)
+    return (
+        f"train_1gpu.py, {FLAGS['model']}, {FLAGS['global_batch_size']} images, one thread of "
+        f"{result['cpu']}, torch {result['torch']}; a step takes {step * 1e3:.1f} ms. Medians of "
+        f"{PAIRS} pairs of blocks of {BLOCK} steps, with and without, and the 95 % interval."
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m lab.bench.watching", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--output", default="runs/bench-watching", help="folder of the reports")
     args = parser.parse_args()
-    result, table = machine() | {"rows": {}}, []
+    result = machine() | {"rows": {}}
     for name, (flags, on_terminal, package) in ROWS.items():
-        if package and not importlib.util.find_spec(package):
+        if package and not find_spec(package):
             continue
-        without, watched, in_hooks = result["rows"][name] = measure(flags, on_terminal)
-        more = statistics.median(b - a for a, b in zip(without, watched, strict=True)) * 1e6
-        middle, low, high = interval(without, watched)
-        cells = f"{in_hooks * 1e6:,.0f}", f"{more:,.0f}", f"{middle:.3f}"
-        table.append([name, *cells, f"{low:.3f} to {high:.3f}"])
-        print(*table[-1], sep="; ", flush=True)
-    step = statistics.median(s for without, *_ in result["rows"].values() for s in without)
-    text = f"train_1gpu.py, {FLAGS['model']}, {FLAGS['global_batch_size']} images, one thread of "
-    text += f"{result['cpu']}, torch {result['torch']}; a step takes {step * 1e3:.1f} ms. Medians "
-    text += f"of {PAIRS} pairs of blocks of {BLOCK} steps, with and without.\n\n"
-    write_table(result, text + markdown_table(HEAD, table) + "\n", args.output, "watching")
+        result["rows"][name] = measure(flags, on_terminal)
+        print(f"{name}: {result['rows'][name][2] * 1e6:.0f} us", flush=True)
+    write_table(result, f"{notes(result)}\n\n{table(result)}\n", args.output, "watching")
 
 
 if __name__ == "__main__":
