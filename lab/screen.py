@@ -1,4 +1,6 @@
-"""python -m lab.screen: draw docs/figures/run.svg, the terminal of `make train` as it ends."""
+"""python -m lab.screen: run `make train`, and draw docs/figures/run.svg, the terminal in the last
+epoch, and docs/figures/report.png, the curves of the report.
+"""
 
 import os
 import pty
@@ -13,8 +15,11 @@ from fcntl import ioctl
 from html import escape
 
 from tools.lessons import ROOT
+from tools.page import save_picture
+from tools.report import picture, read_run
 
 PATH = ROOT / "docs" / "figures" / "run.svg"
+REPORT = ROOT / "docs" / "figures" / "report.png"
 FOLDER = ROOT / "runs" / "quickstart"
 COLUMNS = 112
 LINE, CHARACTER, MARGIN = 20, 7.83, 16  # pixels, of a font of 13 pixels
@@ -75,6 +80,7 @@ def main():
     if not lines:
         sys.exit("error: the run has not shown its last epoch: see  make train")
     PATH.write_text(draw("make train", lines))
+    save_picture(picture([read_run(FOLDER, FOLDER.name)]), REPORT)
 
 
 if __name__ == "__main__":

@@ -189,6 +189,8 @@ def test_bench_writes_reports(result):
     folder, measurements = result
     lines = {line.split(" | ")[0]: line for line in (folder / "bench.md").read_text().splitlines()}
     assert "not comparable" in lines["| DDP x2, 8 each"]
+    page = (folder / "bench.html").read_text()
+    assert "DDP x2, 8 each" in page and "images/s: medians and ranges" in page
     text = report.compared(measurements, measurements)
     assert "DDP x2, 8 each: 1.00\n" in f"{text}\n"  # of a single run, no interval
 

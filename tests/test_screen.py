@@ -3,7 +3,7 @@
 import sys
 import xml.etree.ElementTree as ET
 
-from lab.screen import PATH, draw, record, shown
+from lab.screen import PATH, REPORT, draw, record, shown
 from tools.lessons import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,7 +26,9 @@ def test_record_keeps_the_first_moment_and_runs_to_the_end(tmp_path):
 
 def test_picture_of_a_run_is_in_the_readme():
     """With the settings of today, if not with the same figures."""
-    assert "](docs/figures/run.svg)" in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert "](docs/figures/run.svg)" in readme and "](docs/figures/report.png)" in readme
+    assert REPORT.stat().st_size > 20_000
     svg = ET.fromstring(PATH.read_text())
     lines = [text.text for text in svg.iter(f"{SVG}text")]
     assert lines[0] == "$ make train"

@@ -1,0 +1,294 @@
+"""tools.report: what is on the page, in a real browser too, and what it does with broken runs."""
+
+import builtins
+import fcntl
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from tests.forked import fork_script
+from tools.report import curves, main, marks, names_of, rank_times, read_run, report
+from utils.options.timing import NAMES
+
+pytest.importorskip("matplotlib")  # an extra
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(not BROWSER, reason="needs Chromium: apt-get install chromium")
+
+
+def epoch(number, loss, **more):
+    """A row of metrics.jsonl: 100 samples in ten seconds."""
+    row = {"epoch": number, "world_size": 2, "lr": 0.1 / (number + 1)}
+    for split, samples in (("train", 100), ("val", 20)):
+        row |= {f"{split}_loss": loss, f"{split}_accuracy": 1 - loss / 4}
+        row |= {f"{split}_samples": samples, f"{split}_seconds": samples / 10}
+    return row | more
+
+
+def step(number, step, loss):
+    """A row of steps.jsonl, in an epoch of ten steps."""
+    row = {"epoch": number, "step": step, "samples": 10 * step, "loss": loss, "accuracy": 0.5}
+    return row | {"lr": 0.1, "samples_per_second": 20.0, "data_seconds": 0.1, "memory": 10**9}
+
+
+def write(folder, rows, steps=(), starts=(), **settings):
+    """A run in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("metrics", rows), ("steps", steps), ("starts", starts)):
+        if content:
+            text = "".join(json.dumps(row) + "\n" for row in content)
+            (folder / f"{name}.jsonl").write_text(text)
+    settings = {"epochs": len(rows), "lr": 0.1} | settings
+    (folder / "config.yaml").write_text(json.dumps(settings))
+    return folder
+
+
+def start(epoch, step):
+    return {"time": 1.0, "epoch": epoch, "step": step, "steps_per_epoch": 10, "world_size": 2}
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A run with everything: two epochs and the start of a third one, on two ranks."""
+    times = {name: [0.0, 0.0] for name in NAMES}
+    times |= {"total": 12.0, "computing": [9.0, 6.0], "communicating": [1.0, 4.0]}
+    times |= {"validation": [2.0, 2.0]}
+    limit = "rank 0 computes 1.5 times as long as the median: the others wait for it"
+    rows = [epoch(0, 2.0, time=times, limited_by=limit, skipped_steps=[])]
+    rows.append(epoch(1, 1.0, time=times, limited_by=limit, skipped_steps=[3]))
+    steps = [step(e, s, 2.5 - e - s / 10) for e in (0, 1) for s in (5, 10)] + [step(2, 5, 0.5)]
+    starts = [start(0, 0), start(1, 5)]
+    return write(tmp_path / "full", rows, steps, starts, epochs=3)
+
+
+# What is on the page
+
+
+def test_points_lie_where_their_samples_were_trained(full):
+    run = read_run(full, "full")
+    found = curves(run)
+    assert list(found) == ["loss", "accuracy", "learning rate", "samples/s"]
+    places = [(p.samples, p.seconds) for p in found["loss"]["train"]]
+    # The third epoch has no row yet: its time follows from its speed, 20 samples/s.
+    assert places == [(50, 5), (100, 10), (150, 15), (200, 20), (250, 22.5)]
+    assert [p.value for p in found["loss"]["train"]] == [2.0, 1.5, 1.0, 0.5, 0.5]
+    ends = [(p.samples, p.seconds, p.value) for p in found["accuracy"]["validation"]]
+    assert ends == [(100, 10, 0.5), (200, 20, 0.75)]
+    restarts, skipped = ([p[:2] for p in points] for points in marks(run))
+    assert (restarts, skipped) == ([(150, 15)], [(130, 13)])
+
+
+def test_run_without_rows_of_steps_has_those_of_epochs(tmp_path):
+    run = read_run(write(tmp_path / "a", [epoch(0, 2.0), epoch(1, 1.0)]), "a")
+    found = curves(run)
+    assert [p.value for p in found["loss"]["train"]] == [2.0, 1.0]
+    assert [p.value for p in found["samples/s"]["train"]] == [10.0, 10.0]
+    assert marks(run) == ([], []) and rank_times(run) == {} and run.notes == []
+    assert "What the time was spent on" not in report([run])
+
+
+def test_times_of_ranks_add_up_over_epochs(full):
+    times = rank_times(read_run(full, "full"))
+    assert times["computing"] == [18.0, 12.0] and times["communicating"] == [2.0, 8.0]
+    assert "data" not in times
+    text = report([read_run(full, "full")])
+    assert "rank 0 computes 1.5 times as long as the median" in text and "18.0 s" in text
+
+
+def test_only_settings_that_differ_are_listed(tmp_path):
+    rows = [epoch(0, 2.0)]
+    one = write(tmp_path / "one", rows, lr=0.1, seed=3, model="<b>vit</b>")
+    two = write(tmp_path / "two", rows, lr=0.2, seed=3, model="resnet")
+    text = report([read_run(one, "one"), read_run(two, "two")])
+    table = text[text.index("Settings that differ") :]
+    assert re.findall('<th scope="row">(.*?)</th>', table) == ["lr", "model"]
+    assert "&lt;b&gt;vit" in text and "<b>vit" not in text
+
+
+def test_tasks_with_different_metrics(tmp_path):
+    rows = [{k.replace("accuracy", "perplexity"): v for k, v in epoch(0, 2.0).items()}]
+    runs = [read_run(write(tmp_path / "text", rows), "text")]
+    runs.append(read_run(write(tmp_path / "images", [epoch(0, 2.0)]), "images"))
+    text = report(runs)
+    assert "perplexity over samples" in text and "val accuracy" in text
+
+
+def test_names_tell_folders_apart(tmp_path):
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    assert names_of(folders) == ["a/run", "b/run"] and names_of(folders[:1]) == ["run"]
+
+
+def test_page_needs_nothing_else_and_is_the_same_each_time(full, tmp_path, capsys):
+    outputs = [tmp_path / "one.html", tmp_path / "two.html"]
+    for output in outputs:
+        main([str(full), "-o", str(output)])
+    text = outputs[0].read_text()
+    assert text == outputs[1].read_text() and f"wrote {outputs[0]}" in capsys.readouterr().out
+    links = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert links and all(link.startswith(("#", "data:")) for link in links)
+    identifiers = re.findall(r'\bid="([^"]*)"', text)
+    assert len(identifiers) == len(set(identifiers))
+
+
+@pytest.mark.parametrize("name", ["run.png", "run.svg"])
+def test_picture(full, tmp_path, name):
+    main([str(full), "-o", str(tmp_path / "r.html"), "--png", str(tmp_path / name)])
+    assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_report_of_a_real_run(tmp_path):
+    flags = {"timing": True, "log_steps": 2, "output_dir": tmp_path / "run"}
+    assert fork_script("train_ddp.py", 2, **flags).code == 0
+    run = read_run(tmp_path / "run", "run")
+    assert len(curves(run)["loss"]["train"]) == 8 and run.notes == []
+    assert len(rank_times(run)["computing"]) == 2
+    assert "over time" in report([run])
+
+
+# What is broken
+
+
+def test_missing_run_is_an_error(tmp_path, capfd):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(SystemExit):
+            main([str(folder), "-o", str(tmp_path / "x.html")])
+        error = capfd.readouterr().err
+        assert error.startswith(f"error: there is no run in {folder}") and error.count("\n") == 1
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_incomplete_line_and_unfinished_run_are_noted(full):
+    with open(full / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 2, "tr')
+    notes = read_run(full, "full").notes
+    line = "the line after row 2 of metrics.jsonl is incomplete"
+    assert notes == [line, "stopped after 2 of 3 epochs"]
+
+
+def test_running_run_in_its_first_epoch(tmp_path):
+    folder = write(tmp_path / "new", [], [step(0, 5, 2.0)], epochs=3)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = read_run(folder, "new")
+    assert run.notes == ["still running", "still in its first epoch: no validation yet"]
+    assert "still running" in report([run])
+    assert read_run(folder, "new").notes[0] == "stopped after 0 of 3 epochs"
+
+
+def test_other_errors_are_one_line(full, tmp_path, capfd, monkeypatch):
+    def error_of(*arguments):
+        with pytest.raises(SystemExit):
+            main([str(argument) for argument in arguments])
+        return capfd.readouterr().err
+
+    assert "full is given twice" in error_of(full, full)
+    missing = tmp_path / "missing" / "r.html"
+    assert f"error: cannot write {missing}: No such file" in error_of(full, "-o", missing)
+    output = tmp_path / "r.html"
+    assert "cannot draw" in error_of(full, "-o", output, "--png", tmp_path / "r.xyz")
+    (full / "config.yaml").write_text("a: [")
+    assert f"cannot read {full / 'config.yaml'}" in error_of(full, "-o", output)
+    (full / "config.yaml").unlink()
+    real = builtins.__import__
+
+    def without_matplotlib(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    assert "need the package matplotlib: pip install matplotlib" in error_of(full, "-o", output)
+
+
+# In a browser
+
+# Measures the page in a frame of a given width, and writes what it finds into the document.
+WRAPPER = """<!DOCTYPE html><html><body><iframe id="frame" src="page.html" width="%d" height="900">
+</iframe><script>
+frame.onload = () => {
+  const page = frame.contentDocument, root = page.documentElement, found = {errors: [], svgs: []};
+  for (const kind of ["samples", "time"]) {
+    page.getElementById(kind).click();
+    for (const svg of page.querySelectorAll("svg")) {
+      const box = svg.getBoundingClientRect(), inside = svg.viewBox.baseVal;
+      if (!box.width) continue;
+      found.svgs.push(kind);
+      for (const part of svg.querySelectorAll("g[id*=text_], g[id*=line2d], g[id*=patch]")) {
+        const b = part.getBoundingClientRect();
+        if (b.left < box.left - 1 || b.right > box.right + 1 || b.top < box.top - 1 ||
+            b.bottom > box.bottom + 1) found.errors.push("cut off: " + part.id);
+      }
+    }
+  }
+  if (root.scrollWidth > root.clientWidth) found.errors.push("wider than the window");
+  found.color = getComputedStyle(page.body).color;
+  found.paper = getComputedStyle(page.body).backgroundColor;
+  found.ink = getComputedStyle(page.querySelector("svg g[id*=text_] g")).fill;
+  document.body.textContent = "RESULT" + JSON.stringify(found) + "END";
+};
+</script></body></html>"""
+
+
+@contextmanager
+def served(folder):
+    """The URL of a folder."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    handler = partial(Handler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def browse(folder, width, is_dark):
+    """What WRAPPER finds in folder/page.html, and what the browser says on its console."""
+    (folder / "wrapper.html").write_text(WRAPPER % width)
+    with served(folder) as address:
+        command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += [f"--user-data-dir={folder}/profile", "--window-size=1400,1000"]
+        command += [f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"]
+        command += ["--enable-logging=stderr", "--virtual-time-budget=10000"]
+        command.append(f"{address}/wrapper.html")
+        run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "RESULT" in run.stdout, run.stderr
+    result = json.loads(run.stdout.partition("RESULT")[2].partition("END")[0])
+    return result, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (400, True)])
+def test_page_in_a_browser(full, tmp_path, width, is_dark):
+    other = write(full.parent / ("long-" * 20), [epoch(0, 2.0), epoch(1, 1.2)], lr=0.2)
+    main([str(full), str(other), "-o", str(tmp_path / "page.html")])
+    result, console = browse(tmp_path, width, is_dark)
+    assert result["errors"] == [] and console == []
+    assert result["svgs"].count("samples") == result["svgs"].count("time") == 5
+    paper, ink = "rgb(255, 255, 255)", "rgb(31, 35, 40)"
+    if is_dark:
+        paper, ink = "rgb(13, 17, 23)", "rgb(230, 237, 243)"
+    assert (result["paper"], result["color"], result["ink"]) == (paper, ink, ink)
+
+
+@needs_browser
+@pytest.mark.slow
+def test_browser_finds_what_is_wrong(full, tmp_path):
+    """The test above can fail."""
+    main([str(full), "-o", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text().replace('viewBox="0 0 ', 'viewBox="60 0 ')
+    text += "<script>nonsense()</script><div style='width: 3000px'>wide</div>"
+    (tmp_path / "page.html").write_text(text)
+    result, console = browse(tmp_path, 1280, False)
+    assert "wider than the window" in result["errors"]
+    assert any(error.startswith("cut off") for error in result["errors"])
+    assert any("nonsense" in line for line in console)

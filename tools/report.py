@@ -1,0 +1,382 @@
+"""Curves, settings and times of runs, on one page that works offline.
+
+    python -m tools.report runs/a runs/b [-o report.html] [--png report.png]
+
+A run is its --output-dir. The page has the loss, the metric, the learning rate and the throughput
+over samples and over time, with restarts and skipped steps marked; the final figures; the settings
+that differ; and what each rank's time was spent on, if the run had --timing.
+"""
+
+import argparse
+import fcntl
+import math
+import os
+from contextlib import suppress
+from datetime import timedelta
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from tools.page import color_of, drawing, figure, key, page, save_picture, table, write_file
+from utils.errors import UserError, report_errors
+from utils.metrics import read_metrics
+from utils.options.timing import NAMES
+
+COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
+
+
+class Run(NamedTuple):
+    """What the output folder of a run holds."""
+
+    name: str
+    rows: list  # of metrics.jsonl
+    steps: list  # of steps.jsonl
+    starts: list  # of starts.jsonl
+    settings: dict
+    notes: list  # what a reader must know
+
+
+class Point(NamedTuple):
+    """A point of a curve. samples, seconds: of training, since the start of the run."""
+
+    samples: float
+    seconds: float
+    value: float
+
+
+# Reading
+
+
+def read_run(folder, name):
+    """The Run in a folder. Raises UserError if there is none."""
+    folder = Path(folder)
+    rows, steps = (read_metrics(folder / file) for file in ("metrics.jsonl", "steps.jsonl"))
+    if not rows and not steps:
+        raise UserError(
+            f"there is no run in {folder}: it must hold metrics.jsonl, as the --output-dir of a "
+            f"script does after its first epoch"
+        )
+    notes = []
+    for file, kept in (("metrics.jsonl", rows), ("steps.jsonl", steps)):
+        path = folder / file
+        if path.exists() and len(path.read_text(errors="replace").splitlines()) > len(kept):
+            notes.append(f"the line after row {len(kept)} of {file} is incomplete")
+    settings = read_settings(folder / "config.yaml")
+    epochs = settings.get("epochs")
+    if is_running(folder):
+        notes.append("still running")
+    elif epochs and len(rows) < epochs:
+        notes.append(f"stopped after {len(rows)} of {epochs} epochs")
+    if not rows:
+        notes.append("still in its first epoch: no validation yet")
+    return Run(name, rows, steps, read_metrics(folder / "starts.jsonl"), settings, notes)
+
+
+def read_settings(path):
+    """The settings in a config.yaml, {} if there is none."""
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def is_running(folder):
+    """Whether a run holds the lock on its folder (utils/run_folder.py)."""
+    with suppress(OSError):
+        file = os.open(folder / ".lock", os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+    return False
+
+
+def names_of(folders):
+    """A short name for each folder: as many of the last parts of its path as tell it apart."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"{folders[0]} is given twice")
+
+
+# Curves
+
+
+class Axis:
+    """Where a place within a run is, in samples and in seconds of training."""
+
+    def __init__(self, run):
+        self.run, self.starts = run, [(0.0, 0.0)]
+        for row in run.rows:
+            samples, seconds = self.starts[-1]
+            self.starts.append((samples + row["train_samples"], seconds + row["train_seconds"]))
+        sizes = [row["train_samples"] for row in run.rows]
+        speeds = [row["samples_per_second"] for row in run.steps]
+        self.size = sizes[-1] if sizes else math.inf
+        self.speed = sum(speeds) / len(speeds) if speeds else 1.0
+
+    def end(self, epoch, value):
+        """The Point of a value at the end of an epoch, the number of which counts from 0."""
+        return Point(*self.starts[epoch + 1], value)
+
+    def within(self, epoch, samples, value):
+        """The Point of a value after a number of samples of an epoch."""
+        before, since = self.starts[min(epoch, len(self.starts) - 1)]
+        seconds = samples / self.speed
+        if epoch < len(self.run.rows):
+            row = self.run.rows[epoch]
+            seconds = samples / row["train_samples"] * row["train_seconds"]
+        return Point(before + samples, since + seconds, value)
+
+    def step(self, epoch, step):
+        """The Point of a step of an epoch, without a value."""
+        steps = [start["steps_per_epoch"] for start in self.run.starts]
+        share = step / steps[-1] if steps else 1.0
+        size = self.size
+        if epoch < len(self.run.rows):
+            size = self.run.rows[epoch]["train_samples"]
+        return self.within(epoch, share * size if math.isfinite(size) else 0.0, math.nan)
+
+
+def curves(run):
+    """{name of a curve: {"train": [Point], and perhaps "validation": [Point]}}."""
+    axis, metric = Axis(run), metric_of(run)
+    found = {}
+    for name in ("loss", metric):
+        rows = [(i, row) for i, row in enumerate(run.rows) if f"val_{name}" in row]
+        train = [axis.end(i, row[f"train_{name}"]) for i, row in rows]
+        if run.steps and name in run.steps[0]:
+            train = [axis.within(s["epoch"], s["samples"], s[name]) for s in run.steps]
+        ends = [axis.end(i, row[f"val_{name}"]) for i, row in rows]
+        found[name] = {"train": train, "validation": ends}
+    rates = [axis.end(i, row["lr"]) for i, row in enumerate(run.rows)]
+    speeds = [
+        axis.end(i, row["train_samples"] / row["train_seconds"]) for i, row in enumerate(run.rows)
+    ]
+    if run.steps:
+        rates = [axis.within(s["epoch"], s["samples"], s["lr"]) for s in run.steps]
+        speeds = [axis.within(s["epoch"], s["samples"], s["samples_per_second"]) for s in run.steps]
+    return found | {"learning rate": {"train": rates}, "samples/s": {"train": speeds}}
+
+
+def metric_of(run):
+    """The metric of the run's task: the first of its results that is not the loss."""
+    names = [name.removeprefix("train_") for name in (run.rows or [{}])[0] if "train_" in name]
+    names += list(run.steps[0]) if run.steps else []
+    known = {"loss", "epoch", "step", "lr", "samples_per_second", "data_seconds", "memory", *COUNTS}
+    return next((name for name in names if name not in known | {"gradient_norm"}), "loss")
+
+
+def marks(run):
+    """({Points of restarts}, {Points of skipped steps})."""
+    axis = Axis(run)
+    restarts = [axis.step(start["epoch"], start["step"]) for start in run.starts[1:]]
+    skipped = [
+        axis.step(epoch, step)
+        for epoch, row in enumerate(run.rows)
+        for step in row.get("skipped_steps", [])
+    ]
+    return restarts, skipped
+
+
+def draw_curves(axes, runs, name, by_time):
+    """Draw one kind of curve of all runs on a matplotlib Axes."""
+    horizontal = Point._fields[int(by_time)]
+    for number, run in enumerate(runs):
+        color = color_of(number)
+        for kind, points in curves(run).get(name, {}).items():
+            x = [getattr(point, horizontal) for point in points]
+            form = {"train": {"linewidth": 1.4}, "validation": {"linestyle": "--", "marker": "o"}}
+            values = [point.value for point in points]
+            marker = {"marker": "."} if len(points) == 1 else {}
+            axes.plot(x, values, color=color, markersize=3.5, **marker | form[kind])
+        restarts, skipped = marks(run)
+        for point in restarts:
+            axes.axvline(getattr(point, horizontal), color=color, linewidth=1, linestyle=":")
+        axes.plot(
+            [getattr(point, horizontal) for point in skipped],
+            [0.02] * len(skipped),
+            "x",
+            color=color,
+            transform=axes.get_xaxis_transform(),
+            markersize=6,
+        )
+    if name == "samples/s":
+        axes.set_ylim(bottom=0)  # otherwise, small changes would look large
+    axes.set_xlabel("seconds of training" if by_time else "samples")
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.xaxis.set_major_locator(_few_ticks())
+    axes.xaxis.set_major_formatter(_with_units())
+
+
+def _few_ticks():
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(6)
+
+
+def _with_units():
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")
+
+
+# The page
+
+
+def charts(runs):
+    """The charts over samples and over time, of which the reader chooses."""
+    names = list(curves(runs[0]))
+    parts = [
+        '<input type="radio" name="by" id="samples" checked><label for="samples">over samples'
+        '</label><input type="radio" name="by" id="time"><label for="time">over time</label>'
+    ]
+    for by_time, kind in ((False, "samples"), (True, "time")):
+        figures = []
+        for name in names:
+            drawn, axes = drawing(5.6, 3.4)
+            draw_curves(axes[0, 0], runs, name, by_time)
+            figures.append(figure(drawn, f"{name} over {kind}"))
+        parts.append(f'<div class="by {kind}"><div class="grid">{"".join(figures)}</div></div>')
+    return "\n".join(parts)
+
+
+def finals(runs):
+    """The table of the last figures of each run."""
+    head = ["run", "epochs", "processes", "samples/s", "time"]
+    results = []
+    for run in runs:
+        results += [n for n in (run.rows or [{}])[-1] if n.startswith(("train_", "val_"))]
+    results = [n for n in dict.fromkeys(results) if not n.endswith(COUNTS)]
+    rows = []
+    for run in runs:
+        if not run.rows:
+            rows.append([run.name, "0", *[""] * (len(head) - 2 + len(results))])
+            continue
+        last = run.rows[-1]
+        seconds = sum(row["train_seconds"] + row["val_seconds"] for row in run.rows)
+        speed = last["train_samples"] / last["train_seconds"]
+        cells = (
+            str(len(run.rows)),
+            str(last["world_size"]),
+            f"{speed:,.0f}",
+            str(timedelta(seconds=round(seconds))),
+        )
+        values = [f"{last[name]:.4f}" if name in last else "" for name in results]
+        rows.append([run.name, *cells, *values])
+    return table([*head, *(name.replace("_", " ") for name in results)], rows)
+
+
+def settings(runs):
+    """The settings that differ; of a single run, all of them."""
+    names = list(dict.fromkeys(name for run in runs for name in run.settings))
+    if len(runs) > 1:
+        names = [n for n in names if len({repr(run.settings.get(n)) for run in runs}) > 1]
+    rows = [[name, *(str(run.settings.get(name, "")) for run in runs)] for name in names]
+    shown = table(["setting", *(run.name for run in runs)], rows)
+    if len(runs) > 1:
+        return f"<h2>Settings that differ</h2>{shown if rows else '<p>None.</p>'}"
+    return f"<h2>Settings</h2><details><summary>all {len(rows)}</summary>{shown}</details>"
+
+
+def rank_times(run):
+    """{name: seconds of each rank in all epochs}, {} without --timing. Epochs on other numbers of
+    processes than the last one do not count."""
+    rows = [row["time"] for row in run.rows if "time" in row]
+    if not rows:
+        return {}
+    ranks = len(rows[-1]["computing"])
+    rows = [row for row in rows if len(row["computing"]) == ranks]
+    sums = {name: [sum(row[name][r] for row in rows) for r in range(ranks)] for name in NAMES}
+    return {name: seconds for name, seconds in sums.items() if any(seconds)}
+
+
+def time_spent(run):
+    """What each rank's time was spent on: a drawing and a table."""
+    times = rank_times(run)
+    ranks = range(len(times["computing"]))
+    totals = [sum(seconds[rank] for seconds in times.values()) for rank in ranks]
+    drawn, axes = drawing(5.6, 0.8 + 0.3 * len(ranks))
+    left = [0.0] * len(ranks)
+    for number, name in enumerate(NAMES):
+        shares = [100 * s / total for s, total in zip(times.get(name, left), totals, strict=True)]
+        if name in times:
+            axes[0, 0].barh(ranks, shares, left=left, color=color_of(number), height=0.7)
+            left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes[0, 0].set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes[0, 0].invert_yaxis()
+    axes[0, 0].set_xlim(0, 100)
+    axes[0, 0].set_xlabel("percent of the time")
+    rows = [
+        [f"rank {rank}", *(f"{seconds[rank]:.1f} s" for seconds in times.values())]
+        for rank in ranks
+    ]
+    shown = table(["", *(NAMES[name] for name in times)], rows)
+    sentence = next(row["limited_by"] for row in reversed(run.rows) if "limited_by" in row)
+    drawn = figure(drawn, f"{run.name}: {sentence}")
+    return f"<div>{drawn}<details><summary>in seconds</summary>{shown}</details></div>"
+
+
+def report(runs):
+    """The page, as text."""
+    notes = [f"{run.name}: {', '.join(run.notes)}." for run in runs if run.notes]
+    notes = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    parts = [notes, key(run.name for run in runs), charts(runs)]
+    parts.append(
+        '<p class="pale">Solid: training. Dashed: validation. Dotted and vertical: a restart. '
+        "Crosses: skipped steps. Nothing is smoothed: a curve has the rows of steps.jsonl "
+        "(--log-steps), if there are any, otherwise those of epochs.</p>"
+    )
+    parts += ["<h2>Final figures</h2>", finals(runs), settings(runs)]
+    timed = [run for run in runs if rank_times(run)]
+    if timed:
+        names = list(NAMES.values())
+        bars = "".join(map(time_spent, timed))
+        parts += ["<h2>What the time was spent on</h2>", key(names)]
+        parts.append(f'<div class="grid">{bars}</div>')
+    title = ", ".join(run.name for run in runs[:3]) + (", ..." if len(runs) > 3 else "")
+    return page(title, f"{len(runs)} run{'s' * (len(runs) > 1)}", "\n".join(parts))
+
+
+def picture(runs):
+    """All charts over samples as one drawing."""
+    from matplotlib.lines import Line2D
+
+    drawn, axes = drawing(10.5, 6.4, (2, 2))
+    for axis, name in zip(axes.flat, curves(runs[0]), strict=True):
+        draw_curves(axis, runs, name, by_time=False)
+        axis.set_title(name)
+    labels = [f"{run.name} (training; dashed: validation)" for run in runs]
+    lines = [Line2D([], [], color=color_of(number)) for number in range(len(runs))]
+    drawn.legend(lines, labels, loc="outside upper left", frameon=False, ncols=2)
+    return drawn
+
+
+@report_errors
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the --output-dir of a run")
+    parser.add_argument("-o", "--output", default="report.html", help="default: report.html")
+    parser.add_argument("--png", default="", help="also draw the charts as one picture")
+    args = parser.parse_args(argv)
+    names = names_of(args.runs)
+    runs = [read_run(folder, name) for folder, name in zip(args.runs, names, strict=True)]
+    write_file(args.output, report(runs))
+    print(f"wrote {args.output}")
+    if args.png:
+        save_picture(picture(runs), args.png)
+        print(f"wrote {args.png}")
+
+
+if __name__ == "__main__":
+    main()
