@@ -116,7 +116,7 @@ def run_rank(local_rank, world_size, port):
 
 if __name__ == "__main__":
     cfg = load_config(task.Settings, spawn.SpawnSettings)
-    world_size = cfg.spawn_processes or max(1, torch.cuda.device_count())
+    world_size = spawn.number_of_ranks(cfg)
     store = spawn.host_store()  # on a free port
     spawn.shield_tracker()  # or a SIGUSR1 to the whole job would kill multiprocessing's tracker
     ranks = mp.spawn(run_rank, (world_size, store.port), world_size, join=False)

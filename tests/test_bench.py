@@ -412,6 +412,17 @@ def test_table_of_operations(tmp_path, monkeypatch):
 # Loaders and checkpoints
 
 
+def test_loader_that_fails_costs_its_row_only():
+    """Such as decoding on a GPU without nvJPEG: the other rows are still reported."""
+
+    class Failing:
+        def __iter__(self):
+            raise RuntimeError("no nvJPEG")
+
+    assert loader.compare(([], 1), (Failing(), 1), repeats=1) is None
+    assert loader.compare(([], 1), ([], 1), repeats=2).keys() == {"ours", "reference"}
+
+
 def test_loader_and_reference_give_equal_batches(tmp_path):
     root = loader.make_photographs(tmp_path, 16, size=(60, 50))
     flags = ["--dataset=imagefolder", f"--data-dir={root}", "--augment=resized_crop"]

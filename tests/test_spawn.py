@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.multiprocessing as mp
 
 from tests.forked import FORK, fork_script
@@ -15,7 +16,13 @@ from utils.checkpoint_file import read_checkpoint
 from utils.config import Config, load_config
 from utils.distributed import all_gather_object, init_distributed
 from utils.errors import UserError, report_errors
-from utils.rungs.spawn import SpawnSettings, host_store, set_environment, wait_for_ranks
+from utils.rungs.spawn import (
+    SpawnSettings,
+    host_store,
+    number_of_ranks,
+    set_environment,
+    wait_for_ranks,
+)
 
 
 class Launcher:
@@ -79,6 +86,17 @@ def is_alive(pid):
 def test_settings():
     assert load_config(Config, SpawnSettings, ["--spawn-processes=3"]).spawn_processes == 3
     assert "spawn_processes" not in load_config(Config, SpawnSettings, []).fixed_on_resume()
+
+
+def test_one_rank_per_gpu_but_only_where_gpus_train(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    counts = [
+        number_of_ranks(load_config(Config, SpawnSettings, flags))
+        for flags in ([], ["--device=cpu"], ["--spawn-processes=3"])
+    ]
+    assert counts == [4, 1, 3]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert number_of_ranks(load_config(Config, SpawnSettings, [])) == 1
 
 
 def test_ranks_meet_and_end_well(tmp_path):

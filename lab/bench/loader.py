@@ -146,12 +146,13 @@ def images_per_second(loader, images):
 def compare(our_loader, reference_loader, repeats):
     """Time both, interleaved. Each is (loader, images per epoch).
 
-    Returns {name: images/s of each epoch}.
+    Returns {name: images/s of each epoch}, or None if one of them has failed.
     """
     pair = {"ours": our_loader, "reference": reference_loader}
     jobs = {name: partial(images_per_second, *loader) for name, loader in pair.items()}
     take_turns(jobs, 1)  # starts workers, fills caches
-    return take_turns(jobs, repeats)[0]
+    samples, errors = take_turns(jobs, repeats)
+    return None if errors else samples
 
 
 def main():
@@ -187,6 +188,8 @@ def main():
             if name == ON_GPU:
                 loaders[1] = DecodedOnDevice(root), loaders[0][1]
             speeds = compare(*loaders, args.repeats)
+            if speeds is None:  # its error has been printed; the other rows are worth a report
+                continue
             ratio = interval(speeds["reference"], speeds["ours"])
             medians = [f"{statistics.median(s):,.0f}" for s in speeds.values()]
             rows.append([name, str(max(1, workers)), *medians, spread(*ratio, ".2f")])

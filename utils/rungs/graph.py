@@ -107,10 +107,11 @@ class GraphedStep:
     def _capture(self, inputs, targets):
         self.batch = map_tensors(torch.clone, (inputs, targets))
         self.optimizer.zero_grad()  # the graph allocates the gradients, in memory of its own
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that pins batches for the loader may allocate memory meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.results = self._run(*self.batch)
+        self.graph = graph
 
     def _run(self, inputs, targets):
         with self._rates_as_tensors():

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -21,7 +22,16 @@ OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | t
 class SpawnSettings(Settings):
     """Settings of train_ddp_spawn.py."""
 
-    spawn_processes: int = free_setting(0, "processes to start; 0: one per visible GPU")
+    spawn_processes: int = free_setting(
+        0, "processes to start; 0: one per visible GPU, or one on a CPU"
+    )
+
+
+def number_of_ranks(cfg):
+    """cfg.spawn_processes, or one per visible GPU; on a CPU, one."""
+    if cfg.spawn_processes or cfg.device == "cpu":
+        return max(1, cfg.spawn_processes)
+    return max(1, torch.cuda.device_count())
 
 
 def host_store():
