@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lab.bench.__main__ as bench
-from lab.bench import checkpoint, loader, operations, peer, peers, report, split, watching
+from lab.bench import checkpoint, limits, loader, operations, peer, peers, report, split, watching
 from lab.bench.hooks import PARTS
 from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
 from lab.bench.peers import contestants, ratio, table_rows
@@ -214,6 +214,17 @@ def test_interval_contains_the_true_ratio():
         assert low <= middle <= high
         inside += low <= 1.1 <= high
     assert inside >= 50
+
+
+def test_steps_of_a_gpu_are_timed_in_blocks(monkeypatch):
+    """Waiting after each would hide that the host runs ahead."""
+    waits, steps = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(steps)))
+    monkeypatch.setattr(limits, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(limits.torch, "zeros", lambda *args, device: None)
+    seconds = limits.median_seconds(torch.device("cuda"), 45, lambda: steps.append(1))
+    assert seconds < 0.01 and len(steps) == 20 * (limits.WARM_UP + 3)
+    assert sorted(set(waits)) == list(range(0, 101, 20))
 
 
 # What it costs to watch a run

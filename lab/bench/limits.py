@@ -8,6 +8,7 @@ all-reduces the gradients. Each rank writes OUT/limits-N.json.
 """
 
 import json
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -26,21 +27,24 @@ from utils.optim import build_optimizer
 from utils.rungs.amp import AmpSettings
 from utils.runtime import configure_torch
 
-WARM_UP = 2  # steps
+WARM_UP = 2  # blocks
+BLOCK = 20  # steps on a GPU that are timed together: the host runs ahead of it, as in training
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 
 
 def median_seconds(device, steps, step):
-    """The median seconds of step(), which all ranks start together."""
+    """The median seconds of step(), over blocks of steps that all ranks start together."""
+    block = BLOCK if device.type == "cuda" else 1
     seconds = []
-    for i in range(WARM_UP + steps):
+    for number in range(WARM_UP + math.ceil(steps / block)):
         wait_for_ranks(device)
         start = time.perf_counter()
-        step()
+        for _ in range(block):
+            step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if i >= WARM_UP:
-            seconds.append(time.perf_counter() - start)
+        if number >= WARM_UP:
+            seconds.append((time.perf_counter() - start) / block)
     return sorted(seconds)[len(seconds) // 2]
 
 
