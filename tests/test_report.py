@@ -116,7 +116,8 @@ def test_tasks_with_different_metrics(tmp_path):
     runs = [read_run(write(tmp_path / "text", rows), "text")]
     runs.append(read_run(write(tmp_path / "images", [epoch(0, 2.0)]), "images"))
     text = report(runs)
-    assert "perplexity over samples" in text and "val accuracy" in text
+    assert "perplexity over samples" in text and "accuracy over samples" in text
+    assert "val accuracy" in text
 
 
 def test_names_tell_folders_apart(tmp_path):

@@ -235,7 +235,7 @@ def _with_units():
 
 def charts(runs):
     """The charts over samples and over time, of which the reader chooses."""
-    names = list(curves(runs[0]))
+    names = dict.fromkeys(name for run in runs for name in curves(run))
     parts = [
         '<input type="radio" name="by" id="samples" checked><label for="samples">over samples'
         '</label><input type="radio" name="by" id="time"><label for="time">over time</label>'

@@ -54,7 +54,7 @@ MOST_RANKS = 8  # in the table at the end
 # The shares of the time from which on something is worth a sentence. Ordinary runs on one machine
 # communicate for up to a third of the time, and saving or data below a tenth is not worth a change.
 WORTH = {"data": 0.15, "rank": 0.15, "communicating": 0.4, "host": 0.3, "cores": 0.2}
-WORTH |= {"saving": 0.15}
+WORTH |= {"saving": 0.2}
 
 
 class Clocks(NamedTuple):
