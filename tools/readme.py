@@ -141,6 +141,42 @@ def operations():
     return markdown_table(bench_operations.HEAD, bench_operations.table_rows(result))
 
 
+BEYOND = {
+    "settings from YAML and flags, with an error for each mistake": ("settings", "config"),
+    "any batch: dicts, masks, plain numbers; your task is one import": ("batches", "contract"),
+    "datasets on the device, batches made there; errors of loaders that name the sample": (
+        "data",
+        "resident",
+    ),
+    "metrics that are not means, the best epoch, `metrics.jsonl`": ("metrics",),
+    "checkpoints written while training goes on, kept, and skipped if damaged; any script resumes "
+    "the run of any other": ("checkpoint", "checkpoint_file"),
+    "the same bits after a resume: dropout, DDP's order of summation": ("seeds", "replicas"),
+    "which rank hangs, where, and on which node, before the timeout": ("watchdog",),
+    "saves every few minutes and on SIGTERM or SIGUSR1, with an exit code that schedulers know": (
+        "preemption",
+    ),
+    "one error for all ranks on all nodes, as the last line": ("errors", "distributed"),
+    "BatchNorm over all ranks, on CPUs too": ("sync_batchnorm",),
+    "one run at a time in a folder; `--resume never` keeps the files of the run before": (
+        "run_folder",
+    ),
+    "a bar with the time left, for which no step waits": ("progress",),
+}
+
+
+def beyond():
+    """What the ladder's scripts do beyond those of one_file/, and its price in lines."""
+    rows = []
+    for what, modules in BEYOND.items():
+        paths = [ROOT / "utils" / f"{module}.py" for module in modules]
+        names = ", ".join(f"`utils/{path.name}`" for path in paths)
+        rows.append([what, names, str(sum(size(path).lines for path in paths))])
+    scripts = sorted((ROOT / "one_file").glob("*.py"))
+    rows += [[f"`one_file/{s.name}`, all of it", "", str(size(s).lines)] for s in scripts]
+    return markdown_table(["what", "where", "lines"], rows)
+
+
 def watching():
     """The table of `make bench-watching`."""
     result = json.loads((RESULTS / "watching.json").read_text())
@@ -181,6 +217,7 @@ BLOCKS = {
     "peers": peers,
     "operations": operations,
     "watching": watching,
+    "beyond": beyond,
     "traps": traps,
     "memory": memory,
     "split": split,

@@ -1,0 +1,270 @@
+"""Train an image classifier with DistributedDataParallel. One file, to read, copy and edit.
+
+    torchrun --standalone --nproc_per_node=4 train_ddp.py --data data
+    torchrun --standalone --nproc_per_node=4 train_ddp.py --data data      # again: resumes
+
+It needs torch and torchvision. To train something else, edit build_datasets(), build_model() and
+loss_sum(). The weights do not depend on the number of processes, on --micro-batches, on workers or
+on restarts, except for rounding: every global batch holds the same samples, transformed alike. (A
+model with dropout drops different elements.)
+"""
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms import v2
+
+STEPS_BETWEEN_LOOKS = 10  # at whether any rank has received SIGTERM, for which the host waits
+stop_requested = False
+
+
+# What is trained
+
+
+class Images(Dataset):
+    """A dataset of (image, label) with a transform whose random numbers depend only on (seed,
+    epoch, index): not on the rank or the loader process that happens to read the image."""
+
+    def __init__(self, dataset, transform, seed):
+        self.dataset, self.transform, self.seed = dataset, transform, seed
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, key):
+        epoch, index = key
+        image, label = self.dataset[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**63)
+            return self.transform(image), label
+
+
+def build_datasets(args):
+    """The training set and the validation set, whose indices are (epoch, index)."""
+    plain = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
+    random = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *plain])
+    if os.environ["LOCAL_RANK"] == "0":  # one download per node
+        torchvision.datasets.CIFAR10(args.data, download=True)
+    dist.barrier()
+    train, val = (torchvision.datasets.CIFAR10(args.data, train=part) for part in (True, False))
+    return Images(train, random, args.seed), Images(val, v2.Compose(plain), args.seed)
+
+
+def build_model():
+    """ResNet-18 for small images. GroupNorm, unlike BatchNorm, does not mix the samples of a batch,
+    so that the number of processes does not matter."""
+    model = torchvision.models.resnet18(
+        num_classes=10, norm_layer=lambda channels: nn.GroupNorm(32, channels)
+    )
+    model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def loss_sum(outputs, labels):
+    """(sum of the losses, number of them). A sum, because the mean over all ranks and micro-batches
+    is not the mean of their means where they have different numbers of targets."""
+    return cross_entropy(outputs, labels, reduction="sum"), labels.numel()
+
+
+# How it is trained
+
+
+class EpochSampler(DistributedSampler):
+    """Yields (epoch, index): loader processes live longer than an epoch, and must be told. After a
+    restart, it begins with the sample number `start` of this rank."""
+
+    start = 0
+
+    def __iter__(self):
+        indices = list(super().__iter__())[self.start :]
+        return iter([(self.epoch, index) for index in indices])
+
+
+def train_one_epoch(model, loader, optimizer, scheduler, run, args):
+    """Train from run["step"] to the end of the epoch. Returns False if the run has to stop."""
+    device, world_size = run["device"], dist.get_world_size()
+    sampler = loader.sampler
+    sampler.set_epoch(run["epoch"])  # otherwise, every epoch would have the same order
+    sampler.start = run["step"] * args.micro_batches * loader.batch_size
+    model.train()
+    batches, shown = iter(loader), time.monotonic()
+    for step in range(run["step"], run["steps_per_epoch"]):
+        micro_batches = [next(batches) for _ in range(args.micro_batches)]
+        targets = sum(labels.numel() for _, labels in micro_batches)
+        # DistributedDataParallel averages over the ranks, so each divides by the ranks' mean count.
+        count = torch.tensor(targets, dtype=torch.float64, device=device)
+        dist.all_reduce(count)
+        count /= world_size
+        for number, (images, labels) in enumerate(micro_batches):
+            images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
+            is_last = number == args.micro_batches - 1
+            with nullcontext() if is_last else model.no_sync():  # one all-reduce per step
+                with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+                    outputs = model(images)
+                    loss, samples = loss_sum(outputs, labels)
+                (loss / count).backward()
+            run["sums"] += torch.stack([loss.detach().double(), loss.new_tensor(samples).double()])
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)  # of the averaged gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        run["step"] = step + 1
+        if dist.get_rank() == 0 and time.monotonic() - shown > 10:
+            shown, mean = time.monotonic(), run["sums"][0] / run["sums"][1]
+            text = f"step {step + 1} of {run['steps_per_epoch']}: loss {mean.item():.4f} (rank 0)"
+            print(f"epoch {run['epoch']}, {text}", flush=True)
+        if run["step"] % STEPS_BETWEEN_LOOKS == 0 and any_rank_stops(device):
+            return False
+    return True
+
+
+def any_rank_stops(device):
+    """Whether a signal has reached any rank: all must stop after the same step."""
+    stop = torch.tensor(float(stop_requested), device=device)
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    return bool(stop.item())
+
+
+@torch.no_grad()
+def evaluate(model, dataset, device, args):
+    """(mean loss, accuracy) over the dataset, in which each sample counts once. DistributedSampler
+    would repeat samples to give all ranks equally many."""
+    model.eval()
+    own = [(0, index) for index in range(dist.get_rank(), len(dataset), dist.get_world_size())]
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in DataLoader(dataset, batch_size=256, sampler=own):
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
+            outputs = model.module(images)  # without DistributedDataParallel: batches are uneven
+            loss, count = loss_sum(outputs, labels)
+        correct = (outputs.argmax(1) == labels).sum()
+        sums += torch.stack([loss.double(), correct.double(), loss.new_tensor(count).double()])
+    dist.all_reduce(sums)
+    assert sums[2] == len(dataset)
+    return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+
+def save(path, model, optimizer, scheduler, run):
+    """Replace the checkpoint: a kill at any moment leaves the old one or the new one."""
+    sums = run["sums"].clone()
+    dist.all_reduce(sums)  # rank 0 continues with the sums of all
+    if dist.get_rank() == 0:
+        parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
+        contents = {name: part.state_dict() for name, part in parts.items()}
+        contents |= {"epoch": run["epoch"], "step": run["step"], "sums": sums.cpu()}
+        contents |= {"global_batch": run["global_batch"]}
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    dist.barrier()
+
+
+def load(path, model, optimizer, scheduler, run):
+    """Continue where the checkpoint was written, if there is one."""
+    if not path.exists():
+        return
+    contents = torch.load(path, map_location="cpu", weights_only=True)
+    if contents["step"] and contents["global_batch"] != run["global_batch"]:
+        sys.exit(f"finish the epoch with --global-batch {contents['global_batch']}")
+    parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
+    for name, part in parts.items():
+        part.load_state_dict(contents[name])
+    run |= {"epoch": contents["epoch"], "step": contents["step"]}
+    if dist.get_rank() == 0:
+        run["sums"] += contents["sums"].to(run["device"])
+
+
+def main(args):
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    torch.manual_seed(args.seed)  # the same initial weights everywhere
+
+    train_set, val_set = build_datasets(args)
+    sampler = EpochSampler(train_set, seed=args.seed, drop_last=True)
+    batch_size, rest = divmod(args.global_batch, dist.get_world_size() * args.micro_batches)
+    if rest:
+        sys.exit("--global-batch must be divisible by the processes times --micro-batches")
+    options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
+    options |= {"pin_memory": device.type == "cuda", "drop_last": True}
+    loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
+    steps_per_epoch = len(train_set) // args.global_batch
+
+    model = DistributedDataParallel(build_model().to(device), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
+    warmup, total = steps_per_epoch, args.epochs * steps_per_epoch
+
+    def factor(step):  # linear warmup in the first epoch, then half a cosine
+        if step < warmup:
+            return (step + 1) / warmup
+        return (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    run = {"device": device, "epoch": 0, "step": 0, "steps_per_epoch": steps_per_epoch}
+    run |= {"sums": torch.zeros(2, dtype=torch.float64, device=device)}
+    run |= {"global_batch": args.global_batch}
+    path = Path(args.checkpoint)
+    load(path, model, optimizer, scheduler, run)
+    while run["epoch"] < args.epochs:
+        if train_one_epoch(model, loader, optimizer, scheduler, run, args):
+            dist.all_reduce(run["sums"])
+            train_loss = (run["sums"][0] / run["sums"][1]).item()
+            loss, accuracy = evaluate(model, val_set, device, args)
+            if rank == 0:
+                text = f"train loss {train_loss:.4f}, val loss {loss:.4f}, accuracy {accuracy:.4f}"
+                print(f"epoch {run['epoch']}: {text}", flush=True)
+            run["epoch"], run["step"] = run["epoch"] + 1, 0
+            run["sums"].zero_()
+        save(path, model, optimizer, scheduler, run)
+        if any_rank_stops(device):
+            sys.exit(128 + signal.SIGTERM)  # as a shell does
+
+
+def request_stop(number, frame):
+    global stop_requested
+    stop_requested = True
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", default="data", help="folder for CIFAR-10")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--global-batch", type=int, default=256, help="samples per step, all ranks")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="parts of a step, to save memory"
+    )
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--clip-norm", type=float, default=1.0)
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", default="checkpoint.pt")
+    signal.signal(signal.SIGTERM, request_stop)
+    try:
+        main(parser.parse_args())
+    except Exception:
+        # One error per job: an error that all ranks have is rank 0's; torchrun ends the others.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5 * (os.environ.get("RANK") != "0"))
+        raise
+    dist.destroy_process_group()
