@@ -37,10 +37,11 @@ def record(command, moment):
     output, lines = b"", []
     with suppress(OSError):  # raised at the end of the output
         while received := os.read(leader, 4096):
-            output += received
-            now = shown(output.decode(errors="replace"))
-            if not lines and re.search(moment, now[-1]):
-                lines = now
+            for piece in re.split(rb"(?=[\r\n])", received):  # several may arrive together
+                output += piece
+                now = shown(output.decode(errors="replace"))
+                if not lines and re.search(moment, now[-1]):
+                    lines = now
     process.wait()
     os.close(leader)
     return lines
