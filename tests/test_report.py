@@ -4,17 +4,19 @@ import builtins
 import fcntl
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
 import threading
+import warnings
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
 from tests.forked import fork_script
-from tools.report import curves, main, marks, names_of, rank_times, read_run, report
+from tools.report import curves, main, marks, names_of, picture, rank_times, read_run, report
 from utils.options.timing import NAMES
 
 pytest.importorskip("matplotlib")  # an extra
@@ -44,7 +46,7 @@ def write(folder, rows, steps=(), starts=(), **settings):
         if content:
             text = "".join(json.dumps(row) + "\n" for row in content)
             (folder / f"{name}.jsonl").write_text(text)
-    settings = {"epochs": len(rows), "lr": 0.1} | settings
+    settings = {"epochs": len(rows), "lr": 0.1, "output_dir": str(folder)} | settings
     (folder / "config.yaml").write_text(json.dumps(settings))
     return folder
 
@@ -120,9 +122,52 @@ def test_tasks_with_different_metrics(tmp_path):
     assert "val accuracy" in text
 
 
+def test_task_without_a_metric(tmp_path):
+    rows = [{k: v for k, v in epoch(0, 2.0).items() if "accuracy" not in k}]
+    runs = [read_run(write(tmp_path / "bare", rows), "bare")]
+    assert list(curves(runs[0])) == ["loss", "learning rate", "samples/s"]
+    assert len(picture(runs).axes) == 3
+    runs.append(read_run(write(tmp_path / "full", [epoch(0, 2.0)]), "full"))
+    titles = [axis.get_title() for axis in picture(runs).axes]
+    assert titles == ["loss", "learning rate", "samples/s", "accuracy"]
+
+
+def test_only_a_large_range_has_a_logarithmic_scale(tmp_path):
+    def scales(*losses):
+        rows = [epoch(number, loss) for number, loss in enumerate(losses)]
+        run = read_run(write(tmp_path / "run", rows), "run")
+        return [axis.get_yscale() for axis in picture([run]).axes]
+
+    assert scales(2.0, 0.1) == ["linear"] * 4
+    assert scales(0.9, 0.001) == ["linear"] * 4
+    assert scales(float("nan"), 2.0, 0.01) == ["log", "linear", "linear", "linear"]
+
+
 def test_names_tell_folders_apart(tmp_path):
     folders = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     assert names_of(folders) == ["a/run", "b/run"] and names_of(folders[:1]) == ["run"]
+
+
+def test_runs_are_told_apart_without_colors(tmp_path):
+    runs = [read_run(write(tmp_path / name, [epoch(0, 2.0)]), name) for name in "abc"]
+    drawn = picture(runs)
+    lines = [line for line in drawn.axes[0].lines if line.get_linestyle() != "None"]
+    assert [line.get_marker() for line in lines] == list("oossDD")
+    assert [line.get_marker() for line in drawn.legends[0].get_lines()][:3] == list("osD")
+    assert all(sign in report(runs) for sign in "●■◆")
+
+
+@pytest.mark.parametrize("name", ["a$x^{$b", "_x", "图片", os.fsdecode(b"caf\xe9"), "<script>"])
+def test_odd_names_of_folders(tmp_path, name, capfd):
+    folder = write(tmp_path / name, [epoch(0, 2.0)])
+    output, image = tmp_path / "r.html", tmp_path / "r.png"
+    with warnings.catch_warnings(action="error"):  # of characters that the font lacks
+        main([str(folder), "-o", str(output), "--png", str(image)])
+    assert image.exists() and capfd.readouterr().err == ""
+    shown = name.replace("<", "&lt;").replace(">", "&gt;").replace("\udce9", "\ufffd")
+    assert f"<h1>{shown}</h1>" in output.read_text()
+    legend = picture([read_run(folder, "_x")]).legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["_x", "training", "validation"]
 
 
 def test_page_needs_nothing_else_and_is_the_same_each_time(full, tmp_path, capsys):
@@ -152,7 +197,46 @@ def test_report_of_a_real_run(tmp_path):
     assert "over time" in report([run])
 
 
+def test_time_of_other_names_and_without_a_sentence(tmp_path):
+    rows = [epoch(0, 2.0, time={"total": 5.0, "computing": [3.0]})]  # on one process
+    for number in (1, 2):
+        time = {"total": 3.0, "computing": [1.0, 2.0], "dreaming": [2.0, 1.0]}
+        rows.append(epoch(number, 2.0, time=time))
+    run = read_run(write(tmp_path / "run", rows), "run")
+    assert rank_times(run) == {"computing": [2.0, 4.0], "dreaming": [4.0, 2.0]}
+    assert "dreaming" in report([run])
+
+
+def test_page_of_many_ranks_is_not_endless(tmp_path):
+    time = {"total": 3.0, "computing": [3.0] * 256}
+    run = read_run(write(tmp_path / "run", [epoch(0, 2.0, time=time)]), "run")
+    text = report([run])
+    bars = text[text.index("What the time was spent on") :]
+    assert float(re.search(r'viewBox="0 0 \S+ (\S+)"', bars)[1]) < 700
+
+
 # What is broken
+
+
+def test_broken_rows_are_one_line(full, tmp_path, capfd):
+    def error_of(file, text):
+        before = (full / file).read_text()
+        (full / file).write_text(text)
+        with pytest.raises(SystemExit):
+            main([str(full), "-o", str(tmp_path / "r.html")])
+        (full / file).write_text(before)
+        error = capfd.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
+
+    metrics = full / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines()
+    error = error_of("metrics.jsonl", f"{first}\n{second[:30]}\n{second}\n")
+    assert f"line 2 of {metrics} is not JSON" in error
+    error = error_of("metrics.jsonl", first.replace('"train_loss": 2.0', '"train_loss": null'))
+    assert f"line 1 of {metrics} has no number 'train_loss'" in error
+    assert "has no number 'epoch'" in error_of("steps.jsonl", "[7]\n")
+    assert "has no number 'step'" in error_of("starts.jsonl", '{"epoch": 1}\n')
 
 
 def test_missing_run_is_an_error(tmp_path, capfd):
@@ -162,13 +246,17 @@ def test_missing_run_is_an_error(tmp_path, capfd):
         error = capfd.readouterr().err
         assert error.startswith(f"error: there is no run in {folder}") and error.count("\n") == 1
     assert not (tmp_path / "x.html").exists()
+    write(tmp_path / "new", [], epochs=3)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "new")])
+    assert "new has no rows yet: wait until its first epoch ends" in capfd.readouterr().err
 
 
 def test_incomplete_line_and_unfinished_run_are_noted(full):
     with open(full / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 2, "tr')
     notes = read_run(full, "full").notes
-    line = "the line after row 2 of metrics.jsonl is incomplete"
+    line = "the last line of metrics.jsonl is incomplete"
     assert notes == [line, "stopped after 2 of 3 epochs"]
 
 
@@ -188,7 +276,8 @@ def test_other_errors_are_one_line(full, tmp_path, capfd, monkeypatch):
             main([str(argument) for argument in arguments])
         return capfd.readouterr().err
 
-    assert "full is given twice" in error_of(full, full)
+    other = write(tmp_path / "other", [epoch(0, 2.0)])
+    assert f"{full} is given twice" in error_of(other, full, full)
     missing = tmp_path / "missing" / "r.html"
     assert f"error: cannot write {missing}: No such file" in error_of(full, "-o", missing)
     output = tmp_path / "r.html"
@@ -270,7 +359,7 @@ def browse(folder, width, is_dark):
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (400, True)])
 def test_page_in_a_browser(full, tmp_path, width, is_dark):
-    other = write(full.parent / ("long-" * 20), [epoch(0, 2.0), epoch(1, 1.2)], lr=0.2)
+    other = write(full.parent / ("long" * 30), [epoch(0, 2.0), epoch(1, 1.2)], lr=0.2)
     main([str(full), str(other), "-o", str(tmp_path / "page.html")])
     result, console = browse(tmp_path, width, is_dark)
     assert result["errors"] == [] and console == []

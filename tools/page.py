@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import warnings
 from html import escape
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from utils.errors import UserError
 
 INK = "#1f2329"  # stands for the color of the text, which the reader's browser chooses
 # Distinguishable to the color-blind (after Okabe and Ito, https://jfly.uni-koeln.de/color), and
-# readable on black and on white.
-COLORS = ("#2A86C7", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A8A8A", "#B8A500")
+# darkened to a contrast of 3:1 with the boxes of the page, in light and in dark.
+COLORS = ("#2A86C7", "#C68000", "#009E73", "#C96FA0", "#D55E00", "#8A63D2", "#8A8A8A", "#9C8C00")
+MARKERS, SIGNS = "ooo^v", "●■◆▲▼"  # for matplotlib, and as text
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --pale: #59636e; --line: #d0d7de;
   --paper: #ffffff; --box: #f6f8fa; }
@@ -19,9 +21,10 @@ STYLE = """
   --paper: #0d1117; --box: #151b23; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 24px 16px 64px; max-width: 1240px; background: var(--paper);
-  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+  color: var(--ink); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 12px; }
-p { max-width: 75ch; overflow-wrap: anywhere; } .pale { color: var(--pale); }
+p { max-width: 75ch; } .pale { color: var(--pale); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 12px; border-bottom: 1px solid var(--line);
   white-space: nowrap; } th:first-child, td:first-child { text-align: left; padding-left: 0; }
@@ -29,8 +32,8 @@ th, td { text-align: right; padding: 4px 12px; border-bottom: 1px solid var(--li
   1fr)); } figure { margin: 0; padding: 12px; background: var(--box); border-radius: 8px; }
 figcaption { font-weight: 600; } svg { display: block; width: 100%; height: auto; }
 .key { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 12px 0; padding: 0; }
-.key li { list-style: none; overflow-wrap: anywhere; } .swatch { display: inline-block; width: 14px;
-  height: 14px; border-radius: 3px; margin-right: 6px; vertical-align: -2px; }
+.key li { list-style: none; } .swatch { display: inline-block; width: 14px; height: 14px;
+  border-radius: 3px; margin-right: 6px; vertical-align: -2px; line-height: 14px; }
 .by { display: none; } #samples:checked ~ .samples, #time:checked ~ .time { display: block; }
 label { margin-right: 16px; } details { margin: 12px 0; } summary { cursor: pointer; }
 """
@@ -57,18 +60,27 @@ def table(head, rows):
     return f'<div class="wide"><table>\n{chr(10).join(lines)}\n</table></div>'
 
 
-def key(names):
-    """Which color stands for which of the names."""
-    items = [
-        f'<li><span class="swatch" style="background: {color_of(number)}"></span>{escape(name)}'
-        for number, name in enumerate(names)
-    ]
-    return f'<ul class="key">{"".join(f"{item}</li>" for item in items)}</ul>'
+def key(names, has_markers=False):
+    """Which color, or which color and marker, stands for which of the names."""
+    items = []
+    for number, name in enumerate(names):
+        style, text = f"background: {color_of(number)}", ""
+        if has_markers:
+            style = f"color: {color_of(number)}"
+            text = SIGNS[number % len(SIGNS)]
+        swatch = f'<span class="swatch" style="{style}">{text}</span>'
+        items.append(f"<li>{swatch}{escape(name)}</li>")
+    return f'<ul class="key">{"".join(items)}</ul>'
 
 
 def color_of(number):
     """The color of a run, or of a part."""
     return COLORS[number % len(COLORS)]
+
+
+def marker_of(number):
+    """The marker of a run, which tells it apart without colors."""
+    return MARKERS[number % len(MARKERS)]
 
 
 def drawing(width, height, plots=(1, 1)):
@@ -112,11 +124,17 @@ def figure(drawn, caption):
 
 
 def save_picture(drawn, path):
-    """Write a drawing as a picture on white, in the format that the name of the file ends with."""
+    """Write a drawing as a picture on white, in the format that the name of the file ends with.
+    Raises UserError if it fails."""
+    from matplotlib import rc_context
+
     file = io.BytesIO()
     kind = Path(path).suffix.removeprefix(".") or "png"
+    fixed = {"metadata": {"Date": None}} if kind == "svg" else {}
+    settings = {"svg.hashsalt": "", "svg.fonttype": "path"}
     try:
-        drawn.savefig(file, format=kind, dpi=120, facecolor="white")
+        with rc_context(settings), warnings.catch_warnings(action="ignore"):  # of missing glyphs
+            drawn.savefig(file, format=kind, dpi=120, facecolor="white", **fixed)
     except ValueError as error:
         raise UserError(f"cannot draw {path}: {error}") from None
     write_file(path, file.getvalue())
@@ -127,7 +145,7 @@ def write_file(path, contents):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     if isinstance(contents, str):
-        contents = contents.encode()
+        contents = contents.encode(errors="replace")  # of settings that are no valid Unicode
     try:
         temporary.write_bytes(contents)
         os.replace(temporary, path)

@@ -9,6 +9,7 @@ that differ; and what each rank's time was spent on, if the run had --timing.
 
 import argparse
 import fcntl
+import json
 import math
 import os
 from contextlib import suppress
@@ -19,12 +20,28 @@ from typing import NamedTuple
 
 import yaml
 
-from tools.page import color_of, drawing, figure, key, page, save_picture, table, write_file
+from tools.page import (
+    color_of,
+    drawing,
+    figure,
+    key,
+    marker_of,
+    page,
+    save_picture,
+    table,
+    write_file,
+)
 from utils.errors import UserError, report_errors
-from utils.metrics import read_metrics
 from utils.options.timing import NAMES
 
 COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
+# The numbers that the rows of a file have, whatever the task.
+NUMBERS = {
+    "metrics.jsonl": ["epoch", "world_size", "lr"]
+    + [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *COUNTS)],
+    "steps.jsonl": ["epoch", "samples", "loss", "lr", "samples_per_second"],
+    "starts.jsonl": ["epoch", "step", "steps_per_epoch"],
+}
 
 
 class Run(NamedTuple):
@@ -50,28 +67,57 @@ class Point(NamedTuple):
 
 
 def read_run(folder, name):
-    """The Run in a folder. Raises UserError if there is none."""
-    folder = Path(folder)
-    rows, steps = (read_metrics(folder / file) for file in ("metrics.jsonl", "steps.jsonl"))
+    """The Run in a folder. Raises UserError if there is none, or if it is broken."""
+    folder, notes, read = Path(folder), [], {}
+    for file in NUMBERS:
+        read[file], is_complete = read_rows(folder / file)
+        if not is_complete:
+            notes.append(f"the last line of {file} is incomplete")
+    rows, steps, starts = read.values()
     if not rows and not steps:
+        if (folder / "config.yaml").exists():
+            raise UserError(f"the run in {folder} has no rows yet: wait until its first epoch ends")
         raise UserError(
             f"there is no run in {folder}: it must hold metrics.jsonl, as the --output-dir of a "
             f"script does after its first epoch"
         )
-    notes = []
-    for file, kept in (("metrics.jsonl", rows), ("steps.jsonl", steps)):
-        path = folder / file
-        if path.exists() and len(path.read_text(errors="replace").splitlines()) > len(kept):
-            notes.append(f"the line after row {len(kept)} of {file} is incomplete")
     settings = read_settings(folder / "config.yaml")
     epochs = settings.get("epochs")
     if is_running(folder):
         notes.append("still running")
-    elif epochs and len(rows) < epochs:
+    elif isinstance(epochs, int) and len(rows) < epochs:
         notes.append(f"stopped after {len(rows)} of {epochs} epochs")
     if not rows:
         notes.append("still in its first epoch: no validation yet")
-    return Run(name, rows, steps, read_metrics(folder / "starts.jsonl"), settings, notes)
+    return Run(name, rows, steps, starts, settings, notes)
+
+
+def read_rows(path):
+    """(the rows of one of the files of NUMBERS, whether its last line is complete).
+
+    Without such a file, there are no rows. Raises UserError if it cannot be read, or if any line
+    but the last one, which a crash may have truncated, is not a row.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return [], True
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                return rows, False
+            raise UserError(f"line {number} of {path} is not JSON: remove it") from None
+        known = row if isinstance(row, dict) else {}
+        for name in NUMBERS[path.name]:
+            if not isinstance(known.get(name), int | float):
+                raise UserError(f"line {number} of {path} has no number {name!r}: remove it")
+        rows.append(row)
+    return rows, True
 
 
 def read_settings(path):
@@ -99,13 +145,17 @@ def is_running(folder):
 
 
 def names_of(folders):
-    """A short name for each folder: as many of the last parts of its path as tell it apart."""
-    parts = [Path(folder).resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise UserError(f"{folders[0]} is given twice")
+    """A short name for each folder: as many of the last parts of its path as tell it apart. Bytes
+    that are not UTF-8 are replaced. Raises UserError if a folder is given twice."""
+    paths = [Path(folder).resolve() for folder in folders]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise UserError(f"{folders[number]} is given twice")
+    length, names = 0, [""] * (len(paths) + 1)
+    while len(set(names)) < len(names):
+        length += 1
+        names = ["/".join(path.parts[-length:]) for path in paths]
+    return [os.fsencode(name).decode(errors="replace") for name in names]
 
 
 # Curves
@@ -151,7 +201,7 @@ def curves(run):
     """{name of a curve: {"train": [Point], and perhaps "validation": [Point]}}."""
     axis, metric = Axis(run), metric_of(run)
     found = {}
-    for name in ("loss", metric):
+    for name in ["loss", metric] if metric else ["loss"]:
         rows = [(i, row) for i, row in enumerate(run.rows) if f"val_{name}" in row]
         train = [axis.end(i, row[f"train_{name}"]) for i, row in rows]
         if run.steps and name in run.steps[0]:
@@ -169,11 +219,12 @@ def curves(run):
 
 
 def metric_of(run):
-    """The metric of the run's task: the first of its results that is not the loss."""
+    """The metric of the run's task: the first of its results that is not the loss; None if there is
+    no other."""
     names = [name.removeprefix("train_") for name in (run.rows or [{}])[0] if "train_" in name]
     names += list(run.steps[0]) if run.steps else []
     known = {"loss", "epoch", "step", "lr", "samples_per_second", "data_seconds", "memory", *COUNTS}
-    return next((name for name in names if name not in known | {"gradient_norm"}), "loss")
+    return next((name for name in names if name not in known | {"gradient_norm"}), None)
 
 
 def marks(run):
@@ -191,31 +242,39 @@ def marks(run):
 def draw_curves(axes, runs, name, by_time):
     """Draw one kind of curve of all runs on a matplotlib Axes."""
     horizontal = Point._fields[int(by_time)]
+    values = []
     for number, run in enumerate(runs):
         color = color_of(number)
+        style = {"color": color, "marker": marker_of(number), "markersize": 4.5}
         for kind, points in curves(run).get(name, {}).items():
             x = [getattr(point, horizontal) for point in points]
-            form = {"train": {"linewidth": 1.4}, "validation": {"linestyle": "--", "marker": "o"}}
-            values = [point.value for point in points]
-            marker = {"marker": "."} if len(points) == 1 else {}
-            axes.plot(x, values, color=color, markersize=3.5, **marker | form[kind])
-        restarts, skipped = marks(run)
-        for point in restarts:
-            axes.axvline(getattr(point, horizontal), color=color, linewidth=1, linestyle=":")
-        axes.plot(
-            [getattr(point, horizontal) for point in skipped],
-            [0.02] * len(skipped),
-            "x",
-            color=color,
-            transform=axes.get_xaxis_transform(),
-            markersize=6,
-        )
+            y = [point.value for point in points]
+            values += y
+            if kind == "train":
+                every = 1 + len(points) // 6  # a few markers tell runs apart without colors
+                axes.plot(x, y, linewidth=1.4, markevery=(number % every, every), **style)
+            else:
+                axes.plot(x, y, linewidth=1.4, linestyle="--", markerfacecolor="none", **style)
+        _draw_marks(axes, run, horizontal, color)
+    # A diverging loss or a perplexity would flatten all that follows; ratios need no logarithms.
+    values = [value for value in values if math.isfinite(value)]
+    if values and min(values) > 0 and max(values) > max(1, 100 * min(values)):
+        axes.set_yscale("log")
     if name == "samples/s":
+        axes.set_yscale("linear")
         axes.set_ylim(bottom=0)  # otherwise, small changes would look large
     axes.set_xlabel("seconds of training" if by_time else "samples")
-    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
     axes.xaxis.set_major_locator(_few_ticks())
     axes.xaxis.set_major_formatter(_with_units())
+
+
+def _draw_marks(axes, run, horizontal, color):
+    """Draw the restarts and the skipped steps of a run."""
+    restarts, skipped = marks(run)
+    for point in restarts:
+        axes.axvline(getattr(point, horizontal), color=color, linewidth=1, linestyle=":")
+    x, transform = [getattr(point, horizontal) for point in skipped], axes.get_xaxis_transform()
+    axes.plot(x, [0.02] * len(x), "x", color=color, transform=transform, markersize=6)
 
 
 def _few_ticks():
@@ -281,6 +340,7 @@ def settings(runs):
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     if len(runs) > 1:
         names = [n for n in names if len({repr(run.settings.get(n)) for run in runs}) > 1]
+        names = [n for n in names if n != "output_dir"]  # every run has its own
     rows = [[name, *(str(run.settings.get(name, "")) for run in runs)] for name in names]
     shown = table(["setting", *(run.name for run in runs)], rows)
     if len(runs) > 1:
@@ -294,25 +354,31 @@ def rank_times(run):
     rows = [row["time"] for row in run.rows if "time" in row]
     if not rows:
         return {}
-    ranks = len(rows[-1]["computing"])
-    rows = [row for row in rows if len(row["computing"]) == ranks]
-    sums = {name: [sum(row[name][r] for row in rows) for r in range(ranks)] for name in NAMES}
+    sums = {name: seconds for name, seconds in rows[-1].items() if name != "total"}
+    ranks = len(next(iter(sums.values())))
+    for row in rows[:-1]:
+        for name, seconds in row.items():
+            if name != "total" and len(seconds) == ranks:
+                before = sums.get(name, [0.0] * ranks)
+                sums[name] = [a + b for a, b in zip(before, seconds, strict=True)]
     return {name: seconds for name, seconds in sums.items() if any(seconds)}
 
 
-def time_spent(run):
-    """What each rank's time was spent on: a drawing and a table."""
+def time_spent(run, names):
+    """What each rank's time was spent on: a drawing and a table. names: {what: text} of what the
+    colors stand for, in their order."""
     times = rank_times(run)
-    ranks = range(len(times["computing"]))
-    totals = [sum(seconds[rank] for seconds in times.values()) for rank in ranks]
-    drawn, axes = drawing(5.6, 0.8 + 0.3 * len(ranks))
+    ranks = range(len(next(iter(times.values()))))
+    totals = [sum(seconds[rank] for seconds in times.values()) or 1.0 for rank in ranks]
+    drawn, axes = drawing(5.6, 0.8 + min(0.3 * len(ranks), 8))
     left = [0.0] * len(ranks)
-    for number, name in enumerate(NAMES):
-        shares = [100 * s / total for s, total in zip(times.get(name, left), totals, strict=True)]
+    for number, name in enumerate(names):
         if name in times:
+            shares = [100 * s / total for s, total in zip(times[name], totals, strict=True)]
             axes[0, 0].barh(ranks, shares, left=left, color=color_of(number), height=0.7)
             left = [a + b for a, b in zip(left, shares, strict=True)]
-    axes[0, 0].set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    labeled = ranks[:: 1 + len(ranks) // 27]  # so that the labels do not overlap
+    axes[0, 0].set_yticks(labeled, [f"rank {rank}" for rank in labeled])
     axes[0, 0].invert_yaxis()
     axes[0, 0].set_xlim(0, 100)
     axes[0, 0].set_xlabel("percent of the time")
@@ -320,9 +386,9 @@ def time_spent(run):
         [f"rank {rank}", *(f"{seconds[rank]:.1f} s" for seconds in times.values())]
         for rank in ranks
     ]
-    shown = table(["", *(NAMES[name] for name in times)], rows)
-    sentence = next(row["limited_by"] for row in reversed(run.rows) if "limited_by" in row)
-    drawn = figure(drawn, f"{run.name}: {sentence}")
+    shown = table(["", *(names[name] for name in times)], rows)
+    limits = [str(row["limited_by"]) for row in run.rows if "limited_by" in row]
+    drawn = figure(drawn, ": ".join([run.name, *limits[-1:]]))
     return f"<div>{drawn}<details><summary>in seconds</summary>{shown}</details></div>"
 
 
@@ -330,18 +396,20 @@ def report(runs):
     """The page, as text."""
     notes = [f"{run.name}: {', '.join(run.notes)}." for run in runs if run.notes]
     notes = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    parts = [notes, key(run.name for run in runs), charts(runs)]
+    parts = [notes, key([run.name for run in runs], has_markers=True), charts(runs)]
     parts.append(
         '<p class="pale">Solid: training. Dashed: validation. Dotted and vertical: a restart. '
-        "Crosses: skipped steps. Nothing is smoothed: a curve has the rows of steps.jsonl "
-        "(--log-steps), if there are any, otherwise those of epochs.</p>"
+        "Crosses: skipped steps. Filled markers only tell the runs apart. Nothing is smoothed: a "
+        "curve has the rows of steps.jsonl (--log-steps), if there are any, otherwise those of "
+        "epochs.</p>"
     )
     parts += ["<h2>Final figures</h2>", finals(runs), settings(runs)]
     timed = [run for run in runs if rank_times(run)]
     if timed:
-        names = list(NAMES.values())
-        bars = "".join(map(time_spent, timed))
-        parts += ["<h2>What the time was spent on</h2>", key(names)]
+        spent = {name for run in timed for name in rank_times(run)}
+        names = {name: NAMES.get(name, name) for name in (*NAMES, *sorted(spent)) if name in spent}
+        bars = "".join(time_spent(run, names) for run in timed)
+        parts += ["<h2>What the time was spent on</h2>", key(names.values())]
         parts.append(f'<div class="grid">{bars}</div>')
     title = ", ".join(run.name for run in runs[:3]) + (", ..." if len(runs) > 3 else "")
     return page(title, f"{len(runs)} run{'s' * (len(runs) > 1)}", "\n".join(parts))
@@ -351,13 +419,24 @@ def picture(runs):
     """All charts over samples as one drawing."""
     from matplotlib.lines import Line2D
 
-    drawn, axes = drawing(10.5, 6.4, (2, 2))
-    for axis, name in zip(axes.flat, curves(runs[0]), strict=True):
+    names = list(dict.fromkeys(name for run in runs for name in curves(run)))
+    lines = math.ceil(len(names) / 2)
+    drawn, axes = drawing(10.5, 0.4 + 3 * lines, (lines, 2))
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for axis, name in zip(axes.flat, names, strict=False):
         draw_curves(axis, runs, name, by_time=False)
-        axis.set_title(name)
-    labels = [f"{run.name} (training; dashed: validation)" for run in runs]
-    lines = [Line2D([], [], color=color_of(number)) for number in range(len(runs))]
-    drawn.legend(lines, labels, loc="outside upper left", frameon=False, ncols=2)
+        axis.set_title(name, parse_math=False)
+    handles = [
+        Line2D([], [], color=color_of(number), marker=marker_of(number))
+        for number in range(len(runs))
+    ]
+    handles += [Line2D([], [], color="gray"), Line2D([], [], color="gray", linestyle="--")]
+    place = {"loc": "outside upper left", "frameon": False, "ncols": 4}
+    legend = drawn.legend(handles, ["run"] * len(runs) + ["training", "validation"], **place)
+    for text, run in zip(legend.get_texts(), runs, strict=False):
+        text.set_parse_math(False)
+        text.set_text(run.name[-40:])  # as a label, "_name" would be left out
     return drawn
 
 
