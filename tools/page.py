@@ -13,7 +13,7 @@ INK = "#1f2329"  # stands for the color of the text, which the reader's browser 
 # Distinguishable to the color-blind (after Okabe and Ito, https://jfly.uni-koeln.de/color), and
 # darkened to a contrast of 3:1 with the boxes of the page, in light and in dark.
 COLORS = ("#2A86C7", "#C68000", "#009E73", "#C96FA0", "#D55E00", "#8A63D2", "#8A8A8A", "#9C8C00")
-MARKERS, SIGNS = "ooo^v", "●■◆▲▼"  # for matplotlib, and as text
+MARKERS, SIGNS = "osD^v", "●■◆▲▼"  # for matplotlib, and as text
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --pale: #59636e; --line: #d0d7de;
   --paper: #ffffff; --box: #f6f8fa; }
