@@ -41,6 +41,9 @@ def test_run_that_ends_before_the_last_of_these_steps(tmp_path):
     run = fork_script("train_1gpu.py", None, output_dir=tmp_path, profile="15:99", **FLAGS)
     assert run.code == 0 and "steps 15 to 16: on the CPU" in run.stdout
     assert trace(tmp_path, 0).count("Optimizer.step#SGD.step") == 2
+    out = tmp_path / "next"
+    run = fork_script("train_1gpu.py", None, output_dir=out, profile="17:18", **FLAGS)
+    assert run.code == 0 and "--profile: the run had 16 steps" in run.stdout, run.stderr
     out = tmp_path / "short"
     run = fork_script("train_1gpu.py", None, output_dir=out, profile="50:60", **FLAGS)
     assert run.code == 0 and "--profile: the run had 16 steps" in run.stdout

@@ -12,6 +12,7 @@ import threading
 import warnings
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_points_lie_where_their_samples_were_trained(full):
     assert ends == [(100, 10, 0.5), (200, 20, 0.75)]
     restarts, skipped = ([p[:2] for p in points] for points in marks(run))
     assert (restarts, skipped) == ([(150, 15)], [(130, 13)])
+
+
+def test_epochs_without_rows_of_steps_have_their_own(tmp_path):
+    """As of a run that was resumed without --log-steps, with twice as many steps per epoch."""
+    rows = [epoch(number, 2.0 - number / 2) for number in range(3)]
+    starts = [start(0, 0), start(1, 5), start(2, 10) | {"steps_per_epoch": 20}]
+    run = read_run(write(tmp_path / "a", rows, [step(0, 5, 2.5), step(0, 10, 2.2)], starts), "a")
+    points = [(p.samples, p.value) for p in curves(run)["loss"]["train"]]
+    assert points == [(50, 2.5), (100, 2.2), (200, 1.5), (300, 1.0)]
+    assert [p.samples for p in marks(run)[0]] == [150, 250]
 
 
 def test_run_without_rows_of_steps_has_those_of_epochs(tmp_path):
@@ -267,7 +278,19 @@ def test_running_run_in_its_first_epoch(tmp_path):
         run = read_run(folder, "new")
     assert run.notes == ["still running", "still in its first epoch: no validation yet"]
     assert "still running" in report([run])
-    assert read_run(folder, "new").notes[0] == "stopped after 0 of 3 epochs"
+    assert read_run(folder, "new").notes == ["stopped after 0 of 3 epochs"]
+
+
+def test_output_that_is_no_ordinary_file(full, tmp_path, capfd):
+    """A device stays one, and a link leads to the file."""
+    main([str(full), "-o", "/dev/null"])
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "link.html").symlink_to("page.html")
+    main([str(full), "-o", str(tmp_path / "link.html")])
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "page.html").stat().st_size
+    with pytest.raises(SystemExit):
+        main([str(full), "-o", str(tmp_path)])
+    assert f"error: cannot write {tmp_path}: Is a directory" in capfd.readouterr().err
 
 
 def test_other_errors_are_one_line(full, tmp_path, capfd, monkeypatch):

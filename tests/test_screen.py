@@ -18,7 +18,7 @@ def test_record_keeps_the_first_moment_and_runs_to_the_end(tmp_path):
     code = "import pathlib, sys; print('one\\n\\rstep 1\\rstep 2', sys.stderr.isatty());"
     code += f"pathlib.Path('{tmp_path}/end').touch()"
     assert record([sys.executable, "-c", code], "^step [0-9]") == ["one", "step 1"]
-    assert record([sys.executable, "-c", code], "^step 2") == ["one", "step 2 True"]
+    assert record([sys.executable, "-c", code], "^step 2 True") == ["one", "step 2 True"]
     assert (tmp_path / "end").exists()
     assert record([sys.executable, "-c", "print(1)"], "never") == []
 

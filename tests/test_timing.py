@@ -101,6 +101,11 @@ def test_sentences(monkeypatch, lists, workers, sentence):
     assert diagnose(times(**lists), PLACES, workers) == sentence
 
 
+def test_nothing_is_said_of_an_epoch_without_steps():
+    row = times() | {"computing": [0.0] * 4, "validation": [100.0] * 4}
+    assert diagnose(row, PLACES, 0) == "too few steps to tell"
+
+
 def test_workers_are_as_many_as_there_are_cores(monkeypatch):
     monkeypatch.setattr("utils.options.timing.cores_per_rank", lambda: 4)
     expected = "80% waiting for data: --num-workers 15 (now 3), of 4 cores per rank, or samples "
@@ -128,6 +133,10 @@ def test_division_on_a_gpu(monkeypatch):
     divided = hook._divide(Clocks(10.0, 9.0, 0.0))
     expected = {"saving": 2.0, "computing": 4.0, "communicating": 1.6, "data": 1.0, "host": 1.4}
     assert {k: v for k, v in divided.items() if v} == pytest.approx(expected)
+    hook.shares = None  # resumed after the middle of the epoch
+    unknown = hook._divide(Clocks(10.0, 9.0, 0.0))
+    assert {k: v for k, v in unknown.items() if v} == {"saving": 2.0, "other": 8.0}
+    hook.shares = {"computing": 0.5, "communicating": 0.2, "idle": 0.3}
     hook.loaded = Clocks(7.0, 0.0, 0.0)  # mostly while the GPU had work
     divided = hook._divide(Clocks(10.0, 9.0, 0.0))
     assert (divided["data"], divided["host"]) == pytest.approx((2.4, 0.0))

@@ -85,10 +85,10 @@ def read_run(folder, name):
     epochs = settings.get("epochs")
     if is_running(folder):
         notes.append("still running")
+        if not rows:
+            notes.append("still in its first epoch: no validation yet")
     elif isinstance(epochs, int) and len(rows) < epochs:
         notes.append(f"stopped after {len(rows)} of {epochs} epochs")
-    if not rows:
-        notes.append("still in its first epoch: no validation yet")
     return Run(name, rows, steps, starts, settings, notes)
 
 
@@ -189,8 +189,11 @@ class Axis:
 
     def step(self, epoch, step):
         """The Point of a step of an epoch, without a value."""
-        steps = [start["steps_per_epoch"] for start in self.run.starts]
-        share = step / steps[-1] if steps else 1.0
+        places = [(start["epoch"], start["step"]) for start in self.run.starts]
+        before = [n for n, place in enumerate(places) if place <= (epoch, step)]
+        share = 1.0
+        if before:  # the number of steps may have changed when the run was resumed
+            share = step / self.run.starts[before[-1]]["steps_per_epoch"]
         size = self.size
         if epoch < len(self.run.rows):
             size = self.run.rows[epoch]["train_samples"]
@@ -200,22 +203,30 @@ class Axis:
 def curves(run):
     """{name of a curve: {"train": [Point], and perhaps "validation": [Point]}}."""
     axis, metric = Axis(run), metric_of(run)
+    speeds = [row["train_samples"] / row["train_seconds"] for row in run.rows]
     found = {}
     for name in ["loss", metric] if metric else ["loss"]:
-        rows = [(i, row) for i, row in enumerate(run.rows) if f"val_{name}" in row]
-        train = [axis.end(i, row[f"train_{name}"]) for i, row in rows]
-        if run.steps and name in run.steps[0]:
-            train = [axis.within(s["epoch"], s["samples"], s[name]) for s in run.steps]
-        ends = [axis.end(i, row[f"val_{name}"]) for i, row in rows]
-        found[name] = {"train": train, "validation": ends}
-    rates = [axis.end(i, row["lr"]) for i, row in enumerate(run.rows)]
-    speeds = [
-        axis.end(i, row["train_samples"] / row["train_seconds"]) for i, row in enumerate(run.rows)
-    ]
-    if run.steps:
-        rates = [axis.within(s["epoch"], s["samples"], s["lr"]) for s in run.steps]
-        speeds = [axis.within(s["epoch"], s["samples"], s["samples_per_second"]) for s in run.steps]
-    return found | {"learning rate": {"train": rates}, "samples/s": {"train": speeds}}
+        train = [row.get(f"train_{name}") for row in run.rows]
+        ends = [(i, row[f"val_{name}"]) for i, row in enumerate(run.rows) if f"val_{name}" in row]
+        found[name] = {"train": _training(axis, train, name)}
+        found[name]["validation"] = [axis.end(i, value) for i, value in ends]
+    rates = [row["lr"] for row in run.rows]
+    found["learning rate"] = {"train": _training(axis, rates, "lr")}
+    found["samples/s"] = {"train": _training(axis, speeds, "samples_per_second")}
+    return found
+
+
+def _training(axis, values, name):
+    """The Points of a number in the rows of steps; in epochs without any, those of `values`, the
+    numbers of the epochs."""
+    points = []
+    steps = [row for row in axis.run.steps if name in row]
+    for epoch in range(max([len(values), *(row["epoch"] + 1 for row in steps)])):
+        own = [row for row in steps if row["epoch"] == epoch]
+        points += [axis.within(epoch, row["samples"], row[name]) for row in own]
+        if not own and epoch < len(values) and values[epoch] is not None:
+            points.append(axis.end(epoch, values[epoch]))
+    return points
 
 
 def metric_of(run):

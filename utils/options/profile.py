@@ -2,8 +2,9 @@
 
 Steps count from 1, from the start of the process on. Each rank writes a trace to
 output_dir/profile/rankN.json.gz, which https://ui.perfetto.dev shows; the main process prints the
-operations that take longest, and writes that to output_dir/profile/summary.txt. The profiled steps
-are slower than others (https://docs.pytorch.org/docs/stable/profiler.html).
+operations that take longest, and writes that to output_dir/profile/summary.txt. What happens
+between the steps is included: a save, and from one epoch to the next, the evaluation. The profiled
+steps are slower than others (https://docs.pytorch.org/docs/stable/profiler.html).
 """
 
 import math
@@ -52,9 +53,11 @@ class Profile(Hook):
 
     def after_save(self, checkpoint):
         is_over = checkpoint.epoch == checkpoint.cfg.epochs
-        if is_over and self.profiler:
+        if not is_over:
+            return
+        if self.profiler and self.step >= self.first:
             self._finish(self.step - self.first + 1)
-        if is_over and self.step < self.first and is_main_process():
+        elif self.step < self.first and is_main_process():
             print(f"--profile: the run had {self.step} steps, so there is nothing to show")
 
     def _finish(self, steps):

@@ -139,8 +139,11 @@ class Timing(Hook):
         seconds = dict.fromkeys(NAMES, 0.0)
         seconds["saving"] = self.saving.wall
         training = passed.wall - self.saving.wall
+        if self.is_cuda and self.shares is None:  # the epoch was too short, or resumed too late
+            seconds["other"] = training
+            return seconds
         if self.is_cuda:
-            shares = self.shares or {"computing": 1.0, "communicating": 0.0, "idle": 0.0}
+            shares = self.shares
             idle = shares["idle"] * training
             # The host may wait for data while the GPU still has work.
             seconds["data"] = min(self.loaded.wall, idle)
@@ -191,6 +194,8 @@ class Timing(Hook):
 
 def diagnose(times, places, workers):
     """A sentence on what limits a run most, and what to try. See find_limits()."""
+    if not any(times["computing"]):
+        return "too few steps to tell"
     found = find_limits(times, places, workers)
     return max(found.values())[1] if found else "nothing stands out"
 
