@@ -66,10 +66,11 @@ def test_lines_show_what_happened_since_the_last_one(watched, capsys):
         watched.step(loss=5.0)
     first, second = capsys.readouterr().err.splitlines()
     assert first == (
-        "epoch 0: step 16 of 100, loss 3.1250 (rank 0), 8 samples/s, 01:24 left, 04:44 in the run"
+        "epoch 0: step 16 of 100, loss 3.1250 (rank 0), 8 samples/s, 01:24 left in the epoch, "
+        "04:44 in the run"
     )
     assert second.startswith(
-        "epoch 0: step 31 of 100, loss 5.0000 (rank 0), 8 samples/s, 01:09 left,"
+        "epoch 0: step 31 of 100, loss 5.0000 (rank 0), 8 samples/s, 01:09 left in the epoch,"
     )
 
 
@@ -84,7 +85,8 @@ def test_time_left_in_the_run_includes_what_lies_between_epochs(watched, capsys)
         watched.step(loss=2.0)
     # 84 steps of this epoch, 100 of the last one, and once the 50 seconds from step to step.
     assert capsys.readouterr().err == (
-        "epoch 1: step 16 of 100, loss 2.0000 (rank 0), 8 samples/s, 01:24 left, 03:54 in the run\n"
+        "epoch 1: step 16 of 100, loss 2.0000 (rank 0), 8 samples/s, 01:24 left in the epoch, "
+        "03:54 in the run\n"
     )
 
 

@@ -75,7 +75,7 @@ class Progress(Hook):
             epochs = self.epochs - self.epoch - 1
             left_in_run = left + epochs * (steps * seconds_per_step + self.seconds_between_epochs)
             speed = loader.global_batch / seconds_per_step
-            text += f", {speed:,.0f} samples/s, {_duration(left)} left, "
+            text += f", {speed:,.0f} samples/s, {_duration(left)} left in the epoch, "
             text += f"{_duration(left_in_run)} in the run"
         if self.new_bar is None:
             print(f"epoch {self.epoch}: step {step} of {steps}, {text}", file=sys.stderr)

@@ -63,7 +63,8 @@ def log_summary(cfg, state, start_epoch):
         f"data: {type(loader.dataset).__name__}, {len(loader.dataset):,} training samples, "
         f"loader={loader.name}\n"
         f"batch: {cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
-        f"{loader.device.type} ({torch.get_num_threads()} threads each), peak lr {cfg.peak_lr:g}\n"
+        f"{loader.device.type}, threads per process: {torch.get_num_threads()}, "
+        f"peak lr {cfg.peak_lr:g}\n"
         f"epochs: {cfg.epochs} of {len(loader)} steps, from epoch {start_epoch}, step "
         f"{loader.start}, in {cfg.output_dir}",
         flush=True,
