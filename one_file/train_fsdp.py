@@ -190,11 +190,15 @@ def save(path, model, optimizer, scheduler, run):
 
 def load(path, model, optimizer, scheduler, run):
     """Continue where the checkpoint was written, if there is one."""
-    if not path.exists():
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, path.exists())
+    if not any(found):
         return
+    if not all(found):
+        raise FileNotFoundError(f"only some ranks see {path}: use a folder that all nodes share")
     contents = torch.load(path, map_location="cpu", weights_only=True)
     if contents["step"] and contents["global_batch"] != run["global_batch"]:
-        sys.exit(f"finish the epoch with --global-batch {contents['global_batch']}")
+        raise ValueError(f"finish the epoch with --global-batch {contents['global_batch']}")
     options = dsd.StateDictOptions(full_state_dict=True)  # each rank takes its shards
     states = {"model_state_dict": contents["model"], "optim_state_dict": contents["optimizer"]}
     dsd.set_state_dict(model, optimizer, **states, options=options)
@@ -217,7 +221,7 @@ def main(args):
     sampler = EpochSampler(train_set, seed=args.seed, drop_last=True)
     batch_size, rest = divmod(args.global_batch, dist.get_world_size() * args.micro_batches)
     if rest:
-        sys.exit("--global-batch must be divisible by the processes times --micro-batches")
+        raise ValueError("--global-batch must be a multiple of processes times --micro-batches")
     options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
     options |= {"pin_memory": device.type == "cuda", "drop_last": True}
     loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
@@ -285,6 +289,7 @@ if __name__ == "__main__":
     except Exception:
         # One error per job: an error that all ranks have is rank 0's; torchrun ends the others.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5 * (os.environ.get("RANK") != "0"))
+        if os.environ.get("RANK") != "0":
+            time.sleep(5)
         raise
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
-from tools.verify.plants import BUGS, planted_copy
+from tools.verify.plants import PLANTS, planted_copy
 from tools.verify.run import Verifier, run_matrix
 from tools.verify.table import print_head, print_row, write
 
@@ -36,7 +36,7 @@ def parse_arguments():
         "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"
     )
     args = parser.parse_args()
-    bug = next((bug for bug in BUGS if bug.name == args.plant), None)
+    bug = next((bug for bug in PLANTS if bug.name == args.plant), None)
     args.suite = SUITES[bug.task if bug else args.task]
     args.cases, args.scripts = args.suite.cases, {}
     if args.script and args.plant:
@@ -49,7 +49,7 @@ def parse_arguments():
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
     if not args.cases:
         parser.error("no case matches: pass --like with the name of one of the scripts")
-    if args.plant and args.plant not in ["list", *(bug.name for bug in BUGS)]:
+    if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")
     return args
 
@@ -57,9 +57,9 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     if args.plant == "list":
-        print("\n".join(bug.name for bug in BUGS))
+        print("\n".join(bug.name for bug in PLANTS))
         return 0
-    bug = next((bug for bug in BUGS if bug.name == args.plant), None)
+    bug = next((bug for bug in PLANTS if bug.name == args.plant), None)
     if bug:
         print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
     if "cuda:" in args.device:

@@ -17,7 +17,10 @@ BFLOAT16 = 2**-8
 
 # What a resumed run needs, and so every checkpoint must hold: the names in a script's `state`.
 STATE = ("model", "optimizer", "scheduler", "loader", "meter", "data")
-STATE_OF = {"train_ddp_amp.py": (*STATE, "scaler")}  # of scripts that have more
+STATE_OF = {"train_ddp_amp.py": (*STATE, "scaler")}  # of scripts that have others
+ONE_FILE = ("one_file/train_ddp.py", "one_file/train_fsdp.py")
+ONE_FILE_STATE = ("model", "optimizer", "scheduler", "epoch", "step", "sums", "global_batch")
+STATE_OF |= dict.fromkeys(ONE_FILE, ONE_FILE_STATE)
 
 
 class Case(NamedTuple):
@@ -79,7 +82,14 @@ FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 # In a CUDA graph, learning rates are float32: these, multiples of 2**-10, are not rounded.
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
-AUTOCAST_COPY = "train_1gpu_autocast.py"  # the Verifier writes it
+# The Verifier writes these two.
+AUTOCAST_COPY = "train_1gpu_autocast.py"
+ONE_FILE_COPY = "train_1gpu_one_file.py"
+# The scripts of one_file/ train a task of their own, on any number of processes.
+SMALL = {"clip_norm": 3.03}
+TO_SMALL = {"reference": "1gpu, one file"}
+STOPPED = Case("one_file ddp stopped", ONE_FILE[0], 2, SMALL)
+FSDP_STOPPED = Case("one_file fsdp stopped", ONE_FILE[1], 2, SMALL)
 # Small updates amplify rounding less. The tolerances have been measured with these.
 FLOAT32_RUN = {"dtype": "ieee", "clip_norm": 2.0}
 BFLOAT16_RUN = {"dtype": "float32", "clip_norm": 2.0}
@@ -169,6 +179,13 @@ IMAGES = Suite(
             "amp x2, uninterrupted",
             resumes=Case("amp killed", "train_ddp_amp.py", 2, OVERFLOW | SAVED),
         ),
+        Case("one_file ddp x1", ONE_FILE[0], 1, SMALL, **TO_SMALL),
+        Case("one_file ddp x2", ONE_FILE[0], 2, SMALL | {"workers": 1}, **TO_SMALL),
+        Case("one_file ddp x2, accum", ONE_FILE[0], 2, SMALL | {"micro_batches": 3}, **TO_SMALL),
+        Case("one_file ddp, resumed x3", ONE_FILE[0], 3, SMALL, **TO_SMALL, resumes=STOPPED),
+        Case("one_file fsdp x3", ONE_FILE[1], 3, SMALL | {"workers": 1}, **TO_SMALL),
+        Case("one_file fsdp x2, accum", ONE_FILE[1], 2, SMALL | {"micro_batches": 3}, **TO_SMALL),
+        Case("one_file fsdp, resumed x1", ONE_FILE[1], 1, SMALL, **TO_SMALL, resumes=FSDP_STOPPED),
     ],
     references=[
         Case("1gpu", "train_1gpu.py", None, {}),
@@ -180,6 +197,7 @@ IMAGES = Suite(
         Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
         Case("1gpu, float32", "train_1gpu.py", None, FLOAT32_RUN),
         Case("1gpu, bfloat16", AUTOCAST_COPY, None, BFLOAT16_RUN),
+        Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
     left_out={},
 )
@@ -305,7 +323,7 @@ MATRIX_FLAGS = {
     "train_pp.py": {"micro_batches": 2, "save_sharded": True},
 }
 # Ranks that share a GPU use gloo, with which these fail: they run on the CPU then.
-GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_pp.py")
+GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_pp.py", *ONE_FILE)
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
 WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 

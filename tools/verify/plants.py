@@ -442,6 +442,152 @@ BUGS = [
 ]
 
 
+def _in_one_file(name, line, replacement, row, problem, effect, script="train_ddp.py"):
+    """A Bug in a script of one_file/. docs/traps.md has its symptom with those of the ladder."""
+    return Bug(
+        f"one-file-{name}",
+        f"one_file/{script}",
+        line,
+        replacement,
+        f"one_file {row}",
+        problem,
+        effect,
+        symptom="",
+        prevention="",
+    )
+
+
+_FSDP = "train_fsdp.py"
+ONE_FILE_BUGS = [
+    _in_one_file(
+        "set_epoch-forgotten",
+        '    sampler.set_epoch(run["epoch"])',
+        "    pass",
+        "ddp x2",
+        (Problem.SAMPLES, ""),
+        "Every epoch repeats the order of the first one.",
+    ),
+    _in_one_file(
+        "transforms-unseeded",
+        "torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**63)",
+        "pass",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "The random numbers of a transform depend on the rank and on the loader process.",
+    ),
+    _in_one_file(
+        "loss-divided-twice",
+        "        count /= world_size\n",
+        "",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "The gradients are divided by the number of ranks once more.",
+    ),
+    _in_one_file(
+        "around-the-wrapper",
+        "                    outputs = model(images)",
+        "                    outputs = model.module(images)",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "DistributedDataParallel is bypassed, so that each rank trains a model of its own.",
+    ),
+    _in_one_file(
+        "micro-batches-counted-once",
+        "targets = sum(labels.numel() for _, labels in micro_batches)",
+        "targets = micro_batches[0][1].numel()",
+        "ddp x2, accum",
+        (Problem.WEIGHTS, ""),
+        "The gradients of the micro-batches are added up, not averaged.",
+    ),
+    _in_one_file(
+        "never-synchronized",
+        "with nullcontext() if is_last else model.no_sync():",
+        "with model.no_sync():",
+        "ddp x2, accum",
+        (Problem.WEIGHTS, ""),
+        "No micro-batch averages the gradients over the ranks.",
+    ),
+    _in_one_file(
+        "validation-filled-up",
+        "range(dist.get_rank(), len(dataset), dist.get_world_size())",
+        "DistributedSampler(dataset, shuffle=False)",
+        "ddp x2",
+        (Problem.FAILED, "AssertionError"),
+        "DistributedSampler repeats a validation sample, so that all ranks have the same number.",
+    ),
+    _in_one_file(
+        "position-lost",
+        '    sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        "",
+        "ddp, resumed x3",
+        (Problem.SAMPLES, ""),
+        "A resumed run starts the order of the epoch again.",
+    ),
+    _in_one_file(
+        "momentum-lost",
+        "        part.load_state_dict(contents[name])",
+        '        part.load_state_dict(contents[name]) if name != "optimizer" else None',
+        "ddp, resumed x3",
+        (Problem.WEIGHTS, ""),
+        "The optimizer starts without its momentum after a restart.",
+    ),
+    _in_one_file(
+        "sums-lost",
+        '        run["sums"] += contents["sums"].to(run["device"])',
+        "        pass",
+        "ddp, resumed x3",
+        (Problem.LOSS, "train_loss"),
+        "The loss of an epoch includes only the steps after the restart.",
+    ),
+    _in_one_file(
+        "seed-per-rank",
+        "torch.manual_seed(args.seed)",
+        "torch.manual_seed(args.seed + rank)",
+        "fsdp x3",
+        (Problem.WEIGHTS, ""),
+        "The shards of the initial weights come from different models: fully_shard copies nothing.",
+        _FSDP,
+    ),
+    _in_one_file(
+        "fsdp-loss-divided-twice",
+        "        count /= world_size\n",
+        "",
+        "fsdp x3",
+        (Problem.WEIGHTS, ""),
+        "The gradients are divided by the number of ranks once more.",
+        _FSDP,
+    ),
+    _in_one_file(
+        "fill-counted",
+        "model(images).to(args.dtype)[:left], labels[:left]",
+        "model(images).to(args.dtype), labels",
+        "fsdp x3",
+        (Problem.FAILED, "AssertionError"),
+        "Samples that only give all ranks as many forward passes count in the evaluation.",
+        _FSDP,
+    ),
+    _in_one_file(
+        "fsdp-position-lost",
+        '    sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        "",
+        "fsdp, resumed x1",
+        (Problem.SAMPLES, ""),
+        "A resumed run starts the order of the epoch again.",
+        _FSDP,
+    ),
+    _in_one_file(
+        "fsdp-momentum-lost",
+        "dsd.set_state_dict(model, optimizer, **states, options=options)",
+        'dsd.set_model_state_dict(model, contents["model"], options=options)',
+        "fsdp, resumed x1",
+        (Problem.WEIGHTS, ""),
+        "The optimizer starts without its momentum after a restart.",
+        _FSDP,
+    ),
+]
+PLANTS = BUGS + ONE_FILE_BUGS
+
+
 def planted_copy(bug, folder):
     """A copy of the scripts, utils/ and tasks/ in `folder`, with the bug in it. Returns the folder.
 

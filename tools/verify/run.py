@@ -14,8 +14,17 @@ from tasks.images.small_models import ResNet20
 from tools.copy import with_task
 from tools.lessons import LADDER, ROOT
 from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
-from tools.verify.cases import AUTOCAST_COPY, GPU_PER_RANK, IMAGES, matrix_cases
+from tools.verify import one_file
+from tools.verify.cases import (
+    AUTOCAST_COPY,
+    GPU_PER_RANK,
+    IMAGES,
+    ONE_FILE,
+    ONE_FILE_COPY,
+    matrix_cases,
+)
 from tools.verify.judge import Evidence, Problem, Row, judge
+from tools.verify.one_file_task import STOP
 from utils.checkpoint_file import read_checkpoint
 
 # Records which rank opens which file for writing. Python calls this hook for every open(); for a
@@ -126,15 +135,23 @@ class Verifier:
         return row
 
     def _script(self, case):
-        return self.scripts.get(case.script, case.script)
+        script = self.scripts.get(case.script, case.script)
+        if case.script in ONE_FILE and script != case.script:
+            copy = self.folder / Path(case.script).name
+            copy.write_text(one_file.with_task(script))
+            return copy
+        return script
 
     def _output_dir(self, case):
         return self.folder / case.name.replace(" ", "-").replace(",", "")
 
     def _reference(self, case):
         """Run a reference, without a planted bug and not with the user's script."""
-        script = autocast_copy(self.folder) if case.script == AUTOCAST_COPY else None
-        evidence = self._train(case, self._output_dir(case), self.clean, script or case.script)
+        writers = {AUTOCAST_COPY: autocast_copy, ONE_FILE_COPY: one_file.reference}
+        script = case.script
+        if script in writers:
+            script = writers[script](self.folder)
+        evidence = self._train(case, self._output_dir(case), self.clean, script)
         assert evidence.code == 0, f"{case.name} failed: {evidence.error}"
         self.references[case.name] = evidence
 
@@ -142,6 +159,8 @@ class Verifier:
         """Run a case, and kill it within its second epoch, so that a resumed run must know both the
         epoch and the position in it; if the kill comes too late, try again.
         Returns its output_dir."""
+        if case.script in ONE_FILE:
+            return self._stop(case)
         for attempt in range(5):
             output_dir = self._output_dir(case).with_suffix(f".{attempt}")
             script = self._script(case)
@@ -151,23 +170,40 @@ class Verifier:
                 return output_dir
         raise AssertionError("five runs finished their second epoch before they were killed")
 
+    def _stop(self, case):
+        """Run a case, in which one rank receives SIGTERM within the second epoch. Returns its
+        output_dir."""
+        output_dir = self._output_dir(case)
+        environment = {"STOPS": "1"}
+        self._launch(case, output_dir, self.root, self._script(case), finish_run, environment)
+        checkpoint = one_file.checkpoint_of(output_dir) or {"epoch": 0, "step": 0}
+        place = checkpoint["epoch"], checkpoint["step"]
+        assert place == (STOP[1], STOP[2] + 1), f"after SIGTERM, epoch and step are {place}"
+        return output_dir
+
     def _train(self, case, output_dir, root, script):
         """Run a case to its end. Returns its Evidence."""
+        before = one_file.checkpoint_of(output_dir) or {"step": 0}
         run = self._launch(case, output_dir, root, script, finish_run)
         audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
         best = output_dir / "best.pt"
         if run.code:
-            return Evidence(run.code, last_line(run.stderr), run.seconds)
+            own = case.script in ONE_FILE
+            error = one_file.error_of(run) if own else last_line(run.stderr)
+            return Evidence(run.code, error, run.seconds)
         rows = audit.read_text().splitlines() if audit.exists() else []
         writers = self._hooks(output_dir) / "writers"
         ranks = writers.read_text().split() if writers.exists() else []
+        ranks = sorted(set(map(int, ranks)))
+        if case.script in ONE_FILE:
+            return one_file.evidence_of(run, self.suite, output_dir, before["step"], ranks)
         checkpoint = read_checkpoint(last) if last.exists() else {}
         return Evidence(
             run.code,
             seconds=run.seconds,
             metrics=run.rows,
             audit=[json.loads(line) for line in rows],
-            writers=sorted(set(map(int, ranks))),
+            writers=ranks,
             state=tuple(checkpoint),
             weights=checkpoint.get("model", {}),
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
@@ -187,14 +223,15 @@ class Verifier:
         index = torch.device(self.device).index or 0  # DataParallel would use all that it sees
         return "cuda", {"CUDA_VISIBLE_DEVICES": visible.split(",")[index]}
 
-    def _launch(self, case, output_dir, root, script, wait):
+    def _launch(self, case, output_dir, root, script, wait, environment=None):
         hooks = self._hooks(output_dir)
         hooks.mkdir()
         spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
         (hooks / "sitecustomize.py").write_text(spy)
         # ROOT is for tools.launch; a copy of the project in `root` precedes it.
         path = os.pathsep.join(map(str, (hooks, root, ROOT)))
-        device, environment = self._device(case)
+        device, hidden = self._device(case)
+        environment = {"PYTHONPATH": path} | hidden | (environment or {})
         flags = self.suite.base | case.flags | {"output_dir": output_dir, "device": device}
         if "devices" in flags:
             flags["devices"] = f"{self.device},{self.device}"
@@ -202,6 +239,10 @@ class Verifier:
             flags["weights"] = self.folder / "weights.pth"
         if "text_file" in flags:
             flags["text_file"] = write_text(self.folder / "text.txt")
+        if case.script in ONE_FILE:
+            output_dir.mkdir(exist_ok=True)
+            flags = one_file.flags_of(flags, output_dir)
+            environment["READS"] = str(hooks / "reads")
         ranks = case.nproc or case.flags.get("spawn_processes", 1)
         cores = self.cores.take(min(self.cores.count, ranks))
         try:
@@ -209,14 +250,17 @@ class Verifier:
                 script,
                 case.nproc,
                 flags,
-                {"PYTHONPATH": path} | environment,
+                environment,
                 root,
                 cores,
                 launcher="tools.launch",
             )
-            return wait(process, output_dir)
+            run = wait(process, output_dir)
         finally:
             self.cores.give_back(cores)
+        if case.script in ONE_FILE:
+            one_file.keep(run, hooks / "reads", output_dir)
+        return run
 
 
 def project_with_task(task, folder):
@@ -231,6 +275,10 @@ def project_with_task(task, folder):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(with_task(path, task) if path.parent == ROOT else path.read_text())
+    for path in ROOT.glob("one_file/*.py"):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(one_file.with_task(path))
     return folder
 
 
