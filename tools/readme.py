@@ -202,6 +202,15 @@ def traps():
     )
 
 
+def recipes():
+    """The questions that the pages of docs/recipes answer, which are their titles."""
+    rows = []
+    for page in sorted((ROOT / "docs" / "recipes").glob("*.md")):
+        question = page.read_text().partition("\n")[0].removeprefix("# ")
+        rows.append(f"- [{question}](docs/recipes/{page.name})")
+    return "\n".join(rows)
+
+
 def _command(bug):
     return "`make verify`" if bug.task == "images" else f'`make verify ARGS="--task {bug.task}"`'
 
@@ -219,6 +228,7 @@ BLOCKS = {
     "watching": watching,
     "beyond": beyond,
     "traps": traps,
+    "recipes": recipes,
     "memory": memory,
     "split": split,
 }
