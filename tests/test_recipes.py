@@ -1,8 +1,6 @@
 """docs/recipes: each page applies to the scripts as they are, and does what it promises."""
 
-import os
 import re
-import subprocess
 from functools import partial
 
 import pytest
@@ -10,35 +8,15 @@ import torch
 from torch import nn
 
 from tests import experts_task
-from tests.forked import FIVE_STEPS, fork_script, killed_at, largest_difference
+from tests.forked import killed_at, largest_difference
 from tests.launch import SMALL
+from tests.recipes import EXACT, PAGES, RUN, applied, run_to_end, with_task
 from tools.lessons import ROOT
 from tools.runs import finish_run, start_run
 from tools.verify.run import project_with_task
 from utils.checkpoint import Checkpointer
-from utils.checkpoint_file import read_checkpoint
 
-PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
-RUN = FIVE_STEPS | {"dtype": "float64", "epochs": 2, "save_steps": 0}
-EXACT = 1e-9
-
-
-def applied(name, folder):
-    """A copy of the scripts, utils/ and tasks/ with a recipe. Returns its folder."""
-    folder = project_with_task("images", folder)
-    command = ["git", "apply", str(ROOT / "docs" / "recipes" / f"{name}.md")]
-    # A repository around the folder would change what git applies.
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def run_to_end(script, nproc, output_dir, before=None, **flags):
-    """Returns the Run and its last checkpoint."""
-    run = fork_script(script, nproc, before, output_dir=output_dir, **RUN | flags)
-    assert run.code in (0, -9), run.stderr
-    return run, read_checkpoint(output_dir / "last.pt")
+EXPERTS = "tests.experts_task"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -101,15 +79,6 @@ def test_exponential_moving_average(optimizer, tmp_path):
         assert [row["val_loss"] for row in run.rows] == pytest.approx(losses, rel=EXACT)
 
 
-def with_experts(folder, script="train_ddp.py"):
-    """The path of a copy of a script in the folder that trains experts_task."""
-    text, line = (folder / script).read_text(), "import tasks.images as task"
-    assert text.count(line) == 1
-    path = folder / f"experts_{script}"
-    path.write_text(text.replace(line, "import tests.experts_task as task"))
-    return path
-
-
 def test_unused_parameters(tmp_path):
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     uses = experts_task.chosen(experts_task.Points(60, 0).points)[order].view(5, 6, 2).sum(1)
@@ -118,12 +87,15 @@ def test_unused_parameters(tmp_path):
     # As a user would: the level is read when torch is imported.
     environment = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "PYTHONPATH": ROOT}
     flags = SMALL | RUN | {"output_dir": tmp_path / "failed"}
-    failed = finish_run(start_run(with_experts(plain), 2, flags, environment), tmp_path / "failed")
+    failed = finish_run(
+        start_run(with_task(plain / "train_ddp.py", EXPERTS), 2, flags, environment),
+        tmp_path / "failed",
+    )
     assert failed.code == 1 and "Expected to have finished reduction" in failed.stderr
     assert "Parameters which did not receive grad for rank" in failed.stderr
     assert "experts.1.weight" in failed.stderr
-    script = with_experts(applied("unused-parameters", tmp_path / "copy"))
-    one = run_to_end(with_experts(plain, "train_1gpu.py"), None, tmp_path / "one")[1]
+    script = with_task(applied("unused-parameters", tmp_path / "copy") / "train_ddp.py", EXPERTS)
+    one = run_to_end(with_task(plain / "train_1gpu.py", EXPERTS), None, tmp_path / "one")[1]
     run_to_end(script, 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
     two = run_to_end(script, 2, tmp_path / "two")[1]
     assert largest_difference(two["model"], one["model"]) < EXACT
