@@ -1,0 +1,36 @@
+"""docs/recipes/metrics.md: metrics of all outputs, which are not means over ranks."""
+
+from functools import partial
+
+import pytest
+
+from tests.forked import killed_at
+from tests.recipes import EXACT, applied, run_to_end
+
+pytest.importorskip("torchmetrics")
+NAMES = ("val_auc", "val_f1", "val_loss", "val_accuracy", "val_samples")
+
+
+def numbers(run):
+    return [row[name] for row in run.rows for name in NAMES]
+
+
+def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
+    script = applied("metrics", tmp_path / "copy") / "train_ddp.py"
+    train = partial(run_to_end, synthetic_samples=155, global_batch_size=12)
+    one = numbers(train(script, 1, tmp_path / "one")[0])
+    assert len(set(one)) > 8
+    train(script, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    for nproc, name in ((2, "two"), (3, "three"), (2, "killed")):
+        run = train(script, nproc, tmp_path / name)[0]
+        assert numbers(run) == pytest.approx(one, rel=EXACT)
+    text = script.read_text()
+    for line, mistake in (
+        ("    dist.all_gather_object(parts_of_rank, parts)", "    parts_of_rank = [parts]"),
+        ("    assert torch.equal(", "    torch.equal("),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, mistake)
+    wrong = script.with_name("train_wrong.py")  # the metrics of a rank's own samples
+    wrong.write_text(text)
+    assert abs(numbers(train(wrong, 2, tmp_path / "wrong")[0])[0] - one[0]) > 1e-3
