@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+import yaml
 
 from tools.closure import imports, modules_in, option_blocks, parse, size
 from tools.lessons import ROOT
@@ -109,3 +110,9 @@ def test_no_module_imports_a_tool_or_a_script(folder):
 def test_utils_know_no_task():
     for path in (ROOT / "utils").rglob("*.py"):
         assert "import tasks" not in path.read_text() and "from tasks" not in path.read_text(), path
+
+
+def test_pre_commit_runs_the_linter_of_make_lint():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    requirements = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert f"ruff=={config['repos'][0]['rev'].removeprefix('v')}" in requirements
