@@ -1,0 +1,89 @@
+"""docs/recipes/mixup.md: the diff does what the page promises."""
+
+import importlib
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.forked import killed_at, largest_difference
+from tests.launch import SMALL
+from tests.recipes import EXACT, RUN, applied, run_to_end
+
+
+@pytest.fixture
+def mixing(tmp_path, monkeypatch):
+    """The folder of a copy with mixup, whose tasks/ this process imports until the test ends."""
+    folder = applied("mixup", tmp_path / "copy")
+    for name in [name for name in sys.modules if name.split(".")[0] == "tasks"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "tasks"]:
+        del sys.modules[name]
+
+
+def images_task(**settings):
+    """The module tasks.images of the copy, the settings of its runs, and its datasets."""
+    task = importlib.import_module("tasks.images")
+    cfg = task.Settings(**SMALL | RUN | settings)
+    return task, cfg, *task.build_datasets(cfg)
+
+
+def test_mixed_runs(mixing, tmp_path):
+    train = partial(run_to_end, mixing / "train_ddp.py")
+    one, end = train(1, tmp_path / "one")
+    train(2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    runs = [
+        train(2, tmp_path / "two"),
+        train(2, tmp_path / "workers", loader="workers", num_workers=1),
+        train(1, tmp_path / "killed"),
+    ]
+    for run, checkpoint in runs:
+        assert largest_difference(checkpoint["model"], end["model"]) < EXACT
+        for name in ("train_loss", "train_accuracy", "val_loss"):
+            values = [row[name] for row in one.rows]
+            assert [row[name] for row in run.rows] == pytest.approx(values, rel=EXACT)
+    task, cfg, train_set, val_set = images_task()
+    model = task.build_model(cfg, train_set).double().eval()
+    model.load_state_dict(end["model"])
+    images, labels = val_set.get_batch(torch.arange(len(val_set)), 0, 0)
+    images, labels = val_set.on_device((images, labels), torch.float64)
+    loss = cross_entropy(model(images), labels).item()
+    assert one.rows[-1]["val_loss"] == pytest.approx(loss, rel=EXACT)
+
+
+def test_mixed_samples(mixing):
+    task, _, plain, _ = images_task(augment="none")  # of no two images are two pixels the same
+    train_set, everything = images_task()[2], torch.arange(len(plain))
+    train_set.dataset = plain
+
+    def mixed(indices, epoch=1):
+        *batch, draws = train_set.get_batch(indices, epoch, 0)
+        return train_set.on_device((*batch, draws.double()), torch.float64)
+
+    images, targets = mixed(everything)
+    partners, (is_cut, weights, *_) = train_set.partners, train_set.draws
+    own, labels = plain.on_device(plain.get_batch(everything, 1, 0), torch.float64)
+    others, cut = own[partners], is_cut > 0
+    assert sorted(partners) == sorted(everything) and 0 < cut.sum() < len(cut)
+
+    blended = torch.lerp(others, own, weights.view(-1, 1, 1, 1))
+    assert torch.allclose(images[~cut], blended[~cut], rtol=0, atol=1e-12)
+    is_own, is_other = (images == own).all(1), (images == others).all(1)
+    assert (is_own | is_other)[cut].all()
+    left = is_own.double().mean((1, 2))
+    assert 0.3 < left[cut].mean() < 0.8 and (left[cut] >= weights[cut] - 0.25).all()
+
+    outputs = torch.randn(targets.shape, dtype=torch.float64)
+    smoothed = partial(cross_entropy, outputs, label_smoothing=0.1, reduction="none")
+    losses = torch.lerp(smoothed(labels[partners]), smoothed(labels), left.where(cut, weights))
+    assert task.loss(outputs, targets).item() == pytest.approx(losses.sum().item(), rel=EXACT)
+    assert task.count(targets) == len(targets)
+
+    part = torch.tensor([7, 30, 2])
+    assert all(map(torch.equal, mixed(part), (images[part], targets[part])))  # in any batch
+    mixed(part, epoch=2)
+    assert not torch.equal(train_set.partners, partners)
