@@ -1,6 +1,7 @@
-"""docs/recipes/mixup.md: the diff does what the page promises."""
+"""docs/recipes/mixup.md and early-stopping.md: each does what it promises."""
 
 import importlib
+import os
 import sys
 from functools import partial
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import utils.metrics
 from tests.forked import killed_at, largest_difference
 from tests.launch import SMALL
 from tests.recipes import EXACT, RUN, applied, run_to_end
@@ -87,3 +89,53 @@ def test_mixed_samples(mixing):
     assert all(map(torch.equal, mixed(part), (images[part], targets[part])))  # in any batch
     mixed(part, epoch=2)
     assert not torch.equal(train_set.partners, partners)
+
+
+def logged_by(folder):
+    """For fork_script(before=...): each rank writes its results of evaluate() to a file."""
+
+    def before():
+        real = utils.metrics.MetricLogger.log
+
+        def log(metrics, epoch, train, val, lr):
+            with (folder / f"rank-{os.environ['RANK']}").open("a") as file:
+                print(val["loss"].hex(), val["accuracy"].hex(), file=file)
+            real(metrics, epoch, train, val, lr)
+
+        utils.metrics.MetricLogger.log = log
+
+    return before
+
+
+def outdated_file():
+    """For fork_script(before=...): only rank 0 sees the rows that an earlier run has written."""
+    if os.environ["RANK"] != "0":
+        utils.metrics.read_metrics = lambda path: []
+
+
+def test_early_stopping(tmp_path):
+    train = partial(run_to_end, applied("early-stopping", tmp_path / "copy") / "train_ddp.py")
+    flags = {"model": "resnet20_gn", "epochs": 30, "lr_schedule": "constant", "seed": 1}
+    train = partial(train, save_epochs=4, **flags)
+    one, end = train(1, tmp_path / "one")
+    values = [row["val_accuracy"] for row in one.rows]
+    epochs = len(values)
+    best = epochs - 1 - 5
+    assert values.index(max(values)) == best > 0 and max(values[best + 1 :]) == max(values)
+    assert end["epoch"] == epochs and epochs % 4 > 0  # saved although save_epochs leaves it out
+    assert one.stdout.endswith("stopped: no better accuracy for 5 epochs\n")
+
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    train(2, tmp_path / "two", logged_by(logs))
+    results = [log.read_text() for log in sorted(logs.iterdir())]
+    assert len(results) == 2 and len(set(results)) == 1 and results[0].count("\n") == epochs
+    train(2, tmp_path / "killed", killed_at(epochs - 2, 3), save_steps=2)
+    train(2, tmp_path / "killed", outdated_file)
+    for folder in (tmp_path / "two", tmp_path / "killed"):
+        files = {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
+        again, checkpoint = train(1, folder)
+        assert files == {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
+        assert (again.code, again.stderr, checkpoint["epoch"]) == (0, "", epochs)
+        assert [row["val_accuracy"] for row in again.rows] == values
+        assert largest_difference(checkpoint["model"], end["model"]) < EXACT
