@@ -1,4 +1,4 @@
-"""docs/recipes/mixup.md and early-stopping.md: each does what it promises."""
+"""docs/recipes: mixup, early stopping and layer-wise learning rates do what they promise."""
 
 import importlib
 import os
@@ -13,6 +13,8 @@ import utils.metrics
 from tests.forked import killed_at, largest_difference
 from tests.launch import SMALL
 from tests.recipes import EXACT, RUN, applied, run_to_end
+from utils.checkpoint_file import read_checkpoint
+from utils.seeds import set_seed
 
 
 @pytest.fixture
@@ -139,3 +141,26 @@ def test_early_stopping(tmp_path):
         assert (again.code, again.stderr, checkpoint["epoch"]) == (0, "", epochs)
         assert [row["val_accuracy"] for row in again.rows] == values
         assert largest_difference(checkpoint["model"], end["model"]) < EXACT
+
+
+@pytest.mark.parametrize(("optimizer", "epoch"), [("sgd", 0), ("adamw", 1)])
+def test_layer_wise_learning_rates(optimizer, epoch, tmp_path):
+    script = applied("layer-wise-learning-rates", tmp_path / "copy") / "train_ddp.py"
+    train = partial(run_to_end, script, model="vit_tiny", optimizer=optimizer, lr=1e-3)
+    end = train(1, tmp_path / "one")[1]
+    train(2, tmp_path / "two", killed_at(epoch, 3), save_steps=2)
+    two = train(2, tmp_path / "two")[1]
+    assert largest_difference(two["model"], end["model"]) < EXACT
+
+    task, cfg, train_set, _ = images_task(model="vit_tiny")
+    set_seed(cfg.seed)
+    model = task.build_model(cfg, train_set)
+    first = read_checkpoint(tmp_path / "two" / "epoch-0001.pt")["model"]
+    in_blocks = {id(p) for block in task.blocks(model) for p in block.parameters()}
+    same = {name for name, p in model.named_parameters() if torch.equal(first[name], p.double())}
+    outside = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
+    assert same and same == set(outside[: len(same)]) and len(same) < len(outside)
+    assert not any(torch.equal(end["model"][name], first[name]) for name in outside)
+    groups = [group["initial_lr"] for group in end["optimizer"]["param_groups"]]
+    layers = len(task.blocks(model)) + 2
+    assert groups == pytest.approx([1e-3 * 0.75**distance for distance in range(layers)])
