@@ -734,7 +734,7 @@ def test_cuda_tensors_are_copied_without_waiting_for_each(tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", check)
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.Tensor, "is_cpu", False)
         patch.setattr(torch.Tensor, "to", copy_to)
         writer.save(1)
     writer.wait()

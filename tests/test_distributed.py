@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.accelerators import visible_accelerators
 from tests.launch import free_port, run_ranks
 from tests.test_checkpoint import outcome
 from utils import distributed
@@ -217,20 +218,26 @@ def test_second_attempt_of_a_job_meets_in_the_store_of_the_first(monkeypatch):
 
 
 def test_device_names(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    visible_accelerators(monkeypatch, 0)
     assert select_device("auto") == select_device() == torch.device("cpu")
-    for name in ("gpu", "meta", "cuda:x", "cuda:999", "cpu0"):
-        with pytest.raises(UserError, match=f"'{name}' is not one of auto, cpu, cuda"):
+    assert select_device("cpu:0") == torch.device("cpu")
+    for name in ("gpu", "meta", "xpu", "cuda:x", "cuda:257", "cpu0"):
+        with pytest.raises(UserError, match=f"'{name}' is not a device .*: cpu, cuda, cuda:0"):
             select_device(name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    used = []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    with pytest.raises(UserError, match="but 2 are visible"):
-        select_device("cuda:2")
-    assert select_device("auto") == torch.device("cuda", 0)
-    assert select_device("cuda:1") == torch.device("cuda", 1)
-    assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    for kind in ("cuda", "xpu"):
+        used = visible_accelerators(monkeypatch, 2, kind)
+        with pytest.raises(UserError, match=f"need 3 {kind} devices, but 2 are visible"):
+            select_device(f"{kind}:2")
+        assert select_device("auto") == torch.device(kind, 0)
+        assert select_device(f"{kind}:1") == torch.device(kind, 1)
+        assert used == [torch.device(kind, 0), torch.device(kind, 1)]
+
+
+def test_device_without_float64_is_not_the_default(monkeypatch):
+    visible_accelerators(monkeypatch, 1, "mps")
+    assert select_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match="mps has no float64"):
+        select_device("mps")
 
 
 def test_cpu_run_sees_no_gpu(monkeypatch):
@@ -242,22 +249,20 @@ def test_cpu_run_sees_no_gpu(monkeypatch):
 
 def test_task_with_one_visible_gpu_takes_it(environment, monkeypatch):
     """As under srun --gpus-per-task=1. Under torchrun, all processes would share that GPU."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    visible_accelerators(monkeypatch, 1)
     for name in ("cuda", "cuda:0"):
         assert select_device(name, 3, 4) == torch.device("cuda", 0)
-    with pytest.raises(UserError, match="need 2 CUDA devices, but 1 are visible"):
+    with pytest.raises(UserError, match="need 2 cuda devices, but 1 are visible"):
         select_device("cuda:1", 3, 4)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices, but 1 are visible"):
+    with pytest.raises(UserError, match=r"4 processes .* need 4 cuda devices, but 1 are visible"):
         select_device("cuda", 3, 4)
 
 
 def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    visible_accelerators(monkeypatch, 2)
     environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
-    with pytest.raises(UserError, match=r"4 processes .* need 4 CUDA devices.*pass --device cpu"):
+    with pytest.raises(UserError, match=r"4 processes .* need 4 cuda devices.*pass --device cpu"):
         init_distributed("cuda")
     assert select_device("cuda", 1, 2) == torch.device("cuda", 1)
     assert select_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tasks.images
 from tasks.images.small_models import ResNet9, ResNet20
+from tests.accelerators import visible_accelerators
 from tests.forked import fork_script
 from tests.launch import run_ranks
 from train_mp import place_stages
@@ -26,13 +27,10 @@ NCCL2 = "TORCH_DIST_USE_NCCL2"
 @pytest.fixture
 def four_gpus(monkeypatch):
     """Four visible GPUs, for torchrun's processes. Yields the list of devices made current."""
-    current = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv(NCCL2, "")  # so that it is removed afterwards
     monkeypatch.delenv(NCCL2)
-    return current
+    return visible_accelerators(monkeypatch, 4)
 
 
 def small_vit():
@@ -172,11 +170,11 @@ def test_micro_batches_add_up_to_the_batch():
 
 
 def test_device_names_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    visible_accelerators(monkeypatch, 0)
     assert get_devices() == [CPU, CPU]
     assert get_devices("cpu,cpu,cpu") == [CPU] * 3
-    for wrong in ("cpu,tpu", "meta", "cpu,", "", "cuda:999", "cuda:-1,cpu"):
-        with pytest.raises(UserError, match="is not a list such as cuda:0,cuda:1 or cpu,cpu"):
+    for wrong in ("cpu,tpu", "meta", "cpu,", "", "cuda:-1,cpu"):
+        with pytest.raises(UserError, match="is not a device of this PyTorch"):
             get_devices(wrong)
     with pytest.raises(UserError, match=r"cuda,cuda with 1 processes needs 2 .* 0 are visible"):
         get_devices("cuda,cuda")
@@ -187,7 +185,7 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch, four_gpus):
     assert get_devices() == cuda
     assert get_devices("cuda,cuda") == get_devices("cuda:0,cuda:1") == cuda[:2]
     assert get_devices("cuda:1,cpu") == [cuda[1], CPU]
-    with pytest.raises(UserError, match="needs 5 CUDA devices, but 4 are visible"):
+    with pytest.raises(UserError, match="needs 5 GPUs, but 4 are visible"):
         get_devices("cuda:4,cuda:0")
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -198,7 +196,7 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch, four_gpus):
         assert four_gpus[-1] == expected[0]
     assert get_devices("cpu,cpu") == [CPU, CPU]
     assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
-    with pytest.raises(UserError, match="with 2 processes needs 6 CUDA devices, but 4 are visible"):
+    with pytest.raises(UserError, match="with 2 processes needs 6 GPUs, but 4 are visible"):
         get_devices("cuda,cuda,cuda")
 
 
@@ -206,7 +204,7 @@ def test_task_takes_the_gpus_that_it_alone_sees(monkeypatch, four_gpus):
     """As under srun --gpus-per-task=4."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match="with 2 processes needs 8 CUDA devices, but 4 are visible"):
+    with pytest.raises(UserError, match="with 2 processes needs 8 GPUs, but 4 are visible"):
         get_devices("cuda,cuda,cuda,cuda")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert get_devices("cuda,cuda,cuda,cuda") == [torch.device("cuda", i) for i in range(4)]
@@ -249,13 +247,13 @@ def test_one_process_runs_micro_batches(tmp_path):
 @pytest.mark.parametrize(
     ("script", "nproc", "flags", "message"),
     [
-        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 CUDA devices, but 0 are visible"),
+        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 GPUs, but 0 are visible"),
         ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
     ],
     ids=str,
 )
 def test_mistake_is_one_message(script, nproc, flags, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    visible_accelerators(monkeypatch, 0)
     monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)  # for local rank 0
     run = fork_script(script, nproc, output_dir=tmp_path / "run", **flags)
     assert run.code == 1 and message in run.stderr

@@ -115,7 +115,7 @@ def test_bad_file_ends_all_ranks(tmp_path):
 
 
 def test_free_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (5, 9))
     assert resident._free_memory(torch.device("cuda")) == 5
     assert resident._free_memory(CPU) > 2**20
 

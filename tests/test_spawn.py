@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
-import torch
 import torch.multiprocessing as mp
 
+from tests.accelerators import visible_accelerators
 from tests.forked import FORK, fork_script
 from tests.launch import ROOT, run_script
 from utils.checkpoint_file import read_checkpoint
@@ -89,13 +89,13 @@ def test_settings():
 
 
 def test_one_rank_per_gpu_but_only_where_gpus_train(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    visible_accelerators(monkeypatch, 4)
     counts = [
         number_of_ranks(load_config(Config, SpawnSettings, flags))
         for flags in ([], ["--device=cpu"], ["--spawn-processes=3"])
     ]
     assert counts == [4, 1, 3]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    visible_accelerators(monkeypatch, 0)
     assert number_of_ranks(load_config(Config, SpawnSettings, [])) == 1
 
 

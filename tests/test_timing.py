@@ -159,7 +159,7 @@ def test_kernels_are_recorded_in_the_middle_of_an_epoch(monkeypatch):
     )
     monkeypatch.setattr(torch.profiler, "profile", lambda activities: profiler)
     monkeypatch.setattr(timing, "read_clocks", lambda: Clocks(clock.now, 0.0, 0.0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     loader = Loader()
     hook = Timing(SimpleNamespace(epochs=1), {"loader": loader})
     for loader.step in range(1, 41):

@@ -151,7 +151,7 @@ class Checkpointer:
                 pending.result()
 
     def _gather_state(self):
-        """The contents of a checkpoint, and {id of a CUDA tensor in it: its copy on the CPU}."""
+        """The contents of a checkpoint, and {id of a GPU's tensor in it: its copy on the CPU}."""
         contents = {"format": FORMAT, "epoch": self.epoch, "config": vars(self.cfg)}
         is_whole = not self.cfg.save_sharded
         # Shards are gathered on rank 0's CPU, one tensor after another.
@@ -159,11 +159,11 @@ class Checkpointer:
         options = dsd.StateDictOptions(full_state_dict=is_whole, cpu_offload=offload)
         model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
         contents["model"], contents["optimizer"] = model, optimizer
-        # CUDA tensors are copied to pinned memory, without waiting; deepcopy takes the copies.
+        # A GPU's tensors are copied to pinned memory, without waiting; deepcopy takes the copies.
         copies = {}
         if is_whole and is_main_process():
             tensors = itertools.chain(*_tensors(contents).values())
-            copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if t.is_cuda}
+            copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
         with fail_together():  # reads a value from each device, and so waits for the copies
             _refuse_non_finite(contents, self.never_finite)
         for name, value in self.others.items():

@@ -72,7 +72,9 @@ class Config(Options):
         choices=("none", "default", "reduce-overhead", "max-autotune"),
     )
 
-    device: str = free_setting("auto", "auto, cpu, cuda, or one device such as cuda:0")
+    device: str = free_setting(
+        "auto", "auto, cpu, cuda or another accelerator, or one device such as cuda:0"
+    )
     loader: str = free_setting(
         "auto",
         "device: keep the dataset on the training device; auto: if it fits (same batches)",

@@ -168,7 +168,7 @@ class Loader:
     def _build_reader(self, is_resident, micro_batches, cfg):
         workers = cfg.num_workers
         if workers < 0:  # on a CPU, workers would compete with training
-            workers = min(32, cores_per_rank() - 1) if self.device.type == "cuda" else 0
+            workers = min(32, cores_per_rank() - 1) if self.device.type != "cpu" else 0
         if is_resident:
             workers = 0
         self.timeout = cfg.timeout if workers else 0  # beyond it, other ranks have given up
@@ -180,7 +180,7 @@ class Loader:
             sampler=sampler,
             collate_fn=_unchanged,
             num_workers=workers,
-            pin_memory=self.device.type == "cuda" and not is_resident,
+            pin_memory=self.device.type != "cpu" and not is_resident,
             timeout=self.timeout,
             persistent_workers=workers > 0,
             worker_init_fn=_init_worker,

@@ -6,7 +6,6 @@ Every helper also works without a process group, as if the world had one rank.
 import atexit
 import ctypes
 import os
-import re
 import signal
 import socket
 import sys
@@ -100,34 +99,54 @@ def all_gather_object(value):
     return values
 
 
+def default_device_type():
+    """The type of the accelerator that this process sees, or else cpu. Not mps: metrics are added
+    in float64, which it does not have."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
+def parse_device(name):
+    """The torch.device with this name: the CPU, or an accelerator for which PyTorch was built
+    (https://docs.pytorch.org/docs/stable/torch.html#accelerators). Raises UserError otherwise."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    with suppress(RuntimeError):  # not the name of a device
+        device = torch.device(name)
+        if device.type in types and str(device) == name:  # torch.device("cuda:257") is cuda:1
+            return device if device.type != "cpu" else torch.device("cpu")
+    examples = ", ".join(types) if accelerator is None else f"cpu, {types[1]}, {types[1]}:0, ..."
+    raise UserError(f"{name!r} is not a device of this PyTorch: {examples}")
+
+
 def select_device(name="auto", local_rank=0, local_world_size=1):
     """Make the device that `name` means for this process the current one, and return it.
 
     For the CPU, this hides the GPUs from the process (CUDA_VISIBLE_DEVICES).
 
-    name: auto, cpu, cuda (the GPU with index local_rank; or the only one that a task sees under
-    srun --gpus-per-task=1), cuda:1, ... Raises UserError if there is no such device.
+    name: cpu, cuda (the GPU with index local_rank; or the only one that a task sees under srun
+    --gpus-per-task=1), cuda:1, ...; or another accelerator, such as xpu or xpu:1. auto: an
+    accelerator, or else the CPU. Raises UserError if there is no such device.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch("cpu|cuda(:[1-9]?[0-9])?", name):
-        raise UserError(f"device {name!r} is not one of auto, cpu, cuda, cuda:0, cuda:1, ...")
-    device = torch.device(name)
+    device = parse_device(default_device_type() if name == "auto" else name)
+    if device.type == "mps":
+        raise UserError("device mps has no float64, in which metrics are added: pass --device cpu")
     if device.type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DataParallel would use the GPUs that it sees
         return device
-    visible = torch.cuda.device_count()
+    visible = torch.accelerator.device_count()
     if visible == 1 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         local_rank, local_world_size = 0, 1  # torchrun's processes all see the same GPUs
     needed = local_world_size if device.index is None else device.index + 1
     if needed > visible:
         raise UserError(
-            f"{local_world_size} processes with --device {name} need {needed} CUDA devices, but "
-            f"{visible} are visible: start fewer, set CUDA_VISIBLE_DEVICES, or pass --device cpu"
+            f"{local_world_size} processes with --device {name} need {needed} {device.type} "
+            f"devices, but {visible} are visible: start fewer, set CUDA_VISIBLE_DEVICES, or pass "
+            f"--device cpu"
         )
     if device.index is None:
-        device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)  # otherwise, every rank would also use memory of GPU 0
+        device = torch.device(device.type, local_rank)
+    torch.accelerator.set_device_index(device)  # otherwise, ranks would use memory of GPU 0, too
     return device
 
 
@@ -135,10 +154,12 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     """Join the process group that torchrun's environment describes; return this rank's device.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-    (https://docs.pytorch.org/docs/stable/elastic/run.html). The backend follows the device: NCCL
-    for CUDA, gloo for the CPU and for ranks that share the one GPU that `device` names.
+    (https://docs.pytorch.org/docs/stable/elastic/run.html). The backend is PyTorch's default for
+    the device, such as NCCL for CUDA and gloo for the CPU; gloo also for ranks that share the one
+    GPU that `device` names.
 
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
+    Other accelerators likewise.
     timeout: seconds that a collective waits for the other ranks.
     devices: torch.devices of this process, if it uses several (utils/rungs/model_parallel.py).
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
@@ -146,11 +167,11 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
-    shared = "cuda:" in device and local_world_size > 1
+    shared = ":" in device and local_world_size > 1
     devices = devices or [select_device(device, local_rank, local_world_size)]
-    nccl = devices[0].type == "cuda" and not shared
-    device_id = devices[0] if nccl and len(devices) == 1 else None
-    backend, one_node = "nccl" if nccl else "gloo", local_world_size == world_size
+    backend = "gloo" if shared else dist.get_default_backend_for_device(devices[0])
+    device_id = devices[0] if backend != "gloo" and len(devices) == 1 else None
+    one_node = local_world_size == world_size
     try:
         store = _join(backend, device_id, timedelta(seconds=timeout), one_node)
     except RuntimeError as error:  # gloo listens on the host name's address, often 127.0.1.1

@@ -14,9 +14,9 @@ class Readout:
     def __init__(self, tensor):
         self.values = tensor.to("cpu", non_blocking=True)
         self.event = None
-        if tensor.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(tensor.device))
+        if not tensor.is_cpu:
+            self.event = torch.Event(tensor.device)
+            self.event.record(torch.accelerator.current_stream(tensor.device))
 
     def is_done(self):
         """Whether the copy is complete. Does not wait."""

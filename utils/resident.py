@@ -33,8 +33,8 @@ def make_resident(dataset, device, loader):
 
 def _free_memory(device):
     """The number of bytes that the processes on the device may expect to get."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
     pages = os.sysconf("SC_PHYS_PAGES")  # all of them: free pages do not include cached files
     return pages * os.sysconf("SC_PAGE_SIZE") / 2
 
@@ -43,5 +43,6 @@ def _ranks_on(device):
     """The number of ranks that share the device: on a GPU, one or several; on a CPU, its node's."""
     if device.type == "cpu":
         return get_local_world_size()
-    uuid = str(torch.cuda.get_device_properties(device).uuid)  # cuda:0 may differ between tasks
+    properties = torch.get_device_module(device).get_device_properties(device)
+    uuid = str(properties.uuid)  # cuda:0 may differ between tasks
     return all_gather_object(uuid).count(uuid)

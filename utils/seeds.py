@@ -34,8 +34,11 @@ def seed_step(seed, epoch, step, rank):
     the same in a run that resumes within an epoch."""
     mixed = mix(seed, epoch, step, rank)
     torch.default_generator.manual_seed(mixed)  # torch.manual_seed checks for CUDA: 50 times slower
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(mixed)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)  # torch.cuda, for example
+        if module.is_initialized():
+            module.manual_seed_all(mixed)
 
 
 class SampleSeeds:

@@ -52,7 +52,7 @@ class ArrayDataset(PixelDataset):
     def resident(self, device):
         """A copy on `device`; None if a GPU would have to resize, as it rounds differently."""
         is_resized = self.nhwc.shape[1] != self.size
-        if is_resized and device.type == "cuda":
+        if is_resized and device.type != "cpu":
             return None
         moved = copy.copy(self)
         moved.nhwc, moved.labels = self.nhwc.to(device), self.labels.to(device)

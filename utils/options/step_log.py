@@ -119,7 +119,7 @@ def whole(value):
 
 def peak_memory(device):
     """The most bytes that this process has used so far: on its GPU, or else in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

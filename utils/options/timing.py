@@ -104,8 +104,9 @@ class Timing(Hook):
             self.before = read_clocks()
         if loader.step == len(loader):
             self.loaded += self._loaded_in_epoch()
-            if self.is_cuda:
-                torch.cuda.synchronize(loader.device)  # else, validation would wait for training
+            if loader.device.type != "cpu":
+                # Otherwise, validation would wait for training.
+                torch.accelerator.synchronize(loader.device)
                 self.before = read_clocks()
 
     def _loaded_in_epoch(self):

@@ -101,7 +101,8 @@ def fsdp_kwargs(cfg, root=False, mesh=None):
     """
     require_gpu_per_rank()
     on_cpu = dist.get_backend() == "gloo"
-    kwargs = {"mesh": mesh or _mesh_of_all("cpu" if on_cpu else "cuda", cfg.fsdp_size)}
+    device_type = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
+    kwargs = {"mesh": mesh or _mesh_of_all(device_type, cfg.fsdp_size)}
     if cfg.fsdp_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
     if cfg.fsdp_dtype != "none":

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +9,7 @@ import torch
 
 from utils.batches import map_tensors, tensors_of
 from utils.checkpoint import Wrapper
+from utils.distributed import default_device_type, parse_device
 from utils.errors import UserError
 from utils.settings import ConfigError, Settings, free_setting, setting
 
@@ -44,24 +44,27 @@ def get_devices(names="auto"):
     """
     numbers = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     local_rank, processes = (int(text) if text.isdecimal() else 0 for text in numbers)
-    processes, visible = max(1, processes), torch.cuda.device_count()
+    processes, kind = max(1, processes), default_device_type()
+    visible = 0 if kind == "cpu" else torch.accelerator.device_count()
     if names == "auto":
-        names = ",".join(["cuda"] * max(1, visible // processes) if visible else ["cpu", "cpu"])
-    each = names.split(",").count("cuda")  # GPUs that belong to one process
+        names = ",".join([kind] * max(1, visible // processes)) if visible else "cpu,cpu"
+    devices = [parse_device(name) for name in names.split(",")]
+    is_any = [device.type != "cpu" and device.index is None for device in devices]
+    each = sum(is_any)  # GPUs that belong to one process
     if visible == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         local_rank, processes = 0, 1  # torchrun's processes all see the same GPUs
     gpus = itertools.count(local_rank * each)
-    if not all(re.fullmatch("cpu|cuda(:[1-9]?[0-9])?", name) for name in names.split(",")):
-        raise UserError(f"--devices {names} is not a list such as cuda:0,cuda:1 or cpu,cpu")
-    devices = [torch.device(n if n != "cuda" else f"cuda:{next(gpus)}") for n in names.split(",")]
-    needed = max([processes * each, *(d.index + 1 for d in devices if d.type == "cuda")])
+    for position, device in enumerate(devices):
+        if is_any[position]:
+            devices[position] = torch.device(device.type, next(gpus))
+    needed = max([processes * each, *(d.index + 1 for d in devices if d.type != "cpu")])
     if needed > visible:
         raise UserError(
-            f"--devices {names} with {processes} processes needs {needed} CUDA devices, but "
+            f"--devices {names} with {processes} processes needs {needed} GPUs, but "
             f"{visible} are visible: name fewer, or pass --devices cpu,cpu"
         )
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
+    if devices[0].type != "cpu":
+        torch.accelerator.set_device_index(devices[0])
         # PyTorch's newer NCCL backend binds a process group to one device, the older one does not.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0" if len(devices) > 1 else "1")
     return devices

@@ -31,7 +31,7 @@ def number_of_ranks(cfg):
     """cfg.spawn_processes, or one per visible GPU; on a CPU, one."""
     if cfg.spawn_processes or cfg.device == "cpu":
         return max(1, cfg.spawn_processes)
-    return max(1, torch.cuda.device_count())
+    return max(1, torch.accelerator.device_count())
 
 
 def host_store():
