@@ -3,10 +3,10 @@
     torchrun --standalone --nproc_per_node=4 train_fsdp.py --data data
     torchrun --standalone --nproc_per_node=4 train_fsdp.py --data data      # again: resumes
 
-It needs torch and torchvision. To train something else, edit build_datasets(), build_model() and
-loss_sum(). The weights do not depend on the number of processes, on --micro-batches, on workers or
-on restarts, except for rounding: every global batch holds the same samples, transformed alike. (A
-model with dropout drops different elements.)
+It needs torch and torchvision, and downloads CIFAR-10. To train something else, edit the part "What
+is trained", and the accuracy in evaluate(). The weights do not depend on the number of processes,
+on --micro-batches, on workers or on restarts, except for rounding: every global batch holds the
+same samples, transformed alike. (A model with dropout drops different elements.)
 """
 
 import argparse
@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
 
-STEPS_BETWEEN_LOOKS = 10  # at whether any rank has received SIGTERM, for which the host waits
-stop_requested = False
+STEPS_BETWEEN_LOOKS = 10  # at whether a rank has received SIGTERM; each look waits for the device
+stop_requested = threading.Event()
 
 
 # What is trained
@@ -37,7 +38,8 @@ stop_requested = False
 
 class Images(Dataset):
     """A dataset of (image, label) with a transform whose random numbers depend only on (seed,
-    epoch, index): not on the rank or the loader process that happens to read the image."""
+    epoch, index): not on the rank or the loader process that happens to read the image. They must
+    be PyTorch's, as those of transforms.v2 are; NumPy's and Python's are not seeded here."""
 
     def __init__(self, dataset, transform, seed):
         self.dataset, self.transform, self.seed = dataset, transform, seed
@@ -77,25 +79,26 @@ def build_model():
 
 def blocks(model):
     """The parts of a model whose parameters are gathered together, one part after another."""
-    return [
-        block
-        for layer in (model.layer1, model.layer2, model.layer3, model.layer4)
-        for block in layer
-    ]
+    return [*model.layer1, *model.layer2, *model.layer3, *model.layer4]
 
 
 def loss_sum(outputs, labels):
-    """(sum of the losses, number of them). A sum, because the mean over all ranks and micro-batches
-    is not the mean of their means where they have different numbers of targets."""
-    return cross_entropy(outputs, labels, reduction="sum"), labels.numel()
+    """The sum of the losses. Not their mean: the mean over all ranks and micro-batches is not the
+    mean of their means where they have different numbers of targets."""
+    return cross_entropy(outputs, labels, reduction="sum")
+
+
+def count_targets(labels):
+    """The number of targets that loss_sum() adds up: those that are not ignored, for example."""
+    return labels.numel()
 
 
 # How it is trained
 
 
 class EpochSampler(DistributedSampler):
-    """Yields (epoch, index): loader processes live longer than an epoch, and must be told. After a
-    restart, it begins with the sample number `start` of this rank."""
+    """Yields (epoch, index), because a loader process that lives longer than an epoch learns the
+    epoch from the key only. After a restart, it begins with this rank's sample number `start`."""
 
     start = 0
 
@@ -104,28 +107,33 @@ class EpochSampler(DistributedSampler):
         return iter([(self.epoch, index) for index in indices])
 
 
+def ignore_sigterm(worker):
+    """torchrun signals loader processes, too, whose batches are needed until the next look."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def train_one_epoch(model, loader, optimizer, scheduler, run, args):
     """Train from run["step"] to the end of the epoch. Returns False if the run has to stop."""
-    device, world_size = run["device"], dist.get_world_size()
-    sampler = loader.sampler
-    sampler.set_epoch(run["epoch"])  # otherwise, every epoch would have the same order
-    sampler.start = run["step"] * args.micro_batches * loader.batch_size
+    device, steps = run["device"], run["steps_per_epoch"]
+    loader.sampler.set_epoch(run["epoch"])  # otherwise, every epoch would have the same order
+    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size
     model.train()
     batches, shown = iter(loader), time.monotonic()
-    for step in range(run["step"], run["steps_per_epoch"]):
+    for step in range(run["step"], steps):
         micro_batches = [next(batches) for _ in range(args.micro_batches)]
-        targets = sum(labels.numel() for _, labels in micro_batches)
+        targets = sum(count_targets(labels) for _, labels in micro_batches)
         # fully_shard averages over the ranks, so each divides by the ranks' mean count.
         count = torch.tensor(targets, dtype=torch.float64, device=device)
         dist.all_reduce(count)
-        count /= world_size
+        count /= dist.get_world_size()
         for number, (images, labels) in enumerate(micro_batches):
             images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
             # One reduction per step; until then, each rank holds whole gradients.
             model.set_requires_gradient_sync(number == args.micro_batches - 1)
-            loss, samples = loss_sum(model(images).to(args.dtype), labels)
+            loss = loss_sum(model(images).to(args.dtype), labels)
             (loss / count).backward()
-            run["sums"] += torch.stack([loss.detach().double(), loss.new_tensor(samples).double()])
+            run["sums"][0] += loss.detach()
+        run["sums"][1] += targets
         nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)  # of the averaged gradients
         optimizer.step()
         optimizer.zero_grad()
@@ -133,8 +141,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, run, args):
         run["step"] = step + 1
         if dist.get_rank() == 0 and time.monotonic() - shown > 10:
             shown, mean = time.monotonic(), run["sums"][0] / run["sums"][1]
-            text = f"step {step + 1} of {run['steps_per_epoch']}: loss {mean.item():.4f} (rank 0)"
-            print(f"epoch {run['epoch']}, {text}", flush=True)
+            text = f"epoch {run['epoch']}, step {step + 1} of {steps}"
+            print(f"{text}: loss {mean.item():.4f} (rank 0)", flush=True)
         if run["step"] % STEPS_BETWEEN_LOOKS == 0 and any_rank_stops(device):
             return False
     return True
@@ -142,7 +150,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, run, args):
 
 def any_rank_stops(device):
     """Whether a signal has reached any rank: all must stop after the same step."""
-    stop = torch.tensor(float(stop_requested), device=device)
+    stop = torch.tensor(float(stop_requested.is_set()), device=device)
     dist.all_reduce(stop, dist.ReduceOp.MAX)
     return bool(stop.item())
 
@@ -155,30 +163,31 @@ def evaluate(model, dataset, device, args):
     rank, world_size, count = dist.get_rank(), dist.get_world_size(), len(dataset)
     left = len(range(rank, count, world_size))
     own = [(0, min(rank + i * world_size, count - 1)) for i in range(-(-count // world_size))]
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     for images, labels in DataLoader(dataset, batch_size=256, sampler=own):
         images, labels = images.to(device), labels.to(device)
         outputs, labels = model(images).to(args.dtype)[:left], labels[:left]
         left -= len(labels)
-        loss, samples = loss_sum(outputs, labels)
-        correct = (outputs.argmax(1) == labels).sum()
-        sums += torch.stack([loss.double(), correct.double(), loss.new_tensor(samples).double()])
+        sums[0] += loss_sum(outputs, labels)
+        sums[1] += (outputs.argmax(1) == labels).sum()
+        sums[2] += count_targets(labels)
+        sums[3] += len(labels)
     dist.all_reduce(sums)
-    assert sums[2] == count
+    assert sums[3] == count
     return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
 
 
 def save(path, model, optimizer, scheduler, run):
     """Replace the checkpoint: a kill at any moment leaves the old one or the new one."""
     sums = run["sums"].clone()
-    dist.all_reduce(sums)  # rank 0 continues with the sums of all
+    dist.all_reduce(sums)  # of all ranks; load() gives them to rank 0
     options = dsd.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, on rank 0
     states = dsd.get_state_dict(model, optimizer, options=options)  # all ranks communicate
     if dist.get_rank() == 0:
         contents = dict(zip(("model", "optimizer"), states, strict=True))
         contents["scheduler"] = scheduler.state_dict()
-        contents |= {"epoch": run["epoch"], "step": run["step"], "sums": sums.cpu()}
-        contents |= {"global_batch": run["global_batch"]}
+        contents |= {name: run[name] for name in ("epoch", "step", "settings")}
+        contents["sums"] = sums.cpu()
         temporary = path.with_suffix(".tmp")
         with open(temporary, "wb") as file:
             torch.save(contents, file)
@@ -197,8 +206,8 @@ def load(path, model, optimizer, scheduler, run):
     if not all(found):
         raise FileNotFoundError(f"only some ranks see {path}: use a folder that all nodes share")
     contents = torch.load(path, map_location="cpu", weights_only=True)
-    if contents["step"] and contents["global_batch"] != run["global_batch"]:
-        raise ValueError(f"finish the epoch with --global-batch {contents['global_batch']}")
+    if contents["settings"] != run["settings"]:
+        raise ValueError(f"{path} is of a run with {contents['settings']}, not {run['settings']}")
     options = dsd.StateDictOptions(full_state_dict=True)  # each rank takes its shards
     states = {"model_state_dict": contents["model"], "optim_state_dict": contents["optimizer"]}
     dsd.set_state_dict(model, optimizer, **states, options=options)
@@ -206,6 +215,7 @@ def load(path, model, optimizer, scheduler, run):
     run |= {"epoch": contents["epoch"], "step": contents["step"]}
     if dist.get_rank() == 0:
         run["sums"] += contents["sums"].to(run["device"])
+        print(f"continues at epoch {run['epoch']}, step {run['step']}, of {path}", flush=True)
 
 
 def main(args):
@@ -220,18 +230,18 @@ def main(args):
     train_set, val_set = build_datasets(args)
     sampler = EpochSampler(train_set, seed=args.seed, drop_last=True)
     batch_size, rest = divmod(args.global_batch, dist.get_world_size() * args.micro_batches)
-    if rest:
-        raise ValueError("--global-batch must be a multiple of processes times --micro-batches")
-    options = {"num_workers": args.workers, "persistent_workers": args.workers > 0}
-    options |= {"pin_memory": device.type == "cuda", "drop_last": True}
-    loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
     steps_per_epoch = len(train_set) // args.global_batch
+    if rest or steps_per_epoch == 0:
+        text = "must be a multiple of processes times --micro-batches, and at most all samples"
+        raise ValueError(f"--global-batch {args.global_batch} {text}")
+    options = {"num_workers": args.workers, "worker_init_fn": ignore_sigterm, "drop_last": True}
+    options |= {"pin_memory": device.type == "cuda", "persistent_workers": args.workers > 0}
+    loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
 
     model = build_model().to(device)
     args.dtype = next(model.parameters()).dtype  # of the loss
-    policy = MixedPrecisionPolicy()
-    if args.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    param_dtype = torch.bfloat16 if args.bf16 else args.dtype
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=args.dtype)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in [*blocks(model), model]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -246,8 +256,10 @@ def main(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     run = {"device": device, "epoch": 0, "step": 0, "steps_per_epoch": steps_per_epoch}
     run |= {"sums": torch.zeros(2, dtype=torch.float64, device=device)}
-    run |= {"global_batch": args.global_batch}
+    fixed = ("epochs", "global_batch", "lr", "clip_norm", "seed")  # when a run is resumed
+    run["settings"] = {name: vars(args)[name] for name in fixed} | {"samples": len(train_set)}
     path = Path(args.checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
     load(path, model, optimizer, scheduler, run)
     while run["epoch"] < args.epochs:
         if train_one_epoch(model, loader, optimizer, scheduler, run, args):
@@ -261,12 +273,7 @@ def main(args):
             run["sums"].zero_()
         save(path, model, optimizer, scheduler, run)
         if any_rank_stops(device):
-            sys.exit(128 + signal.SIGTERM)  # as a shell does
-
-
-def request_stop(number, frame):
-    global stop_requested
-    stop_requested = True
+            sys.exit(128 + signal.SIGTERM)  # torchrun's own exit code is then 1
 
 
 if __name__ == "__main__":
@@ -274,22 +281,20 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder for CIFAR-10")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--global-batch", type=int, default=256, help="samples per step, all ranks")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="parts of a step, to save memory"
-    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch, per step")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip-norm", type=float, default=1.0)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", default="checkpoint.pt")
-    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_requested.set())
     try:
         main(parser.parse_args())
     except Exception:
-        # One error per job: an error that all ranks have is rank 0's; torchrun ends the others.
+        # An error that all ranks have is printed once: torchrun ends the others before they do.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if os.environ.get("RANK") != "0":
+        if os.environ.get("RANK", "0") != "0":
             time.sleep(5)
         raise
     dist.destroy_process_group()

@@ -5,10 +5,12 @@ import ast
 import sys
 
 import pytest
+import torch
 
 from tools.closure import size
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify import one_file
+from tools.verify.one_file_task import STOP
 
 SCRIPTS = sorted((ROOT / "one_file").glob("*.py"))
 
@@ -25,8 +27,11 @@ def test_it_is_one_short_file():
         assert modules - sys.stdlib_module_names == {"torch", "torchvision"}
 
 
-def run(script, folder, old="", new="", **flags):
-    """Run a copy of a script on two ranks, with one place changed. Returns its Run."""
+def run(script, folder, old="", new="", stops=False, **flags):
+    """Run a copy of a script on two ranks, with one place changed. Returns its Run.
+
+    stops: one rank and its loader processes receive SIGTERM, as from torchrun.
+    """
     text = one_file.with_task(script)
     if old:
         assert text.count(old) == 1
@@ -34,6 +39,7 @@ def run(script, folder, old="", new="", **flags):
     copy = folder / script.name
     copy.write_text(text)
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, "READS": folder / "reads"}
+    environment |= {"STOPS": "1"} if stops else {}
     flags = {"checkpoint": folder / "checkpoint.pt", "global_batch": 18} | flags
     return finish_run(start_run(copy, 2, flags, environment), folder)
 
@@ -42,7 +48,7 @@ def run(script, folder, old="", new="", **flags):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_error_of_all_ranks_is_printed_once(script, tmp_path):
     failed = run(script, tmp_path, global_batch=3)
-    error = "ValueError: --global-batch must be a multiple of processes times --micro-batches"
+    error = "ValueError: --global-batch 3 must be a multiple of processes times --micro-batches"
     assert failed.code == 1 and failed.stderr.count(error) == 1, failed.stderr
     assert "[rank1]" not in failed.stderr
 
@@ -54,3 +60,24 @@ def test_checkpoint_that_only_one_node_sees(script, tmp_path):
     failed = run(script, tmp_path, "path.exists())", "dist.get_rank() == 1)")
     assert failed.code == 1, failed.stderr
     assert failed.stderr.count("FileNotFoundError: only some ranks see") == 1, failed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_sigterm_saves_although_loader_processes_receive_it(script, tmp_path):
+    _, epoch, step = STOP
+    folder = tmp_path / "made" / "by the script"
+    options = {"epochs": 3, "workers": 1, "checkpoint": folder / "checkpoint.pt"}
+    options["global_batch"] = 6  # so that batches are needed that have not been made
+    later = step + 7
+    looks = ("STEPS_BETWEEN_LOOKS = 1", f"STEPS_BETWEEN_LOOKS = {later}")
+    stopped = run(script, tmp_path, *looks, stops=True, **options)
+    assert "DataLoader" not in stopped.stderr, stopped.stderr
+    found = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert (found["epoch"], found["step"]) == (epoch, later)
+
+    refused = run(script, tmp_path, **options | {"lr": 0.2})
+    assert refused.code == 1 and "'lr': 0.1" in refused.stderr and "'lr': 0.2" in refused.stderr
+    resumed = run(script, tmp_path, **options)
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.stdout.startswith(f"continues at epoch {epoch}, step {later}, of {folder}")

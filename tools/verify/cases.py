@@ -19,7 +19,7 @@ BFLOAT16 = 2**-8
 STATE = ("model", "optimizer", "scheduler", "loader", "meter", "data")
 STATE_OF = {"train_ddp_amp.py": (*STATE, "scaler")}  # of scripts that have others
 ONE_FILE = ("one_file/train_ddp.py", "one_file/train_fsdp.py")
-ONE_FILE_STATE = ("model", "optimizer", "scheduler", "epoch", "step", "sums", "global_batch")
+ONE_FILE_STATE = ("model", "optimizer", "scheduler", "epoch", "step", "sums", "settings")
 STATE_OF |= dict.fromkeys(ONE_FILE, ONE_FILE_STATE)
 
 

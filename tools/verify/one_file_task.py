@@ -101,6 +101,8 @@ def build_model(cfg, train_set):
 
 
 def end_step(epoch, step):
-    """In a run that has STOPS in its environment, send one rank a SIGTERM."""
+    """In a run that has STOPS in its environment, send one rank and its loader processes a SIGTERM,
+    as torchrun does, which starts each rank as the leader of a process group."""
     if "STOPS" in os.environ and (dist.get_rank(), epoch, step) == STOP:
-        os.kill(os.getpid(), signal.SIGTERM)
+        assert os.getpgrp() == os.getpid()
+        os.killpg(os.getpgrp(), signal.SIGTERM)

@@ -461,7 +461,7 @@ _FSDP = "train_fsdp.py"
 ONE_FILE_BUGS = [
     _in_one_file(
         "set_epoch-forgotten",
-        '    sampler.set_epoch(run["epoch"])',
+        '    loader.sampler.set_epoch(run["epoch"])',
         "    pass",
         "ddp x2",
         (Problem.SAMPLES, ""),
@@ -477,7 +477,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "loss-divided-twice",
-        "        count /= world_size\n",
+        "        count /= dist.get_world_size()\n",
         "",
         "ddp x2",
         (Problem.WEIGHTS, ""),
@@ -493,8 +493,8 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "micro-batches-counted-once",
-        "targets = sum(labels.numel() for _, labels in micro_batches)",
-        "targets = micro_batches[0][1].numel()",
+        "targets = sum(count_targets(labels) for _, labels in micro_batches)",
+        "targets = count_targets(micro_batches[0][1])",
         "ddp x2, accum",
         (Problem.WEIGHTS, ""),
         "The gradients of the micro-batches are added up, not averaged.",
@@ -517,7 +517,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "position-lost",
-        '    sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        '    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
         "",
         "ddp, resumed x3",
         (Problem.SAMPLES, ""),
@@ -550,7 +550,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fsdp-loss-divided-twice",
-        "        count /= world_size\n",
+        "        count /= dist.get_world_size()\n",
         "",
         "fsdp x3",
         (Problem.WEIGHTS, ""),
@@ -568,7 +568,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fsdp-position-lost",
-        '    sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        '    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
         "",
         "fsdp, resumed x1",
         (Problem.SAMPLES, ""),
