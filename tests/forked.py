@@ -29,8 +29,8 @@ _scripts = {}
 FIVE_STEPS = {"synthetic_samples": 60, "image_size": 8, "save_steps": 2}
 
 
-def fork_script(script, nproc=None, before=None, limit=120, **flags):
-    """Run a script with SMALL's settings and `flags`. Returns its Run, with rank 0's exit code.
+def fork_script(script, nproc=None, before=None, limit=120, settings=SMALL, **flags):
+    """Run a script with these settings and `flags`. Returns its Run, with rank 0's exit code.
 
     nproc: the number of ranks; None for a script that runs as one process. before: called in each
     rank before the script starts, to kill it later or to plant a bug. Raises AssertionError, with
@@ -38,7 +38,7 @@ def fork_script(script, nproc=None, before=None, limit=120, **flags):
     """
     if script not in _scripts:
         _scripts[script] = load_script(script)
-    flags = SMALL | flags
+    flags = settings | flags
     folder = Path(flags["output_dir"])
     logs = folder.parent / f"{folder.name}.logs"
     logs.mkdir(exist_ok=True, parents=True)

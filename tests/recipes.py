@@ -1,16 +1,35 @@
 """Applies the pages of docs/recipes to copies of the scripts, and runs these."""
 
+import importlib.util
 import os
 import subprocess
+import sys
 
 from tests.forked import FIVE_STEPS, fork_script
 from tools.lessons import ROOT
-from tools.verify.run import project_with_task
+from tools.verify.run import project_with_task, write_text
 from utils.checkpoint_file import read_checkpoint
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 RUN = FIVE_STEPS | {"dtype": "float64", "epochs": 2, "save_steps": 0}
 EXACT = 1e-9
+
+# A run of the text task, or of one with its settings, of five steps per epoch.
+TEXT = {
+    "context": 24,
+    "layers": 2,
+    "heads": 2,
+    "width": 16,
+    "padding": "longest",
+    "dtype": "float64",
+    "epochs": 2,
+    "global_batch_size": 12,
+    "val_batch_size": 3,  # with seven samples and three ranks, some run out of them
+    "lr": 0.01,
+    "save_steps": 0,
+    "timeout": 60,
+    "device": "cpu",
+}
 
 
 def applied(name, folder):
@@ -29,6 +48,25 @@ def run_to_end(script, nproc, output_dir, before=None, **flags):
     run = fork_script(script, nproc, before, output_dir=output_dir, **RUN | flags)
     assert run.code in (0, -9), run.stderr
     return run, read_checkpoint(output_dir / "last.pt")
+
+
+def run_text_to_end(script, nproc, output_dir, before=None, **flags):
+    """Like run_to_end(), for a task that has the settings of the text task."""
+    text_file = write_text(output_dir.parent / "text.txt", train=65, val=7)
+    settings = TEXT | {"text_file": text_file}
+    run = fork_script(script, nproc, before, settings=settings, output_dir=output_dir, **flags)
+    assert run.code in (0, -9), run.stderr
+    return run, read_checkpoint(output_dir / "last.pt")
+
+
+def import_new(name, folder, monkeypatch):
+    """Import a module that a page adds, for this process and its forks. Returns it."""
+    path = folder / f"{name.replace('.', '/')}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 def with_task(script, task):
