@@ -66,6 +66,9 @@ def import_new(name, folder, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
+    # `import package.name as x` takes the package's attribute, which a test before may have set.
+    package, _, child = name.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(package), child, module, raising=False)
     return module
 
 
