@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -107,9 +108,10 @@ class EpochSampler(DistributedSampler):
         return iter([(self.epoch, index) for index in indices])
 
 
-def ignore_sigterm(worker):
-    """torchrun signals loader processes, too, whose batches are needed until the next look."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def outlive_sigterm(worker):
+    """torchrun signals loader processes, too, whose batches are needed until the next look. It
+    kills all that is left after 30 seconds."""
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(30))
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, run, args):
@@ -232,9 +234,8 @@ def main(args):
     batch_size, rest = divmod(args.global_batch, dist.get_world_size() * args.micro_batches)
     steps_per_epoch = len(train_set) // args.global_batch
     if rest or steps_per_epoch == 0:
-        text = "must be a multiple of processes times --micro-batches, and at most all samples"
-        raise ValueError(f"--global-batch {args.global_batch} {text}")
-    options = {"num_workers": args.workers, "worker_init_fn": ignore_sigterm, "drop_last": True}
+        raise ValueError("--global-batch: too large, or no multiple of processes x --micro-batches")
+    options = {"num_workers": args.workers, "worker_init_fn": outlive_sigterm, "drop_last": True}
     options |= {"pin_memory": device.type == "cuda", "persistent_workers": args.workers > 0}
     loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
 
@@ -296,5 +297,5 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)
-        raise
+        sys.exit(traceback.format_exc())  # frees the loader, which ends its processes; not `raise`
     dist.destroy_process_group()

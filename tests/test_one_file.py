@@ -48,9 +48,22 @@ def run(script, folder, old="", new="", stops=False, **flags):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_error_of_all_ranks_is_printed_once(script, tmp_path):
     failed = run(script, tmp_path, global_batch=3)
-    error = "ValueError: --global-batch 3 must be a multiple of processes times --micro-batches"
+    error = "ValueError: --global-batch: too large, or no multiple of processes x"
     assert failed.code == 1 and failed.stderr.count(error) == 1, failed.stderr
     assert "[rank1]" not in failed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
+    """They do not end at SIGTERM, with which Python ends the processes that an exception leaves."""
+    text = script.read_text().replace("signal.alarm(30)", "None")
+    (tmp_path / "never").mkdir()
+    script = tmp_path / "never" / script.name
+    script.write_text(text)
+    assert "lambda number, frame: None" in text
+    failed = run(script, tmp_path, "    model.eval()", "    raise OSError(5)", workers=1)
+    assert failed.code == 1 and failed.stderr.count("OSError: 5") == 1, failed.stderr
 
 
 @pytest.mark.slow
