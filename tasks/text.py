@@ -8,11 +8,13 @@ without dropout, on the 256 values of a byte: any file is a text, and no tokeniz
 import math
 import re
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -47,44 +49,44 @@ class Settings(Config):
     weight_decay: float = 0.1
     clip_norm: float = 1.0
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.width % self.heads:
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}")
         return super().resolved()
 
 
-class Documents(Dataset):
+class Documents(Dataset[tuple[Tensor, Tensor]]):
     """Pieces of a text, each with its next bytes.
 
-    pieces: list of bytes objects of length 2 to context + 1. padding: as in Settings.
+    pieces: each of length 2 to context + 1. padding: as in Settings.
     """
 
-    def __init__(self, pieces, context, padding="longest"):
+    def __init__(self, pieces: list[bytes], context: int, padding: str = "longest") -> None:
         self.pieces = pieces
         self.shortest_batch = context if padding == "context" else 1
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.pieces)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """inputs and targets: int64 (length - 1,); targets[i] is the byte that follows inputs[i]"""
         values = torch.tensor(list(self.pieces[index]))
         return values[:-1], values[1:]
 
-    def collate_fn(self, samples):
+    def collate_fn(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """int64 (n, length): inputs padded with 0 and targets with IGNORED, on the right.
 
         The model is causal, so that no byte sees the padding that follows it.
         """
         inputs, targets = zip(*samples, strict=True)
-        inputs = pad_sequence(inputs, batch_first=True)
-        targets = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+        inputs = pad_sequence(list(inputs), batch_first=True)
+        targets = pad_sequence(list(targets), batch_first=True, padding_value=IGNORED)
         missing = max(0, self.shortest_batch - inputs.shape[1])
         return pad(inputs, (0, missing)), pad(targets, (0, missing), value=IGNORED)
 
 
-def build_datasets(cfg):
+def build_datasets(cfg: Settings) -> tuple[Documents, Documents]:
     """The training set and the validation set: every tenth paragraph, however it is cut.
 
     Raises UserError if the text cannot be read, or has fewer than ten paragraphs.
@@ -138,7 +140,7 @@ class GPT(nn.Module):
     """GPT-2's architecture: embeddings, pre-norm transformer blocks, a norm, and an output layer
     whose weight is the embedding's. width must be a multiple of heads."""
 
-    def __init__(self, context, layers, heads, width):
+    def __init__(self, context: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
@@ -149,22 +151,23 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:  # the sum of all blocks then has the same scale at any depth
-            for last in (block.attention.output, block.mlp[2]):
-                nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+        for name, weight in self.named_parameters():
+            # The sum of all blocks then has the same scale at any depth.
+            if name.endswith(("attention.output.weight", "mlp.2.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Tensor:
         """inputs: int64 (n, length), length <= context -> outputs (n, length, 256)."""
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
         return self.predict(hidden)
 
-    def embed(self, inputs):
+    def embed(self, inputs: Tensor) -> Tensor:
         """int64 (n, length) -> (n, length, width)."""
         return self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
 
-    def predict(self, hidden):
+    def predict(self, hidden: Tensor) -> Tensor:
         """(n, length, width) -> (n, length, 256)."""
         weight = self.embedding.weight
         return linear(self.norm(hidden).to(weight.device), weight)  # perhaps on the first device
@@ -173,7 +176,7 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP, each added to its input."""
 
-    def __init__(self, heads, width):
+    def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(heads, width)
@@ -184,7 +187,7 @@ class Block(nn.Module):
             nn.Linear(4 * width, width),
         )
 
-    def forward(self, hidden):
+    def forward(self, hidden: Tensor) -> Tensor:
         """(n, length, width) -> the same shape."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         return hidden + self.mlp(self.mlp_norm(hidden))
@@ -194,7 +197,7 @@ class Attention(nn.Module):
     """Causal self-attention. Query, key and value are separate layers, so that tensor parallelism
     can give each rank the rows of its heads."""
 
-    def __init__(self, heads, width):
+    def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.heads = heads
         self.head_width = width // heads
@@ -205,7 +208,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, hidden):
+    def forward(self, hidden: Tensor) -> Tensor:
         """(n, length, width) -> the same shape."""
         queries = self._split_heads(self.query(hidden))
         keys = self._split_heads(self.key(hidden))
@@ -218,34 +221,34 @@ class Attention(nn.Module):
         return features.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
-def build_model(cfg, train_set):
+def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
     return GPT(cfg.context, cfg.layers, cfg.heads, cfg.width)
 
 
-def loss(outputs, targets):
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The sum over all targets. outputs: (n, length, 256); targets: int64 (n, length)."""
     outputs, targets = outputs.flatten(0, 1), targets.flatten()
     return cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
 
 
-def count(targets):
+def count(targets: Tensor) -> Tensor:
     """The number of targets, a tensor: it varies, because padding does not count."""
     return (targets != IGNORED).sum()
 
 
-def measure(outputs, targets):
+def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Nothing: the perplexity follows from the loss."""
     return {}
 
 
-def summarize(sums):
+def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
     """The loss in nats per byte, and its exponential, the perplexity."""
     mean = sums["loss"] / sums["count"]
     return {"loss": mean.item(), "perplexity": mean.exp().item()}
 
 
-def describe(train_set, val_set):
+def describe(train_set: Documents, val_set: Documents) -> dict[str, Any]:
     """The sizes and a checksum of the text."""
     checksum = 0
     for piece in train_set.pieces + val_set.pieces:
@@ -253,12 +256,12 @@ def describe(train_set, val_set):
     return describe_datasets(train_set, val_set) | {"text_checksum": checksum}
 
 
-def blocks(model):
+def blocks(model: GPT) -> list[nn.Module]:
     """The transformer blocks."""
     return list(model.blocks)
 
 
-def layers(model):
+def layers(model: GPT) -> list[tuple[Callable[[Tensor], Tensor], list[nn.Module]]]:
     """(function, parts) for the embeddings, each block, and the output layer, whose weight is the
     first layer's."""
     return [
@@ -268,7 +271,7 @@ def layers(model):
     ]
 
 
-def tensor_parallel_plan(model, ranks):
+def tensor_parallel_plan(model: GPT, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
     """For parallelize_module(): each rank computes some of each block's heads and MLP columns.
 
     Follows https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. Raises UserError if
@@ -276,7 +279,7 @@ def tensor_parallel_plan(model, ranks):
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    first = model.blocks[0]
+    first: Any = model.blocks[0]
     heads, columns = first.attention.heads, first.mlp[0].out_features
     if heads % ranks or columns % ranks:
         raise UserError(
@@ -284,6 +287,6 @@ def tensor_parallel_plan(model, ranks):
             f"among {ranks} ranks: pass another --heads or --width"
         )
     split = ("attention.query", "attention.key", "attention.value", "mlp.0")
-    plan = {name: ColwiseParallel() for name in split}
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in split}
     plan |= {"attention.output": RowwiseParallel(), "mlp.2": RowwiseParallel()}
     return [(block, plan) for block in model.blocks]

@@ -1,15 +1,16 @@
 """Batches of any shape: tensors in nested dicts, tuples, lists and dataclasses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from utils.errors import UserError
 
 
-def collate(samples):
+def collate(samples: Sequence[Any]) -> Any:
     """A list of samples -> a batch: torch.utils.data.default_collate, which also knows dataclasses.
 
     Raises UserError if samples cannot be combined; the message shows the first one.
@@ -26,7 +27,7 @@ def collate(samples):
 
 def _collate(samples):
     first = samples[0]
-    if is_dataclass(first):
+    if is_dataclass(first) and not isinstance(first, type):
         names = [f.name for f in fields(first)]
         return replace(first, **{n: _collate([getattr(s, n) for s in samples]) for n in names})
     if isinstance(first, Mapping):
@@ -37,9 +38,9 @@ def _collate(samples):
     return default_collate(samples)
 
 
-def map_tensors(function, batch):
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """The batch with function(tensor) in place of each tensor; other values stay as they are."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return function(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
         values = {f.name: map_tensors(function, getattr(batch, f.name)) for f in fields(batch)}
@@ -52,7 +53,7 @@ def map_tensors(function, batch):
     return batch
 
 
-def tensors_of(batch):
+def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors in a batch, as a list."""
     tensors = []
 
@@ -64,23 +65,23 @@ def tensors_of(batch):
     return tensors
 
 
-def on_device_of(outputs, targets):
+def on_device_of(outputs: Any, targets: Any) -> Any:
     """The targets on the device of the outputs: that of a model which is spread over several
     devices is not the device of its inputs. The same tensors if they are there already."""
     device = tensors_of(outputs)[0].device
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets)
 
 
-def as_pair(batch):
+def as_pair(batch: Any) -> tuple[Any, Any]:
     """(inputs, targets). A batch that is no tuple or list of two, such as a dict, is both."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return tuple(batch)
     return batch, batch
 
 
-def describe(value):
+def describe(value: Any) -> str:
     """The structure of a sample or a batch as a short text, such as (float32 (3, 32, 32), int)."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {describe(v)}" for name, v in value.items()) + "}"

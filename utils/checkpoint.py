@@ -8,9 +8,11 @@ import errno
 import itertools
 import shutil
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,19 +35,21 @@ from utils.errors import UserError, required_by
 class Wrapper(nn.Module):
     """Base of modules that hold a model as `module`, and leave no trace of it in checkpoints."""
 
-    def count_trainable(self):
+    module: nn.Module
+
+    def count_trainable(self) -> int:
         """The number of trainable parameters of the whole model."""
         return count_trainable(self.module)
 
 
-def count_trainable(model):
+def count_trainable(model: nn.Module) -> int:
     """The number of trainable parameters of a model, also of those that other ranks hold."""
     if isinstance(model, Wrapper):
         return model.count_trainable()
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def unwrap(model):
+def unwrap(model: nn.Module) -> nn.Module:
     """The plain model inside DistributedDataParallel, DataParallel and Wrappers."""
     kinds = nn.parallel.DistributedDataParallel, nn.DataParallel, Wrapper
     while isinstance(model, kinds):
@@ -62,7 +66,7 @@ class Checkpointer:
     a fact is of a type that cannot be read from a checkpoint.
     """
 
-    def __init__(self, cfg, state, hooks=()):
+    def __init__(self, cfg: Any, state: Mapping[str, Any], hooks: Iterable[Any] = ()) -> None:
         self.cfg, self.state, self.hooks = cfg, state, list(hooks)
         self.folder = Path(cfg.output_dir)
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
@@ -70,13 +74,13 @@ class Checkpointer:
         self.is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         self.epoch = 0  # epochs done
         self.is_save_due = False  # the last step asked for a save
-        self.pending = None  # the future of the file that is being written
+        self.pending: Future[None] | None = None  # of the file that is being written
         self.writer = ThreadPoolExecutor(1)
         self.never_finite = set()  # names of tensors that were not finite at the start
         for name, value in self.others.get("data", {}).items():
             refuse_unless_plain(name, value)
 
-    def load(self):
+    def load(self) -> int:
         """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
 
         A damaged checkpoint is skipped with a warning, and the one before it is used. Raises
@@ -98,7 +102,7 @@ class Checkpointer:
             hook.after_load(self)
         return self.epoch
 
-    def step(self):
+    def step(self) -> None:
         """Call after each optimizer step: saves within the epoch when a save is due."""
         loader, every = self.state["loader"], self.cfg.save_steps
         is_last = loader.step == len(loader)  # the script saves at the end of the epoch
@@ -109,7 +113,7 @@ class Checkpointer:
         if self.is_save_due and not is_last:
             self.save(self.epoch, between_steps=True)
 
-    def save(self, epoch, is_best=False, between_steps=False):
+    def save(self, epoch: int, is_best: bool = False, between_steps: bool = False) -> None:
         """Save the state after `epoch` epochs. Returns once it is copied; a thread writes the file.
 
         Does nothing if cfg.save_epochs leaves this epoch out, unless it is the best so far or its
@@ -142,7 +146,7 @@ class Checkpointer:
         for hook in self.hooks:
             hook.after_save(self)
 
-    def wait(self):
+    def wait(self) -> None:
         """Wait until the last save is on the disk; raise its error, if any."""
         with fail_together():
             if pending := self.pending:
@@ -317,7 +321,7 @@ def _all_finite(tensors):
     return nn.utils.get_total_norm(values, torch.inf).isfinite()
 
 
-def refuse_unless_plain(name, value):
+def refuse_unless_plain(name: str, value: Any) -> None:
     """Raise UserError if a fact about the data is not of plain types: a checkpoint is read with
     weights_only=True. Subclasses of plain types, such as numpy.str_, are refused as well."""
     if type(value) in (list, tuple):

@@ -15,6 +15,7 @@ import shutil
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from utils.errors import UserError, required_by
 FORMAT = 3
 
 
-def save_atomically(obj, path):
+def save_atomically(obj: Any, path: Path) -> None:
     """torch.save to a temporary file, flushed to the disk and renamed: a crash at any moment leaves
     the previous file or the new one. Raises OSError, or RuntimeError if the disk is full."""
     temporary = path.with_name(f"{path.name}.tmp")
@@ -37,7 +38,7 @@ def save_atomically(obj, path):
         temporary.unlink(missing_ok=True)
 
 
-def replace_durably(temporary, path):
+def replace_durably(temporary: Path, path: Path) -> None:
     """Rename a file, and flush the rename itself to the disk."""
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -45,7 +46,7 @@ def replace_durably(temporary, path):
     os.close(folder)
 
 
-def link_atomically(name, path):
+def link_atomically(name: Path, path: Path) -> None:
     """Make `name` a second name of the file `path`; a copy where links do not work."""
     temporary = name.with_name(f"{name.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -56,7 +57,7 @@ def link_atomically(name, path):
     os.replace(temporary, name)
 
 
-def read_checkpoint(path, join_parts=True):
+def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]:
     """A checkpoint as a dict on the CPU. Raises UserError if it is damaged or in another format.
 
     The checksum of each record is verified: torch.load alone would not notice a flipped bit.
@@ -82,12 +83,12 @@ def read_checkpoint(path, join_parts=True):
     return checkpoint
 
 
-def sorted_by_epoch(folder):
-    """The checkpoints of whole epochs in a folder, the oldest first, as Paths."""
+def sorted_by_epoch(folder: Path) -> list[Path]:
+    """The checkpoints of whole epochs in a folder, the oldest first."""
     return sorted(folder.glob("epoch-[0-9]*.pt"), key=lambda path: int(path.stem.split("-")[1]))
 
 
-def newest_good_checkpoint(folder):
+def newest_good_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """(path, checkpoint without the tensors of its parts), or None where there is no file at all.
 
     A damaged file is skipped with a warning. Raises UserError if all are damaged.

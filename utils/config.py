@@ -5,8 +5,10 @@ adds settings of its own in a subclass of Config, and a script in a subclass of 
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 import yaml
@@ -104,23 +106,23 @@ class Config(Options):
     )
 
     @property
-    def precision(self):
+    def precision(self) -> str:
         """A readable description of the precision."""
         return "float32 (on CUDA: TF32 convolutions)" if self.dtype == "float32" else self.dtype
 
     @property
-    def torch_dtype(self):
-        """The torch.dtype of weights, and of floating-point inputs and targets."""
+    def torch_dtype(self) -> torch.dtype:
+        """Of weights, and of floating-point inputs and targets."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See Settings. Raises ConfigError if values contradict each other."""
         if self.deterministic and self.cudnn_benchmark:
             raise ConfigError("--cudnn-benchmark picks what is fastest, not --deterministic")
         folder = self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python"))
         return super(Config, replace(self, output_dir=folder)).resolved()
 
-    def fixed_on_resume(self):
+    def fixed_on_resume(self) -> dict[str, Any]:
         """{name: value} of the settings that decide which weights a run reaches."""
         names = [f.name for f in fields(self) if not rules_of(type(self), f.name)["free"]]
         fixed = {name: getattr(self, name) for name in names}
@@ -128,13 +130,17 @@ class Config(Options):
             del fixed["global_batch_size"]  # follows from the number of processes
         return fixed
 
-    def dump(self):
+    def dump(self) -> str:
         """The resolved config as YAML text."""
         return yaml.safe_dump(vars(self), sort_keys=False)
 
 
 @report_errors
-def load_config(task_settings=Config, script_settings=None, argv=None):
+def load_config(
+    task_settings: type[Config] = Config,
+    script_settings: type[Settings] | None = None,
+    argv: Sequence[str] | None = None,
+) -> Config:
     """The checked and resolved settings of a run, in one frozen object.
 
     task_settings: the task's subclass of Config. script_settings: a script's subclass of Settings.

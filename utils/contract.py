@@ -2,8 +2,10 @@
 
 import math
 from numbers import Number
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from utils.batches import describe, map_tensors, on_device_of
 from utils.errors import UserError
@@ -12,9 +14,9 @@ NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
 
 @torch.no_grad()
-def check_task(task, model, loader):
+def check_task(task: Any, model: nn.Module, loader: Any) -> None:
     """Try a task on one sample, before the first epoch does. `model` is not divided or wrapped yet,
-    and stays as it is.
+    and stays as it is. loader: a utils.data.Loader.
 
     Raises UserError if the task lacks a name that every script uses, if what loss() or measure()
     returns is not a sum, or if a function does not return what it must.
@@ -86,7 +88,7 @@ def _sums(task, model, batch):
         raise
     targets = on_device_of(outputs, targets)
     loss = task.loss(outputs, targets)
-    if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
         raise UserError(
             f"loss() of the task {_name(task)} must return a tensor with one number, the sum over "
             f"the targets, not {describe(loss)}"
@@ -111,7 +113,7 @@ def _sums(task, model, batch):
 
 
 def _is_number(value):
-    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _names_a_metric(best):

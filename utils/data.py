@@ -9,11 +9,14 @@ import signal
 import time
 import weakref
 import zlib
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 from utils.batches import as_pair, collate, map_tensors, tensors_of
 from utils.distributed import cores_per_rank, dp_rank, dp_world_size
@@ -23,14 +26,14 @@ from utils.resident import make_resident
 from utils.seeds import SampleSeeds, seed_step
 
 
-class BatchDataset(Dataset):
+class BatchDataset(Dataset[Any]):
     """A dataset that can do more than return one sample, for speed. Everything but __len__ and
     __getitem__ is optional. Any other map-style dataset works as well.
 
     A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
     """
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         number, maker = next((n, c) for n, c in enumerate(cls.__mro__) if "get_batch" in vars(c))
         overrides = any("__getitem__" in vars(c) for c in cls.__mro__[:number])
@@ -40,27 +43,27 @@ class BatchDataset(Dataset):
                 f"{maker.__name__}.get_batch(): override it as well"
             )
 
-    def get_batch(self, indices, epoch, seed):
+    def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
         """The batch of the samples with these indices, int64 (n,). Random transforms must be a
         function of (seed, epoch, index)."""
         return fetch_samples(self, indices, epoch, seed)
 
-    def on_device(self, batch, dtype):
+    def on_device(self, batch: Any, dtype: torch.dtype) -> Any:
         """The batch as the training loop gets it. Called with the batch on the device, in which
         floating-point tensors are of `dtype`; for example, to normalize uint8 images there."""
         return batch
 
-    def resident_bytes(self):
+    def resident_bytes(self) -> int | None:
         """The memory that resident() takes on a device, in bytes, or None if it cannot be used."""
         return None
 
-    def resident(self, device):
+    def resident(self, device: torch.device) -> "BatchDataset | None":
         """This dataset with its samples in the memory of `device`, where get_batch() then gets its
         indices and makes its batches; None if that is not possible."""
         return None
 
 
-def fetch_samples(dataset, indices, epoch, seed):
+def fetch_samples(dataset: Any, indices: Tensor, epoch: int, seed: int) -> Any:
     """A batch of dataset[index] for each of the indices, int64 (n,), made by the dataset's method
     collate_fn, if it has one, or by utils.batches.collate.
 
@@ -82,14 +85,14 @@ def fetch_samples(dataset, indices, epoch, seed):
         return getattr(dataset, "collate_fn", collate)(samples)
 
 
-def describe_datasets(train_set, val_set):
+def describe_datasets(train_set: Any, val_set: Any) -> dict[str, Any]:
     """What a checkpoint stores about any two datasets: their sizes and, because a split may be
     random, a checksum of the indices of each Subset in them."""
-    facts = {}
+    facts: dict[str, Any] = {}
     for name, dataset in (("train", train_set), ("val", val_set)):
         indices = [numpy.ascontiguousarray(s.indices, numpy.int64) for s in _subsets_in(dataset)]
         facts[f"{name}_samples"] = len(dataset)
-        facts[f"{name}_subsets"] = [zlib.crc32(array) for array in indices]
+        facts[f"{name}_subsets"] = [zlib.crc32(array.data) for array in indices]
     return facts
 
 
@@ -105,7 +108,15 @@ def _subsets_in(dataset):
     return [part for part in found if isinstance(part, Subset)]
 
 
-def build_loader(dataset, sampler, batch_size, device, cfg, train=False, micro_batches=None):
+def build_loader(
+    dataset: Any,
+    sampler: Sampler[int],
+    batch_size: int,
+    device: torch.device,
+    cfg: Any,
+    train: bool = False,
+    micro_batches: int | None = None,
+) -> "Loader":
     """A Loader for any map-style dataset.
 
     batch_size: this rank's share of the global batch, in whose place evaluation takes its share of
@@ -146,7 +157,16 @@ class Loader:
     computed: the seconds among them in which this thread has computed, to make the batches.
     """
 
-    def __init__(self, dataset, sampler, batch_size, device, cfg, train, micro_batches=None):
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Sampler[int],
+        batch_size: int,
+        device: torch.device,
+        cfg: Any,
+        train: bool,
+        micro_batches: int | None = None,
+    ) -> None:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.global_batch = cfg.global_batch_size
@@ -187,18 +207,19 @@ class Loader:
             generator=torch.Generator(),  # leaves the global random state alone
         )
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
-        samples, batch = len(self.sampler), self.batch_size
+        samples = len(self.sampler)  # type: ignore[arg-type] # PyTorch types it without a length
+        batch = self.batch_size
         return samples // batch if self.train else -(-samples // batch)
 
     @property
-    def own_samples(self):
+    def own_samples(self) -> int:
         """How many of the sampler's indices are this rank's own. The others, at the end, have been
         added by DistributedSampler so that all ranks have the same number of them."""
         return len(range(dp_rank(), len(self.dataset), dp_world_size()))
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         self.step, self.start = self.start, 0
         self.samples, self.start_samples = self.start_samples, 0
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
@@ -234,13 +255,13 @@ class Loader:
                 f"--timeout"
             ) from None
 
-    def example(self, indices):
+    def example(self, indices: Sequence[int]) -> tuple[Any, Any]:
         """The inputs and the targets of the samples with these indices, on the device, to see what
         a model and a task make of them."""
         indices = torch.tensor(indices, device=self.device if self.name == "device" else "cpu")
         return self._prepare(_make_batch(self.source, indices, 0, self.seed))
 
-    def discount(self, samples):
+    def discount(self, samples: int) -> None:
         """Take back a number of samples, which do not count after all."""
         self.samples -= samples
 
@@ -256,7 +277,7 @@ class Loader:
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self.device, dtype, non_blocking=True)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """How far the epoch is, in global batches, and how many samples of these batches do not
         count, if any; all ranks call it together."""
         state = {"step": self.step, "global_batch": self.global_batch}
@@ -265,7 +286,7 @@ class Loader:
             state["discounted"] = discounted * dp_world_size()
         return state
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
         global batch size has changed within the epoch."""
         if state["step"] and state["global_batch"] != self.global_batch:
@@ -301,11 +322,11 @@ class _BatchSampler:
                 yield loader.epoch, torch.zeros(1, dtype=torch.int64, device=self.device)
 
 
-class _MicroBatches(list):
+class _MicroBatches(list[Any]):
     """The parts of one batch."""
 
 
-class _Batches:
+class _Batches(Dataset[Any]):
     """Makes whole batches, in a worker or in this process: (contents, indices)."""
 
     def __init__(self, dataset, seed, micro_batches):

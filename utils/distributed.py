@@ -9,21 +9,24 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from utils.errors import PeerError, UserError, set_failure_store
 from utils.watchdog import watch
 
-_control_group = None  # gloo with a long timeout
-_data_parallel_group = None  # None: all ranks
+_control_group: Any = None  # gloo with a long timeout
+_data_parallel_group: dist.ProcessGroup | None = None  # None: all ranks
 
 
-def set_data_parallel_group(group):
+def set_data_parallel_group(group: dist.ProcessGroup | None) -> None:
     """Declare which ranks divide each global batch among them: one rank of each replica.
 
     Without this call, every rank holds a replica of the model. For scripts that split the model
@@ -33,48 +36,48 @@ def set_data_parallel_group(group):
     _data_parallel_group = group
 
 
-def data_parallel_group():
+def data_parallel_group() -> dist.ProcessGroup | None:
     """The group of the data-parallel ranks, for collectives; None: all ranks."""
     return _data_parallel_group
 
 
-def dp_rank():
+def dp_rank() -> int:
     """This process's number among the data-parallel ranks, which divide each global batch."""
     return dist.get_rank(_data_parallel_group) if dist.is_initialized() else 0
 
 
-def dp_world_size():
+def dp_world_size() -> int:
     """The number of data-parallel ranks, which is the number of replicas of the model."""
     return dist.get_world_size(_data_parallel_group) if dist.is_initialized() else 1
 
 
-def launched_world_size():
+def launched_world_size() -> int:
     """The number of processes of this job, known before they form a process group: WORLD_SIZE."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def control_group():
+def control_group() -> dist.ProcessGroup | None:
     """The gloo group for messages that are no part of a step; it has a long timeout."""
     return _control_group
 
 
-def get_local_world_size():
+def get_local_world_size() -> int:
     """The number of processes on this node: LOCAL_WORLD_SIZE, set by torchrun."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_initialized() else 1
 
 
-def is_main_process():
+def is_main_process() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def all_reduce(tensor):
+def all_reduce(tensor: Tensor) -> Tensor:
     """Reduce `tensor` in place over the data-parallel ranks, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, group=_data_parallel_group)
     return tensor
 
 
-def mean_over_replicas(count):
+def mean_over_replicas(count: Tensor | float) -> Tensor | float:
     """The mean of `count` over the replicas of the model, for the denominator of a loss.
 
     DistributedDataParallel averages gradients over the replicas. If each replica divides its sum of
@@ -85,12 +88,12 @@ def mean_over_replicas(count):
     count: a 0-dim tensor, which is reduced; or a number, which must be the same on every replica,
     so that nothing has to be sent (Meter.compute() checks that).
     """
-    if not isinstance(count, torch.Tensor):
+    if not isinstance(count, Tensor):
         return count
     return all_reduce(count.to(torch.float64, copy=True)) / dp_world_size()
 
 
-def all_gather_object(value):
+def all_gather_object(value: Any) -> list[Any]:
     """Return the `value` (small, picklable) of every rank, as a list in the order of the ranks."""
     values = [value]
     if dist.is_initialized():
@@ -99,15 +102,15 @@ def all_gather_object(value):
     return values
 
 
-def default_device_type():
+def default_device_type() -> str:
     """The type of the accelerator that this process sees, or else cpu. Not mps: metrics are added
     in float64, which it does not have."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
 
 
-def parse_device(name):
-    """The torch.device with this name: the CPU, or an accelerator for which PyTorch was built
+def parse_device(name: str) -> torch.device:
+    """The device with this name: the CPU, or an accelerator for which PyTorch was built
     (https://docs.pytorch.org/docs/stable/torch.html#accelerators). Raises UserError otherwise."""
     accelerator = torch.accelerator.current_accelerator()
     types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
@@ -119,7 +122,9 @@ def parse_device(name):
     raise UserError(f"{name!r} is not a device of this PyTorch: {examples}")
 
 
-def select_device(name="auto", local_rank=0, local_world_size=1):
+def select_device(
+    name: str = "auto", local_rank: int = 0, local_world_size: int = 1
+) -> torch.device:
     """Make the device that `name` means for this process the current one, and return it.
 
     For the CPU, this hides the GPUs from the process (CUDA_VISIBLE_DEVICES).
@@ -150,7 +155,9 @@ def select_device(name="auto", local_rank=0, local_world_size=1):
     return device
 
 
-def init_distributed(device="auto", timeout=300.0, devices=None):
+def init_distributed(
+    device: str = "auto", timeout: float = 300.0, devices: list[torch.device] | None = None
+) -> torch.device:
     """Join the process group that torchrun's environment describes; return this rank's device.
 
     Reads RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -161,7 +168,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
     Other accelerators likewise.
     timeout: seconds that a collective waits for the other ranks.
-    devices: torch.devices of this process, if it uses several (utils/rungs/model_parallel.py).
+    devices: those of this process, if it uses several (utils/rungs/model_parallel.py).
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     local_rank, world_size, local_world_size = _read_environment()
@@ -187,7 +194,7 @@ def init_distributed(device="auto", timeout=300.0, devices=None):
     return devices[0]
 
 
-def require_gpu_per_rank():
+def require_gpu_per_rank() -> None:
     """Raise UserError if several ranks share a GPU. They use gloo, which cannot do all that NCCL
     does with a GPU's memory: DistributedDataParallel works, sharding and sending do not."""
     if dist.get_backend() == "gloo" and torch.cuda.is_available():
@@ -230,22 +237,23 @@ def _read_environment():
     )
 
 
-def available_cores():
+def available_cores() -> int:
     """The number of cores that this process may use, by its affinity and its cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
-def cores_per_rank():
+def cores_per_rank() -> int:
     """This rank's share of the node's cores, at least 1."""
     return max(1, available_cores() // get_local_world_size())
 
 
 @contextmanager
-def fail_together():
+def fail_together() -> Iterator[None]:
     """If the body raises on one rank, raise on all: that rank raises its own error, the others
     PeerError. Without it, the others would wait in their next collective until it times out.
     """
@@ -262,7 +270,7 @@ def fail_together():
 
 
 @contextmanager
-def main_process_first():
+def main_process_first() -> Iterator[None]:
     """Run the body on rank 0, then on the first process of every other node, then on the rest.
 
     For work that one process does and the others reuse, such as a download or a cache: the nodes
@@ -279,7 +287,7 @@ def main_process_first():
                 yield
 
 
-def die_with_parent():
+def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG

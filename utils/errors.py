@@ -6,12 +6,17 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 PATIENCE = 30.0  # seconds that ranks wait for the report of the first one to fail
-_failure_store = None  # counts the ranks that fail, and holds the report of the first one
+_failure_store: Any = None  # counts the ranks that fail, and holds the report of the first one
 _explanations = []  # functions that may explain an error before it is reported
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class UserError(Exception):
@@ -31,19 +36,19 @@ class PeerError(SilentExit):
     """A different rank has failed, and reports the error."""
 
 
-def set_failure_store(store):
+def set_failure_store(store: Any) -> None:
     """Count the ranks that fail in `store`, a torch.distributed.Store; None: this rank is alone."""
     global _failure_store
     _failure_store = store
 
 
-def explain_errors(function):
+def explain_errors(function: Callable[[BaseException], BaseException | None]) -> None:
     """Call function(error) before an error is reported. It may add notes to the error, or return an
     exception to report in its place."""
     _explanations.append(function)
 
 
-def report_errors(function):
+def report_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator for main(): the first rank to fail reports its error, and every rank exits.
 
     A UserError is reported as one line, any other exception as one traceback. Under torchrun, the
@@ -67,20 +72,20 @@ def report_errors(function):
 
 
 @contextmanager
-def required_by(setting):
+def required_by(setting: str) -> Iterator[None]:
     """Raise UserError if an optional module, which the body imports, has not been copied."""
     try:
         yield
     except ModuleNotFoundError as error:
         if not str(error.name).startswith(("utils.", "tasks.")):
             raise
-        file = error.name.replace(".", "/") + ".py"
+        file = str(error.name).replace(".", "/") + ".py"
         raise UserError(
             f"{setting} needs {file}, which is missing; copy that file as well"
         ) from None
 
 
-def report(error):
+def report(error: BaseException) -> None:
     """Report an error for the whole job, if no rank has failed before: see report_errors()."""
     if not is_first_to_fail():
         repeat_report()
@@ -101,7 +106,7 @@ def report(error):
         _failure_store.set("report", json.dumps([socket.gethostname(), text]))
 
 
-def repeat_report():
+def repeat_report() -> None:
     """A different rank has failed first: wait until it has reported its error. On a different node,
     repeat the report, for torchrun on this node, which knows only its own ranks."""
     host = text = None
@@ -122,7 +127,7 @@ def repeat_report():
         write_error_file(text or lost, "failed")
 
 
-def write_error_file(text, outcome):
+def write_error_file(text: str, outcome: str) -> None:
     """Write torchrun's error file. outcome: failed, interrupted, or stopped, which
     tools/launch.py turns into an exit code."""
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -133,7 +138,7 @@ def write_error_file(text, outcome):
     os.replace(f"{path}.tmp", path)  # torchrun may kill this process at any moment
 
 
-def a_rank_has_failed():
+def a_rank_has_failed() -> bool:
     """Whether any rank has reported an error, or is about to."""
     try:
         return _failure_store is not None and _failure_store.check(["failures"])
@@ -141,7 +146,7 @@ def a_rank_has_failed():
         return True
 
 
-def is_first_to_fail():
+def is_first_to_fail() -> bool:
     """Whether this rank, which has failed, is the one that reports its error."""
     launched = "TORCHELASTIC_USE_AGENT_STORE" in os.environ  # by torchrun, or by spawn.py
     if _failure_store is None:  # no process group yet: every rank of a node has the same error

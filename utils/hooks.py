@@ -1,8 +1,13 @@
 """What a script or an option can add to a Checkpointer. Needs no other module."""
 
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 class Readout:
@@ -11,80 +16,96 @@ class Readout:
     values: the copy, which is complete once is_done() is true, or wait() has returned.
     """
 
-    def __init__(self, tensor):
+    def __init__(self, tensor: Tensor) -> None:
         self.values = tensor.to("cpu", non_blocking=True)
         self.event = None
         if not tensor.is_cpu:
             self.event = torch.Event(tensor.device)
             self.event.record(torch.accelerator.current_stream(tensor.device))
 
-    def is_done(self):
+    def is_done(self) -> bool:
         """Whether the copy is complete. Does not wait."""
         return self.event is None or self.event.query()
 
-    def wait(self):
+    def wait(self) -> Tensor:
         """The values, once they are complete."""
         if self.event is not None:
             self.event.synchronize()
         return self.values
 
 
+class Checkpoint(Protocol):
+    """What a hook may use of the Checkpointer (utils/checkpoint.py)."""
+
+    cfg: Any  # the settings of the run
+    state: Mapping[str, Any]
+    hooks: list["Hook"]
+    folder: Path
+    model: nn.Module  # without wrappers
+    optimizer: Optimizer
+    epoch: int  # epochs done
+
+    def wait(self) -> None: ...
+
+
 class Hook:
     """Base class of hooks. A Checkpointer calls these methods on all ranks together, so they may
     communicate. `checkpoint` is the Checkpointer. By default, each does nothing."""
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, for the checkpoint; plain values and tensors on the CPU."""
         return {}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what state_dict() has returned. Not called if the hook is new."""
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         """The run is about to start or to continue. May raise UserError."""
 
-    def is_due(self, checkpoint):
+    def is_due(self, checkpoint: Checkpoint) -> bool:
         """After each step: whether to save now. The answer must be the same on all ranks."""
         return False
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         """After each step. wait: a save or the end of the epoch follows; otherwise, a look at
         values on the device may be left to the next call, so that the host does not wait."""
 
-    def before_row(self, row):
+    def before_row(self, row: dict[str, Any]) -> None:
         """An epoch has ended: add to its row, {name: value}, before it is written."""
 
-    def after_row(self, row):
+    def after_row(self, row: dict[str, Any]) -> None:
         """A row, {name: value}, is in metrics.jsonl, or in steps.jsonl if it has a "step"; only the
         main process has those."""
 
-    def before_save(self, checkpoint, between_steps):
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         """Before the state is copied. between_steps: the save is within an epoch. May raise."""
 
-    def after_save(self, checkpoint):
+    def after_save(self, checkpoint: Checkpoint) -> None:
         """The state is copied, and is being written. May raise SilentExit to end the run."""
 
-    def ends_run(self, checkpoint):
+    def ends_run(self, checkpoint: Checkpoint) -> bool:
         """Whether after_save() will end the run."""
         return False
 
-    def file_form(self, checkpoint):
+    def file_form(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
         """A context in which model and optimizer have the form that they have in files."""
         return nullcontext()
 
-    def select(self, checkpoint, path, contents):
+    def select(
+        self, checkpoint: Checkpoint, path: Path, contents: dict[str, Any]
+    ) -> dict[str, Any]:
         """contents: of the checkpoint in the file `path`. Returns what this rank loads of it."""
         return contents
 
-    def convert(self, checkpoint, contents):
+    def convert(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
         """contents: of a checkpoint, about to be written. Returns what goes into the file."""
         return contents
 
-    def write(self, checkpoint, contents, path):
+    def write(self, checkpoint: Checkpoint, contents: dict[str, Any], path: Path) -> bool:
         """Write a file. Returns whether it did; if no hook does, save_atomically() is called. Only
         rank 0 calls this and the next method, in a thread. May raise OSError."""
         return False
 
-    def save_failed(self, checkpoint, message):
+    def save_failed(self, checkpoint: Checkpoint, message: str) -> bool:
         """A file could not be written. Returns whether the run continues in spite of that."""
         return False

@@ -4,10 +4,13 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from utils.batches import on_device_of
 from utils.distributed import (
@@ -22,32 +25,42 @@ from utils.errors import UserError
 from utils.run_folder import write_text
 
 
+class Task(Protocol):
+    """What a Meter needs of a task, such as a module of tasks/: see docs/own-task.md."""
+
+    def loss(self, outputs: Any, targets: Any, /) -> Tensor: ...
+    def count(self, targets: Any, /) -> Tensor | float: ...
+    def measure(self, outputs: Any, targets: Any, /) -> dict[str, Tensor]: ...
+    def summarize(self, sums: dict[str, Tensor], /) -> Mapping[str, Tensor | float]: ...
+
+
 class Meter:
     """Running sums of the loss and of what the task measures, kept on the device.
 
     There is no .item() in a step, because it would make the host wait for the device, and only one
     reduction per epoch. Sums are reduced, not the ranks' means, which would overweight the targets
-    of a rank that has fewer of them. A checkpoint within an epoch holds the sums so far.
+    of a rank that has fewer of them. A checkpoint within an epoch holds the sums so far. loader: a
+    utils.data.Loader.
     """
 
-    def __init__(self, task, loader):
+    def __init__(self, task: Task, loader: Any) -> None:
         self.task, self.loader = task, loader
         self.noted = {}
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         """Set all sums to 0."""
-        self.sums = 0.0  # a float64 vector, from the first update on: see _flatten()
+        self.sums: Any = 0.0  # a float64 vector, from the first update on: see _flatten()
         self.shapes = {}  # {name: shape} of what the vector holds
-        self.count = 0  # of targets, where the task counts them with plain numbers
-        self.compared = 0  # the part of it that must be the same on every rank
+        self.count: float = 0  # of targets, where the task counts them with plain numbers
+        self.compared: float = 0  # the part of it that must be the same on every rank
         self.seconds = 0.0  # before the run was resumed
 
-    def update(self, loss_sum, outputs, targets):
+    def update(self, loss_sum: Tensor, outputs: Any, targets: Any) -> None:
         """Add a batch, or a part of one. loss_sum: a 0-dim tensor, task.loss(outputs, targets)."""
         values = {"loss": loss_sum, **self.task.measure(outputs, targets)}
         count = self.task.count(targets)
-        if isinstance(count, torch.Tensor):
+        if isinstance(count, Tensor):
             values["count"] = count
         elif self.loader.counts:
             self.count += count
@@ -56,21 +69,21 @@ class Meter:
         if not self.loader.counts:  # a batch that this rank computes only because the others do
             sums = torch.zeros_like(sums)
         previous = self.sums
-        if isinstance(previous, torch.Tensor):
+        if isinstance(previous, Tensor):
             previous = previous.to(sums.device)
         self.sums = previous + sums
 
-    def note(self, **values):
+    def note(self, **values: Tensor) -> None:
         """Keep values of this step that are not sums, for the rows of --log-steps: 0-dim tensors,
         the same on every rank, which stay on the device until a row is due."""
         self.noted |= values
 
-    def restore_where(self, condition, sums):
+    def restore_where(self, condition: Tensor, sums: Tensor | float) -> None:
         """Where `condition`, a 0-dim bool tensor, is true, go back to `sums`, from an earlier
         time. Does not wait for the device."""
         self.sums = torch.where(condition, sums, self.sums)
 
-    def discount(self, count):
+    def discount(self, count: float) -> None:
         """Take back plain numbers of targets, which do not count after all."""
         self.count -= count
 
@@ -89,7 +102,7 @@ class Meter:
         self.shapes = shapes
         return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
-    def compute(self):
+    def compute(self) -> dict[str, float]:
         """{name: number} over all ranks: task.summarize() of the sums, and the numbers of "samples"
         and "seconds". Resets the sums.
 
@@ -117,12 +130,12 @@ class Meter:
             )
         return result | {"samples": int(samples), "seconds": seconds}
 
-    def snapshot(self):
+    def snapshot(self) -> Tensor:
         """The sums so far, as a float64 vector on the device, for summarize(). Differences and sums
         of such vectors can be summarized, too. Does not wait for the device."""
         return torch.cat([self.sums, self.sums.new_full((1,), self.count)])
 
-    def summarize(self, snapshot):
+    def summarize(self, snapshot: Tensor) -> dict[str, float]:
         """{name: number}: what the task makes of a snapshot, which is on the CPU now."""
         sums = self._unflatten(snapshot)
         return {name: float(value) for name, value in self.task.summarize(sums).items()}
@@ -137,16 +150,16 @@ class Meter:
     def _seconds(self):
         return self.seconds + time.perf_counter() - self.loader.started
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """The sums of every rank; all ranks call it together."""
-        if isinstance(self.sums, torch.Tensor):
+        if isinstance(self.sums, Tensor):
             mine = [self.sums.tolist(), self.count, self._seconds()]
         else:  # between two epochs
             mine = [[], 0, 0.0]
         ranks = all_gather_object(mine)
         return {"ranks": ranks[:: len(ranks) // dp_world_size()]}  # one of each replica
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
         self.reset()
         ranks = state["ranks"]
@@ -161,7 +174,7 @@ class Meter:
 
 
 @torch.no_grad()
-def evaluate(model, loader, task):
+def evaluate(model: nn.Module, loader: Any, task: Task) -> dict[str, float]:
     """The task's metrics over the samples of `loader.dataset`, each counted exactly once.
 
     Raises RuntimeError if the number of samples counted is not the dataset's.
@@ -185,13 +198,13 @@ class MetricLogger:
     hooks: Hooks that are given each row.
     """
 
-    def __init__(self, cfg, start_epoch=0, hooks=()):
+    def __init__(self, cfg: Any, start_epoch: int = 0, hooks: Sequence[Any] = ()) -> None:
         self.path, self.hooks = Path(cfg.output_dir) / "metrics.jsonl", hooks
         self.save_errors = cfg.save_errors
         self.rows = [row for row in read_metrics(self.path) if row["epoch"] < start_epoch]
         self._write()
 
-    def log(self, epoch, train, val, lr):
+    def log(self, epoch: int, train: dict[str, float], val: dict[str, float], lr: float) -> None:
         """Log the results of Meter.compute() for an epoch.
 
         Raises UserError on rank 0 if the file cannot be written.
@@ -211,7 +224,7 @@ class MetricLogger:
         for hook in self.hooks:
             hook.after_row(row)
 
-    def is_best(self, name, best_of):
+    def is_best(self, name: str, best_of: Callable[[list[float]], float]) -> bool:
         """Whether the last epoch has the best validation metric `name` so far. best_of: max or min.
 
         Meaningful on the main process, which alone saves and knows all epochs.
@@ -241,13 +254,13 @@ def _text(result):
     return " ".join(f"{name} {result[name]:.4f}" for name in names)
 
 
-def write_rows(path, rows):
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Replace a .jsonl file as a whole, on the main process. Raises UserError if it fails."""
     if is_main_process():
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_metrics(path):
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, if any, up to the first line that a crash has truncated. Raises
     UserError if the file cannot be read."""
     rows = []

@@ -1,11 +1,16 @@
 """The optimizer and the learning rate schedule, from the config. Needs only torch."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
-def build_optimizer(model, cfg):
+def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
     """SGD, Adam or AdamW over the model's trainable parameters.
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
@@ -33,7 +38,7 @@ def build_optimizer(model, cfg):
     return optimizer
 
 
-def build_scheduler(optimizer, cfg, steps_per_epoch):
+def build_scheduler(optimizer: Optimizer, cfg: Any, steps_per_epoch: int) -> LRScheduler:
     """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
 
     The learning rate depends only on the step. A run that resumes with another peak, or with
@@ -55,14 +60,16 @@ def build_scheduler(optimizer, cfg, steps_per_epoch):
     return Schedule(optimizer, factor, steps_per_epoch)
 
 
-class Schedule(torch.optim.lr_scheduler.LambdaLR):
+class Schedule(LambdaLR):
     """See build_scheduler()."""
 
-    def __init__(self, optimizer, factor, steps_per_epoch):
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], steps_per_epoch: int
+    ) -> None:
         self.steps_per_epoch = steps_per_epoch
         super().__init__(optimizer, factor)
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the same place, in epochs, of this schedule."""
         step = state["last_epoch"] * self.steps_per_epoch // state["steps_per_epoch"]
         ours = {"base_lrs": self.base_lrs, "steps_per_epoch": self.steps_per_epoch}

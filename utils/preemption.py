@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from utils.distributed import control_group, die_with_parent, is_main_process
 from utils.errors import SilentExit, a_rank_has_failed, write_error_file
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 
 SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 # Two signals within this time are one request: SLURM signals all processes, and torchrun, which is
@@ -39,14 +39,15 @@ class Interrupts(Hook):
     rank has failed. A file that is being written is completed.
     """
 
-    def __init__(self, minutes):
+    def __init__(self, minutes: float) -> None:
         self.minutes = minutes
         self.signal, self.received = 0, 0.0  # of this rank
         self.saved_at = time.monotonic()
-        self.reason, self.work, self.agreed = torch.tensor(0), None, 0  # of all ranks
+        self.reason, self.agreed = torch.tensor(0), 0  # of all ranks
+        self.work: dist.Work | None = None
         atexit.register(setattr, self, "work", None)  # or the thread would keep its group alive
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         """Handle signals from now on."""
         self.saved_at = time.monotonic()
         if threading.current_thread() is not threading.main_thread():
@@ -74,14 +75,14 @@ class Interrupts(Hook):
                 os._exit(128 + number)
             self.signal, self.received = number, time.monotonic()
 
-    def is_due(self, checkpoint):
+    def is_due(self, checkpoint: Checkpoint) -> bool:
         """Whether to save after this step. All ranks call it after every step, and agree.
 
         They start to compare their reasons, and decide in the next step, so that none has to wait.
         """
         if self.work:
             self.work.wait()
-        self.agreed = self.reason.item()
+        self.agreed = int(self.reason)
         reason = self.signal
         is_late = time.monotonic() - self.saved_at >= 60 * self.minutes
         if is_late and not reason and not self.agreed:
@@ -92,10 +93,10 @@ class Interrupts(Hook):
             self.work = dist.all_reduce(self.reason, dist.ReduceOp.MAX, group, async_op=True)
         return self.agreed > 0
 
-    def ends_run(self, checkpoint):
+    def ends_run(self, checkpoint: Checkpoint) -> bool:
         return self.agreed > CLOCK
 
-    def after_save(self, checkpoint):
+    def after_save(self, checkpoint: Checkpoint) -> None:
         """Stop the run if a signal was the reason to save. All ranks call it.
 
         Raises Preempted, once the file is on the disk.
@@ -114,7 +115,7 @@ class Interrupts(Hook):
             raise Preempted
 
 
-def shield_worker():
+def shield_worker() -> None:
     """Let a worker of a DataLoader outlive SIGTERM and SIGUSR1, unless its own rank sends them.
 
     Schedulers signal all processes, but the rank needs its workers until it has saved. If the rank

@@ -6,14 +6,16 @@ Needs distributed.py, errors.py and hooks.py.
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from utils.distributed import is_main_process
 from utils.errors import explain_errors
-from utils.hooks import Hook, Readout
+from utils.hooks import Checkpoint, Hook, Readout
 
-SECONDS_BETWEEN_LINES = 15
+SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_BARS = 0.5
 
 
@@ -25,11 +27,16 @@ class Progress(Hook):
     has arrived.
     """
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.loader, self.meter, self.epochs = state["loader"], state["meter"], cfg.epochs
         self.is_main = is_main_process()
-        self.epoch, self.seconds_between_epochs, self.last_step_at = None, 0.0, None
-        self.bar, self.new_bar, self.patience = None, None, SECONDS_BETWEEN_LINES
+        self.epoch, self.seconds_between_epochs = None, 0.0
+        self.last_step_at: float | None = None
+        self.readout: Readout | None = None
+        self.shown: Any = 0.0  # the snapshot of the meter at the last readout
+        self.due = 0.0
+        self.bar: Any = None
+        self.new_bar, self.patience = None, SECONDS_BETWEEN_LINES
         if self.is_main and _has_terminal():
             with suppress(ImportError):  # an extra
                 from tqdm import tqdm
@@ -37,7 +44,7 @@ class Progress(Hook):
                 self.new_bar, self.patience = tqdm, SECONDS_BETWEEN_BARS
                 explain_errors(lambda error: self._close())
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         if not self.is_main:
             return
         now, loader = time.monotonic(), self.loader
@@ -53,7 +60,7 @@ class Progress(Hook):
             self.last_step_at = now
             self._close()
 
-    def before_save(self, checkpoint, between_steps):
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         self._close()  # the run may end after the save, and say why
 
     def _start_epoch(self, now):

@@ -3,22 +3,26 @@
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from utils.checkpoint import refuse_unless_plain, unwrap
 from utils.distributed import all_gather_object
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_setup(cfg, state):
+def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
     """Raise UserError, on all ranks, if they differ in settings that decide the weights, in facts
     about the data, in the number of steps per epoch, in the version of torch, or in the code of the
     script or of a module in its folder. All ranks call it together.
@@ -65,25 +69,25 @@ class CompareReplicas(Hook):
     """Raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
     optimizer state: at the start, before each save, and every cfg.check_replicas_every steps."""
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.every = cfg.check_replicas_every  # -1: never, 0: only at the start and at saves
         self.model, self.optimizer = state["model"], state["optimizer"]
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         self.before_save(checkpoint, between_steps=False)
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         loader = checkpoint.state["loader"]
         is_last = loader.step == len(loader)
         if self.every > 0 and loader.step % self.every == 0 and not is_last:
             check_replicas(self.model, self.optimizer, between_steps=True)
 
-    def before_save(self, checkpoint, between_steps):
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         if self.every >= 0:
             check_replicas(self.model, self.optimizer, between_steps)
 
 
-def settle_ddp_buckets(model):
+def settle_ddp_buckets(model: DistributedDataParallel) -> None:
     """Give DistributedDataParallel's gradient buckets their final order before the first step.
 
     DDP sorts its buckets after the first backward pass, by the order in which the gradients became
@@ -99,7 +103,7 @@ def settle_ddp_buckets(model):
     model.zero_grad(set_to_none=True)
 
 
-def check_replicas(model, optimizer, between_steps=False):
+def check_replicas(model: nn.Module, optimizer: Optimizer, between_steps: bool = False) -> None:
     """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
     single bit. All ranks call it together.
 
@@ -138,7 +142,7 @@ def _odd_rank(values):
             return rank
 
 
-def checksums(tensors):
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """A list with one integer per tensor, which changes with any bit of any one of its elements.
 
     It is the sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a
@@ -207,7 +211,7 @@ def _shard_number(tensor):
     dimensions, all slices hold the same."""
     if not isinstance(tensor, DTensor):
         return ()
-    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    places = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)
     return tuple(place for place, placement in places if placement != Replicate())
 
 
@@ -218,5 +222,5 @@ def _named(model, optimizer, between_steps):
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 yield f"{names.get(parameter, 'a parameter')} ({key})", value

@@ -1,6 +1,7 @@
 """loader=device and loader=auto: a whole dataset in the training device's memory."""
 
 import os
+from typing import Any
 
 import torch
 
@@ -8,7 +9,7 @@ from utils.distributed import all_gather_object, get_local_world_size, main_proc
 from utils.errors import UserError
 
 
-def make_resident(dataset, device, loader):
+def make_resident(dataset: Any, device: torch.device, loader: str) -> Any:
     """A BatchDataset (utils/data.py) with its samples on `device`, or None if workers are to read
     them. All ranks call it together, and reach the same decision.
 

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from utils.distributed import fail_together, is_main_process
 from utils.errors import UserError
@@ -18,14 +19,14 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems wit
 _locks = {}  # {folder: file}, held while this process lives
 
 
-def claim_output_dir(cfg):
+def claim_output_dir(cfg: Any) -> None:
     """Create cfg.output_dir, and lock it for this run; see claim(). All ranks call it together."""
     with fail_together():
         if is_main_process():
             claim(Path(cfg.output_dir), cfg.resume)
 
 
-def write_text(path, text):
+def write_text(path: Path, text: str) -> None:
     """Replace a text file as a whole. Raises UserError if it fails."""
     temporary = path.with_suffix(".tmp")
     try:
@@ -35,7 +36,7 @@ def write_text(path, text):
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def claim(folder, resume):
+def claim(folder: Path, resume: str) -> None:
     """Create the folder, and lock it against a second run for as long as this process lives.
 
     resume: cfg.resume; with "never", what a run wrote moves to folder/previous-TIME, unless

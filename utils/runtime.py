@@ -3,7 +3,9 @@
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from utils.metrics import read_metrics, write_rows
 from utils.run_folder import write_text
 
 
-def configure_torch(cfg):
+def configure_torch(cfg: Any) -> None:
     """Set the number of CPU threads, the precision of float32, and how CUDA picks algorithms.
 
     The number of threads depends on the cores that the job may use, never on the load, so that the
@@ -47,7 +49,7 @@ def configure_torch(cfg):
         torch._dynamo.config.optimize_ddp = launched_world_size() > 1
 
 
-def log_summary(cfg, state, start_epoch):
+def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
     """Print what the run is about to do, on the main process; write its settings to
     output_dir/config.yaml, and add a row to output_dir/starts.jsonl."""
     model, loader = unwrap(state["model"]), state["loader"]

@@ -1,6 +1,7 @@
 """Seeds of random numbers that depend on nothing but settings and positions. Needs only torch."""
 
 import random
+from typing import Self
 
 import numpy
 import torch
@@ -8,15 +9,15 @@ import torch
 _MASK = 2**64 - 1
 
 
-def set_seed(seed):
+def set_seed(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, on all devices."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def mix(*numbers):
-    """Integers -> a seed below 2**63, the same in every process and version of Python.
+def mix(*numbers: int) -> int:
+    """A seed below 2**63, the same in every process and version of Python.
 
     The mixing function is that of SplitMix64 (Steele et al. 2014, doi 10.1145/2714064.2660195).
     """
@@ -29,7 +30,7 @@ def mix(*numbers):
     return seed >> 1
 
 
-def seed_step(seed, epoch, step, rank):
+def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
     mixed = mix(seed, epoch, step, rank)
@@ -45,21 +46,21 @@ class SampleSeeds:
     """A context in which seed(index) seeds all generators of the CPU for one sample, so that random
     transforms depend only on (seed, epoch, index). The generators are restored at the end."""
 
-    def __init__(self, seed, epoch):
+    def __init__(self, seed: int, epoch: int) -> None:
         self.numbers = seed, epoch
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         return self
 
-    def seed(self, index):
+    def seed(self, index: int) -> None:
         """Seed torch, random and numpy for the sample with this index."""
         mixed = mix(*self.numbers, index)
         torch.default_generator.manual_seed(mixed)
         random.seed(mixed)
         numpy.random.seed(mixed % 2**32)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.states[0])
         random.setstate(self.states[1])
         numpy.random.set_state(self.states[2])

@@ -8,10 +8,11 @@ import argparse
 import difflib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 import yaml
 
@@ -24,14 +25,25 @@ class ConfigError(UserError):
     exit_code = 2
 
 
-def setting(default, help, choices=None, low=None, free=None):
+def setting(
+    default: bool | float | str,
+    help: str,
+    choices: Sequence[str] | None = None,
+    low: float | None = None,
+    free: bool | None = None,
+) -> Any:
     """A field of a Settings class. low: the smallest number that is allowed, 0 by default. free:
     the value may change when a run is resumed, because the weights that the run reaches do not
     depend on it. A subclass may change the default alone: `lr: float = 0.01`."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
 
 
-def free_setting(default, help, choices=None, low=None):
+def free_setting(
+    default: bool | float | str,
+    help: str,
+    choices: Sequence[str] | None = None,
+    low: float | None = None,
+) -> Any:
     """A setting that may change when a run is resumed."""
     return setting(default, help, choices, low, free=True)
 
@@ -40,28 +52,31 @@ def free_setting(default, help, choices=None, low=None):
 class Settings:
     """Base of all classes of settings. Its subclasses can be combined by multiple inheritance."""
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """These settings with all open values filled in. Subclasses extend this, and call it
         through super(). Raises ConfigError if values contradict each other."""
         return self
 
-    def warnings(self, device):
+    def warnings(self, device: Any) -> list[str]:
         """Lines for whoever starts a run on the torch.device: what works, but hardly as intended.
         Subclasses extend this list."""
         return []
 
 
-def rules_of(kind, name):
+S = TypeVar("S", bound=Settings)
+
+
+def rules_of(kind: type, name: str) -> dict[str, Any]:
     """{"help", "choices", "low", "free"} of a field: see setting()."""
     rules = {"help": None, "choices": None, "low": 0, "free": False}
     for cls in reversed(kind.__mro__):
         if name in get_annotations(cls):
-            own = cls.__dataclass_fields__[name].metadata
+            own = vars(cls)["__dataclass_fields__"][name].metadata
             rules |= {key: own[key] for key in rules if own.get(key) is not None}
     return rules
 
 
-def parse_settings(kind, argv=None):
+def parse_settings(kind: type[S], argv: Sequence[str] | None = None) -> S:
     """An instance of `kind` from its defaults, then --config FILE, then the flags in `argv`.
 
     kind: a dataclass whose fields are made by setting(). argv: default: sys.argv[1:].

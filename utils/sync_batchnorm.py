@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +23,7 @@ class SyncBatchNorm(_BatchNorm):
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         """images: (n, channels, ...) -> the same shape; n may differ between ranks."""
         if not self.training or dp_world_size() == 1:
             return super().forward(images)
@@ -106,7 +106,7 @@ class _Normalize(torch.autograd.Function):
         return grad_images.to(images.dtype), grad_weight, grad_bias, None
 
 
-def convert_sync_batchnorm(model):
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     """The model with every BatchNorm in it synchronized, keeping its parameters and buffers.
 
     DistributedDataParallel will not broadcast these buffers before each forward pass: they are the

@@ -27,11 +27,13 @@ from torch.distributed import distributed_c10d
 from utils.errors import UserError, explain_errors, report
 
 
-def watch(store, timeout, ignored_group=None):
+def watch(
+    store: dist.Store, timeout: float, ignored_group: dist.ProcessGroup | None = None
+) -> None:
     """Watch this rank and the others, in a thread, until the process group is destroyed.
 
-    store: the job's torch.distributed.Store. timeout: of a collective, in seconds. ignored_group:
-    a process group whose collectives may wait for longer.
+    store: the job's. timeout: of a collective, in seconds. ignored_group: one whose collectives may
+    wait for longer.
     """
     store, done, rank = store.clone(), threading.Event(), dist.get_rank()
     _write(store, _collectives(ignored_group))  # at once, or _read_all() might wait for it
@@ -73,7 +75,7 @@ def _watch(store, timeout, done, ignored_group):
 
 
 def _write(store, started):
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
     stack = "".join(traceback.format_stack(frame, limit=5))
     status = [started, time.monotonic(), stack, os.getpid(), socket.gethostname()]
     store.set(f"watchdog/{dist.get_rank()}", json.dumps(status))
@@ -86,7 +88,8 @@ def _collectives(ignored_group):
         if group is not ignored_group:
             members = str(sorted(world.pg_group_ranks[group]))  # names may not be unique
             key = f"{name}-{zlib.crc32(members.encode())}"
-            counts[key] = group._get_sequence_number_for_group()
+            # PyTorch's types leave it out.
+            counts[key] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return counts
 
 

@@ -5,23 +5,26 @@ import those from here that it does not replace (docs/own-task.md).
 """
 
 import zlib
+from collections.abc import Callable
+from typing import Any
 
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tasks.images.arrays import build_cifar10, build_synthetic
-from tasks.images.models import build_model
-from tasks.images.settings import Settings
+from tasks.images.models import build_model as build_model
+from tasks.images.pixels import PixelDataset
+from tasks.images.settings import Settings as Settings
 from utils.data import describe_datasets
 from utils.distributed import main_process_first
 from utils.errors import UserError, required_by
 
-__all__ = ["Settings", "build_model"]
 BEST = ("accuracy", max)  # the validation metric that decides which epoch is the best
 
 
-def build_datasets(cfg):
+def build_datasets(cfg: Settings) -> tuple[PixelDataset, PixelDataset]:
     """The training set and the validation set that the config selects."""
-    build = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
+    build: Any = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
     if build is None:
         with required_by("--dataset imagefolder"):
             from tasks.images.folder import build
@@ -29,8 +32,8 @@ def build_datasets(cfg):
         return build(cfg)
 
 
-def loss(outputs, targets):
-    """The sum of the cross-entropies of a batch, a 0-dim tensor.
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the cross-entropies of a batch, 0-dim.
 
     outputs: logits (n, classes). targets: integers (n,), or probabilities (n, classes).
     Raises UserError if the shapes do not fit.
@@ -46,47 +49,47 @@ def loss(outputs, targets):
     return cross_entropy(outputs, targets, reduction="sum")
 
 
-def count(targets):
+def count(targets: Tensor) -> int:
     """The number of images in a batch: a plain number, as it is the same on every rank."""
     return len(targets)
 
 
-def measure(outputs, targets):
+def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """{"correct": the number of images whose class has the largest output, 0-dim}."""
     classes = targets.argmax(1) if targets.is_floating_point() else targets
     return {"correct": (outputs.argmax(1) == classes).sum()}
 
 
-def summarize(sums):
+def summarize(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     """{"loss", "accuracy"} from the sums over all ranks."""
     return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
 
-def describe(train_set, val_set):
+def describe(train_set: PixelDataset, val_set: PixelDataset) -> dict[str, Any]:
     """What a checkpoint stores about the data, as plain values: preprocessing and class names for
     inference, and enough to notice different data."""
     facts = describe_datasets(train_set, val_set) | {"classes": train_set.classes}
     for name, dataset in (("train", train_set), ("val", val_set)):
-        facts[f"{name}_labels"] = zlib.crc32(dataset.labels.numpy())  # without a copy
+        facts[f"{name}_labels"] = zlib.crc32(dataset.labels.numpy().data)  # without a copy
     return facts | train_set.preprocessing | val_set.split
 
 
-def blocks(model):
-    """The repeated blocks of a model, such as those of a ResNet, as a list of modules."""
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, such as those of a ResNet."""
     from tasks.images.parts import blocks_of
 
     return blocks_of(model)
 
 
-def layers(model):
-    """The layers of a ResNet, a ViT or a Sequential: a list of (function, its modules)."""
+def layers(model: nn.Module) -> list[tuple[Callable[[Tensor], Tensor], list[Any]]]:
+    """The layers of a ResNet, a ViT or a Sequential: (function, its modules)."""
     from tasks.images.parts import layers_of
 
     return layers_of(model)
 
 
-def tensor_parallel_plan(model, ranks):
-    """[(block, plan for parallelize_module)] for a vision transformer on this many ranks."""
+def tensor_parallel_plan(model: nn.Module, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """(block, plan for parallelize_module()) of a vision transformer on this many ranks."""
     from tasks.images.parts import plan_of
 
     return plan_of(model, ranks)

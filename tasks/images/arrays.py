@@ -1,15 +1,18 @@
 """dataset=cifar10 and dataset=synthetic: images in memory, cropped and flipped in whole batches."""
 
 import copy
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 import torch.distributed as dist
 import torchvision
+from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from tasks.images.augment import CropFlip
 from tasks.images.pixels import PixelDataset
-from tasks.images.settings import expected_inputs
+from tasks.images.settings import Settings, expected_inputs
 from utils.errors import UserError
 from utils.seeds import mix
 
@@ -25,7 +28,16 @@ class ArrayDataset(PixelDataset):
     or crop_flip.
     """
 
-    def __init__(self, images, labels, classes, mean, std, size, augment="none"):
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Sequence[int] | Tensor,
+        classes: Sequence[str],
+        mean: Sequence[float],
+        std: Sequence[float],
+        size: int,
+        augment: str = "none",
+    ) -> None:
         preprocessing = {"image_size": size, "resize": size, "interpolation": "bilinear"}
         preprocessing |= {"mean": list(map(float, mean)), "std": list(map(float, std))}
         super().__init__(labels, classes, preprocessing)
@@ -33,11 +45,11 @@ class ArrayDataset(PixelDataset):
         self.size = size
         self.crop_flip = CropFlip(len(self.labels)) if augment == "crop_flip" else None
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         images, labels = self.get_batch(torch.tensor([index]), epoch=0, seed=0)
         return images[0], int(labels)
 
-    def get_batch(self, indices, epoch, seed):
+    def get_batch(self, indices: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         """int64 (n,) -> uint8 images (n, 3, size, size) and int64 labels (n,)."""
         images = self.nhwc.index_select(0, indices).permute(0, 3, 1, 2)
         if images.shape[-1] != self.size:
@@ -46,10 +58,10 @@ class ArrayDataset(PixelDataset):
             images = self.crop_flip(images, indices, epoch, seed)
         return images, self.labels[indices]
 
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         return len(self) * 3 * self.size * self.size
 
-    def resident(self, device):
+    def resident(self, device: torch.device) -> Self | None:
         """A copy on `device`; None if a GPU would have to resize, as it rounds differently."""
         is_resized = self.nhwc.shape[1] != self.size
         if is_resized and device.type != "cpu":
@@ -59,7 +71,7 @@ class ArrayDataset(PixelDataset):
         return moved
 
 
-def build_cifar10(cfg):
+def build_cifar10(cfg: Settings) -> tuple[ArrayDataset, ArrayDataset]:
     """The training set and the test set of CIFAR-10, downloaded if necessary."""
     download = dist.get_node_local_rank(0) == 0
     try:
@@ -77,7 +89,7 @@ def build_cifar10(cfg):
     return _augmented(arrays, train.classes, CIFAR10, cfg)
 
 
-def build_synthetic(cfg):
+def build_synthetic(cfg: Settings) -> tuple[ArrayDataset, ArrayDataset]:
     """Ten classes: each image blends its class's shifted pattern with a distractor and noise.
 
     The shifts defeat a linear model; a small ResNet learns them in a few epochs. It uses

@@ -6,6 +6,7 @@ the number of ranks or workers changes.
 
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
 from torch.nn.functional import pad
 
 from utils.seeds import mix
@@ -18,10 +19,11 @@ class CropFlip:
     epoch; the draws are looked up by index. samples: the size of the dataset.
     """
 
-    def __init__(self, samples):
-        self.samples, self.drawn = samples, None
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.drawn: tuple[int, int, torch.device] | None = None
 
-    def __call__(self, images, indices, epoch, seed):
+    def __call__(self, images: Tensor, indices: Tensor, epoch: int, seed: int) -> Tensor:
         """images: uint8 (n, channels, size, size), on any device; indices: int64 (n,).
 
         Returns the same shape and dtype, channels_last, the same bit for bit on every device and in
@@ -35,7 +37,7 @@ class CropFlip:
         return crop_flip(images, draws[:, :2] % (2 * padding + 1), draws[:, 2] % 2 == 1)
 
 
-def crop_flip(images, corners, flipped):
+def crop_flip(images: Tensor, corners: Tensor, flipped: Tensor) -> Tensor:
     """Pad by an eighth of the size, crop to the size at `corners`, and flip where `flipped`.
 
     images: uint8 (n, channels, size, size); corners: int64 (n, 2), top and left; flipped: bool

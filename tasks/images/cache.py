@@ -5,11 +5,14 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tasks.images.decode import BadImageError, decode, readable
@@ -17,7 +20,7 @@ from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError
 
 
-def decoded_images(dataset, cache):
+def decoded_images(dataset: Any, cache: str | Path) -> Tensor:
     """The images of a dataset as uint8 (n, 3, size, size), mapped from a file in the folder `cache`
     that later processes and runs share. The first call decodes all images.
 
@@ -36,15 +39,15 @@ def decoded_images(dataset, cache):
     return pixels.view(shape).permute(0, 3, 1, 2)
 
 
-def is_writable(cache):
+def is_writable(cache: str | Path) -> bool:
     """Whether the folder `cache` can be written, or created."""
     cache = Path(cache).absolute()
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     return os.access(existing, os.W_OK)
 
 
-def bad_files(paths, cache):
-    """The set of those `paths` that cannot be decoded; the main process prints them.
+def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
+    """Those `paths` that cannot be decoded; the main process prints them.
 
     Reads every file once and keeps the list in the folder `cache` until a file changes.
     """
@@ -69,7 +72,7 @@ def _undecodable(paths):
     return bad
 
 
-def without_bad(splits, cache):
+def without_bad(splits: Iterable[Any], cache: str | Path) -> list[Any]:
     bad = bad_files([path for files in splits for path in files.paths], cache)
     splits = [files.select([path not in bad for path in files.paths]) for files in splits]
     if empty := ", ".join(filter(None, (files.empty_classes() for files in splits))):
@@ -82,7 +85,7 @@ def _in_parallel(function, items):
 
     Processes, because threads would wait for the interpreter lock with small images.
     """
-    chunks = [items[start : start + 256] for start in range(0, len(items), 256)]
+    chunks: Any = [items[start : start + 256] for start in range(0, len(items), 256)]
     loader = DataLoader(
         chunks,
         batch_size=None,

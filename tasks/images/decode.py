@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
 from utils.errors import UserError
@@ -39,25 +40,25 @@ decode_jpeg_or_png = _find_decoder()
 
 
 class BadImageError(UserError):
-    """A file that cannot be decoded. Attributes: path (str) and reason (str)."""
+    """A file that cannot be decoded. Attributes: path and reason."""
 
-    def __init__(self, path, reason):
+    def __init__(self, path: str, reason: str) -> None:
         super().__init__(str(path), reason)  # both, so that a worker process can pickle it
         self.path, self.reason = self.args
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (
             f"{readable(self.path)} cannot be decoded ({self.reason}): fix or remove the file, "
             f"or pass --on-bad-sample skip to leave such files out"
         )
 
 
-def readable(text):
+def readable(text: str) -> str:
     """`text` in printable form: file names need not be valid Unicode."""
     return os.fsencode(text).decode(errors="replace")
 
 
-def decode(path):
+def decode(path: str) -> Tensor:
     """An image file as uint8 (3, height, width), upright and in color. Raises BadImageError.
 
     Reads the first frame of an animation, ignores transparency, and keeps the upper 8 of 16 bits.

@@ -10,16 +10,21 @@ matplotlib, from requirements-extras.txt).
 import argparse
 import json
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 import tasks.images as task
 from tasks.images.cache import bad_files
 from tasks.images.decode import readable
 from tasks.images.files import find_images, has_validation_images, relative_names
-from tasks.images.inference import folder_set, load_trained
+from tasks.images.inference import Trained, folder_set, load_trained
+from tasks.images.pixels import PixelDataset
 from utils.data import build_loader
 from utils.distributed import (
     dp_world_size,
@@ -40,23 +45,24 @@ class WithConfusion:
     ranks; set by evaluate(). classes: how many there are.
     """
 
+    counts: Tensor
     loss, count = staticmethod(task.loss), staticmethod(task.count)
     BEST = task.BEST
 
-    def __init__(self, classes):
-        self.classes, self.counts = classes, None
+    def __init__(self, classes: int) -> None:
+        self.classes = classes
 
-    def measure(self, outputs, targets):
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         pairs = targets * self.classes + outputs.argmax(1)
         counts = pairs.bincount(minlength=self.classes**2).view(self.classes, self.classes)
         return task.measure(outputs, targets) | {"confusion": counts}
 
-    def summarize(self, sums):
+    def summarize(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         self.counts = sums["confusion"].long()
         return task.summarize(sums)
 
 
-def run_settings(trained, **changes):
+def run_settings(trained: Trained, **changes: Any) -> task.Settings:
     """The settings of the run that trained a model, as far as they are those of the images task."""
     known = {field.name for field in fields(task.Settings)}
     kept = {name: value for name, value in trained.config.items() if name in known}
@@ -64,7 +70,9 @@ def run_settings(trained, **changes):
     return task.Settings(**kept | {"weights": str(trained.path), "resume": "never"} | changes)
 
 
-def evaluation_set(trained, data_dir, split, *, skip_bad=False):
+def evaluation_set(
+    trained: Trained, data_dir: str | None, split: str, *, skip_bad: bool = False
+) -> PixelDataset:
     """The images of a split: of a folder, or (data_dir=None) of the data of the training run."""
     cfg = run_settings(trained, augment="none")
     if data_dir is None and cfg.dataset != "imagefolder":
@@ -106,7 +114,7 @@ def _check_present(chosen, names, data_dir):
         )
 
 
-def class_rows(classes, counts):
+def class_rows(classes: Sequence[str], counts: Tensor) -> Iterator[tuple[str, int, int, str]]:
     """For each class: its name, images, correct predictions, and the most frequent wrong one."""
     for label, (name, row) in enumerate(zip(classes, counts.tolist(), strict=True)):
         others = [0 if other == label else n for other, n in enumerate(row)]
@@ -114,7 +122,7 @@ def class_rows(classes, counts):
         yield name, sum(row), row[label], most
 
 
-def draw(path, classes, counts):
+def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
     """Draw the confusion matrix as a PNG: one row per true class, as fractions of the row."""
     try:
         from matplotlib.figure import Figure
@@ -133,7 +141,7 @@ def draw(path, classes, counts):
     if len(classes) <= 25:
         for row, column in ((r, c) for r in ticks for c in ticks if counts[r, c]):
             color = "white" if fractions[row, column] > 0.5 else "black"
-            text = int(counts[row, column])
+            text = str(int(counts[row, column]))
             axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, label="fraction of the class")
     try:
@@ -142,7 +150,9 @@ def draw(path, classes, counts):
         raise UserError(f"cannot write {path}: {error}") from None
 
 
-def report(args, classes, result, counts):
+def report(
+    args: argparse.Namespace, classes: Sequence[str], result: dict[str, float], counts: Tensor
+) -> None:
     """Print the result, as a table or as JSON, and draw the confusion matrix if asked to."""
     rows = list(class_rows(classes, counts))
     if args.json:
@@ -169,7 +179,7 @@ def report(args, classes, result, counts):
 
 
 @report_errors
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tasks.images.evaluate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from tasks.images.inference import load_trained
 from utils.errors import UserError, report_errors
@@ -26,7 +28,7 @@ TOLERANCE = 1e-4  # of the largest output
 SUFFIX = {"onnx": ".onnx", "exported-program": ".pt2"}
 
 
-def export_onnx(model, images, path, facts):
+def export_onnx(model: nn.Module, images: Tensor, path: Path, facts: str) -> None:
     """Write the model to `path`. Raises UserError if a required package is missing."""
     try:
         import onnx
@@ -35,7 +37,7 @@ def export_onnx(model, images, path, facts):
         raise UserError(
             f"--format onnx needs {error.name}: pip install -r requirements-extras.txt"
         ) from None
-    program = torch.onnx.export(
+    program: Any = torch.onnx.export(
         model,
         (images,),
         input_names=["images"],
@@ -50,7 +52,7 @@ def export_onnx(model, images, path, facts):
     onnx.checker.check_model(str(path))
 
 
-def run_onnx(path, images):
+def run_onnx(path: Path, images: Tensor) -> tuple[Tensor, str]:
     """The outputs of the file's model, and its facts."""
     try:
         import onnxruntime
@@ -63,14 +65,14 @@ def run_onnx(path, images):
     return torch.from_numpy(outputs), session.get_modelmeta().custom_metadata_map["facts"]
 
 
-def export_program(model, images, path, facts):
+def export_program(model: nn.Module, images: Tensor, path: Path, facts: str) -> None:
     """Write the model to `path`."""
     sizes = ({0: torch.export.Dim("n")},)
     program = torch.export.export(model, (images,), dynamic_shapes=sizes)
     torch.export.save(program, path, extra_files={"facts": facts})
 
 
-def run_program(path, images):
+def run_program(path: Path, images: Tensor) -> tuple[Tensor, str]:
     """The outputs of the file's model, and its facts."""
     extra = {"facts": ""}
     program = torch.export.load(path, extra_files=extra)
@@ -81,7 +83,7 @@ FORMATS = {"onnx": (export_onnx, run_onnx), "exported-program": (export_program,
 
 
 @torch.no_grad()
-def export(checkpoint, format, output):
+def export(checkpoint: str | Path, format: str, output: Path) -> float:
     """Write `output` if its outputs agree with the model's. Returns the largest difference,
     relative to the largest output. Raises UserError, without writing, if it exceeds TOLERANCE."""
     trained = load_trained(checkpoint)
@@ -109,7 +111,7 @@ def export(checkpoint, format, output):
 
 
 @report_errors
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tasks.images.export", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")

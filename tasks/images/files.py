@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
@@ -25,26 +26,26 @@ class Files(NamedTuple):
     """The image files of a split: paths[i] is an image of classes[labels[i]]."""
 
     folder: Path
-    classes: list
-    paths: list
-    labels: list
+    classes: list[str]
+    paths: list[str]
+    labels: list[int]
 
-    def select(self, keep):
-        """The files for which `keep`, a list of bools, is true."""
+    def select(self, keep: Iterable[bool]) -> "Files":
+        """The files for which `keep` is true."""
         kept = [i for i, take in enumerate(keep) if take]
         return self._replace(
             paths=[self.paths[i] for i in kept], labels=[self.labels[i] for i in kept]
         )
 
-    def empty_classes(self):
+    def empty_classes(self) -> str:
         """The folders of the classes without files, as one string."""
         used = set(self.labels)
         names = (name for label, name in enumerate(self.classes) if label not in used)
         return ", ".join(str(self.folder / name) for name in names)
 
 
-def find_images(data_dir, split):
-    """The image files of a split (a key of FOLDERS), as Files in sorted order.
+def find_images(data_dir: str | Path, split: str) -> Files:
+    """The image files of a split (a key of FOLDERS), in sorted order.
 
     Hidden files and folders are ignored. Raises UserError if the split does not exist or a class
     has no images.
@@ -81,18 +82,20 @@ def find_images(data_dir, split):
     return files
 
 
-def is_image(path):
-    """Whether the name is that of an image. path: a Path relative to the folder that was searched;
+def is_image(path: Path) -> bool:
+    """Whether the name is that of an image. path: relative to the folder that was searched;
     files in hidden folders do not count."""
     return path.suffix.lower() in EXTENSIONS and not any(part[0] == "." for part in path.parts)
 
 
-def has_validation_images(data_dir):
+def has_validation_images(data_dir: str | Path) -> bool:
     """Whether data_dir has a folder of validation images, so that val_fraction is not needed."""
     return any((Path(data_dir) / name).is_dir() for name in ("val", "valset"))
 
 
-def split_images(files, cfg, saved=None):
+def split_images(
+    files: Files, cfg: Any, saved: dict[str, Any] | None = None
+) -> tuple[Files, Files]:
     """All Files -> the Files to train with, the Files to validate with.
 
     Takes cfg.val_fraction of each class, at least one image, ordered by a hash of file name and
@@ -137,11 +140,11 @@ def _choose(files, names, cfg):
     return chosen
 
 
-def relative_names(files, data_dir):
+def relative_names(files: Files, data_dir: str | Path) -> list[str]:
     return [os.path.relpath(path, data_dir) for path in files.paths]
 
 
-def saved_data(cfg):
+def saved_data(cfg: Any) -> dict[str, Any] | None:
     """The "data" of the newest readable checkpoint of the run that is to be resumed, or None."""
     paths = Path(cfg.output_dir).glob("*.pt") if cfg.resume != "never" else ()
     for path in sorted(paths, key=os.path.getmtime, reverse=True):

@@ -5,9 +5,13 @@ Decodes the files when they are read, and can keep the decoded images in a cache
 
 import math
 import random
+from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -17,17 +21,17 @@ from tasks.images.cache import decoded_images, is_writable, without_bad
 from tasks.images.decode import decode
 from tasks.images.files import find_images, relative_names, saved_data, split_images
 from tasks.images.pixels import PixelDataset
-from tasks.images.settings import expected_inputs
+from tasks.images.settings import Settings, expected_inputs
 from utils.errors import UserError
 from utils.seeds import mix
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # of pixels in [0, 1]
 
 
-def build(cfg):
+def build(cfg: Settings) -> tuple["FolderDataset", "FolderDataset"]:
     """The training set and the validation set.
 
-    cfg: the task's Settings; with --weights, images are prepared as those expect.
+    With --weights, images are prepared as those expect.
     Call it in main_process_first(): with on_bad_sample=skip, one process per node reads all files.
     Raises UserError if a split or a class has no images, or if the splits' classes differ.
     """
@@ -53,7 +57,7 @@ def build(cfg):
         resize = inputs.get("resize", resize)
     preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}
     preprocessing |= {"image_size": cfg.image_size, "resize": resize}
-    options = {"preprocessing": preprocessing, "cache": cfg.cache_folder}
+    options: dict[str, Any] = {"preprocessing": preprocessing, "cache": cfg.cache_folder}
     train_files, val_files = (train.paths, train.labels, train.classes), (val.paths, val.labels)
     train_set = FolderDataset(*train_files, augment=cfg.augment, **options)
     val_set = FolderDataset(*val_files, train.classes, split=chosen, **options)
@@ -63,15 +67,23 @@ def build(cfg):
 class FolderDataset(PixelDataset):
     """Image files, decoded when they are read.
 
-    paths, labels: lists of length n. classes: names. preprocessing: {"image_size", "resize",
-    "interpolation", "mean", "std"}: the shorter side is resized to `resize` pixels and a square of
-    image_size pixels cropped from the middle; mean and std are for the normalization. augment:
-    "none", "crop_flip" or "resized_crop". cache: the folder for resident(). split: how a validation
-    set was chosen, for the checkpoint: {"val_fraction", "seed", "val_files"}, paths relative to
-    data_dir.
+    classes: names. preprocessing: {"image_size", "resize", "interpolation", "mean", "std"}: the
+    shorter side is resized to `resize` pixels and a square of image_size pixels cropped from the
+    middle; mean and std are for the normalization. augment: "none", "crop_flip" or "resized_crop".
+    cache: the folder for resident(). split: how a validation set was chosen, for the checkpoint:
+    {"val_fraction", "seed", "val_files"}, paths relative to data_dir.
     """
 
-    def __init__(self, paths, labels, classes, preprocessing, augment="none", cache="", split=None):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        labels: Sequence[int],
+        classes: Sequence[str],
+        preprocessing: dict[str, Any],
+        augment: str = "none",
+        cache: str | Path = "",
+        split: dict[str, Any] | None = None,
+    ) -> None:
         labels = torch.tensor(labels, dtype=torch.int64)
         super().__init__(labels, classes, preprocessing, split)
         self.paths, self.augment, self.cache = paths, augment, cache
@@ -79,11 +91,11 @@ class FolderDataset(PixelDataset):
         self.interpolation = InterpolationMode(preprocessing["interpolation"])
         self.crop_flip = CropFlip(len(paths))
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """(uint8 image (3, size, size), label), not augmented. Raises BadImageError."""
         return self._resize(decode(self.paths[index])), int(self.labels[index])
 
-    def get_batch(self, indices, epoch, seed):
+    def get_batch(self, indices: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         """Augmented images, which depend on nothing but (seed, epoch, index), and their labels.
 
         indices: int64 (n,). Returns uint8 (n, 3, size, size), channels_last, and int64 (n,).
@@ -96,22 +108,22 @@ class FolderDataset(PixelDataset):
             images = self.crop_flip(images, indices, epoch, seed)
         return images.contiguous(memory_format=torch.channels_last), self.labels[indices]
 
-    def resident_bytes(self):
+    def resident_bytes(self) -> int | None:
         """None if the augmentation needs the original images, or they cannot be cached."""
         if self.augment == "resized_crop" or not self.cache or not is_writable(self.cache):
             return None
         return len(self) * 3 * self.size * self.size
 
-    def resident(self, device):
-        """The decoded images as an ArrayDataset. Raises BadImageError, and UserError if the cache
-        folder cannot be written."""
+    def resident(self, device: torch.device) -> ArrayDataset | None:
+        """The decoded images. Raises BadImageError, and UserError if the cache folder cannot be
+        written."""
         if self.augment == "resized_crop" or not self.cache:
             return None
         images = decoded_images(self, self.cache)
         options = self.mean, self.std, self.size, self.augment
         return ArrayDataset(images, self.labels, self.classes, *options).resident(device)
 
-    def stack(self, indices):
+    def stack(self, indices: Sequence[int]) -> Tensor:
         """uint8 (n, 3, size, size): the images with these indices, not augmented."""
         return torch.stack([self[index][0] for index in indices])
 
@@ -127,16 +139,16 @@ class FolderDataset(PixelDataset):
 
     def _resized_crop(self, index, epoch, seed):
         image, draws = decode(self.paths[index]), random.Random(mix(seed, epoch, index))
-        box = random_box(*image.shape[1:], draws)
+        box = random_box(image.shape[1], image.shape[2], draws)
         image = F.resized_crop(image, *box, [self.size, self.size], self.interpolation)
         return F.horizontal_flip(image) if draws.random() < 0.5 else image
 
 
-def random_box(height, width, draws):
+def random_box(height: int, width: int, draws: random.Random) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a crop by the rule of torchvision's RandomResizedCrop, which
     takes a tenth of the time of decoding: 8 to 100 % of the area, an aspect ratio of 3/4 to 4/3.
 
-    draws: a random.Random. (Szegedy et al. 2015, arXiv 1409.4842)
+    (Szegedy et al. 2015, arXiv 1409.4842)
     """
     for _ in range(10):
         area = height * width * draws.uniform(0.08, 1)

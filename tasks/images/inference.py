@@ -1,7 +1,8 @@
 """What predict, evaluate and export share: loading a trained model from its checkpoint alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +19,9 @@ class Trained(NamedTuple):
 
     path: Path  # of the checkpoint
     model: torch.nn.Module  # on the CPU, in eval mode
-    facts: dict  # "classes" and PREPROCESSING: what its images look like
-    config: dict  # the settings of its run, as in the checkpoint
-    data: dict  # what the checkpoint says about its data
+    facts: dict[str, Any]  # "classes" and PREPROCESSING: what its images look like
+    config: dict[str, Any]  # the settings of its run, as in the checkpoint
+    data: dict[str, Any]  # what the checkpoint says about its data
 
 
 class Architecture(NamedTuple):
@@ -31,7 +32,7 @@ class Architecture(NamedTuple):
     weights: str = ""  # the checkpoint holds all weights
 
 
-def load_trained(path):
+def load_trained(path: str | Path) -> Trained:
     """The Trained of a checkpoint. Raises UserError if the file is not a checkpoint of the images
     task, or does not say how its images were prepared."""
     path = Path(path)
@@ -55,7 +56,7 @@ def load_trained(path):
     return Trained(path, model.eval(), facts, config, data)
 
 
-def folder_set(paths, labels, facts):
+def folder_set(paths: Sequence[str], labels: Sequence[int], facts: dict[str, Any]) -> FolderDataset:
     """The images at `paths`, prepared like the model's validation images."""
     preprocessing = {name: facts[name] for name in PREPROCESSING}
     return FolderDataset(paths, labels, facts["classes"], preprocessing)

@@ -1,7 +1,10 @@
 """Models by name. To train another model, replace build_model()."""
 
+from typing import Any
+
 import torch
 import torchvision
+from torch import nn
 
 from tasks.images.one_pixel import use_middle_weights
 from utils.errors import UserError, required_by
@@ -9,7 +12,7 @@ from utils.errors import UserError, required_by
 SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: tasks/images/small_models.py
 
 
-def build_model(cfg, train_set):
+def build_model(cfg: Any, train_set: Any) -> nn.Module:
     """The model that the config names, with random weights (from the global seed) or cfg.weights.
 
     Takes images (n, 3, image_size, image_size), returns (n, number of the train_set's classes).
@@ -18,7 +21,7 @@ def build_model(cfg, train_set):
     return build_classifier(cfg, len(train_set.classes))
 
 
-def build_classifier(cfg, num_classes):
+def build_classifier(cfg: Any, num_classes: int) -> nn.Module:
     """See build_model()."""
     if cfg.model in SMALL or cfg.model.endswith(("_cifar", "_gn")):
         from tasks.images.small_models import build

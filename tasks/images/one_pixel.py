@@ -1,7 +1,7 @@
 """Convolutions of maps of one pixel, as in the last layers of a ResNet for small images."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class OnePixelConv2d(nn.Conv2d):
@@ -12,15 +12,15 @@ class OnePixelConv2d(nn.Conv2d):
     than 1, oneDNN leaves the gradients of these weights as memory that nothing has written.
     """
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         if images.shape[-2:] != (1, 1):
             return super().forward(images)
-        rows, columns = self.padding
+        rows, columns = self.kernel_size[0] // 2, self.kernel_size[1] // 2
         middle = self.weight[:, :, rows : rows + 1, columns : columns + 1]
         return torch.conv2d(images, middle, self.bias, groups=self.groups)
 
 
-def use_middle_weights(model):
+def use_middle_weights(model: nn.Module) -> nn.Module:
     """Turn the model's padded convolutions into OnePixelConv2d, in place. Returns the model."""
     for module in model.modules():
         if type(module) is nn.Conv2d and _uses_only_the_middle(module):

@@ -1,16 +1,18 @@
 """The parts of image models, for scripts that divide a model: blocks, layers, and slices."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 from torchvision.models.vision_transformer import EncoderBlock
 
 from utils.errors import UserError, required_by
 
 
-def blocks_of(module):
+def blocks_of(module: nn.Module) -> list[nn.Module]:
     """The children of Sequentials and ModuleLists that have children of their own, such as the
     blocks of a ResNet, a ViT or a ConvNeXt. An empty list if there are none.
 
@@ -33,7 +35,7 @@ def _is_stage(module):
     return type(module) is nn.ModuleList
 
 
-def layers_of(model):
+def layers_of(model: nn.Module) -> list[tuple[Callable[[Tensor], Tensor], list[Any]]]:
     """(function, the modules and parameters that it uses) for each layer: the first ones, each
     block, and the last ones. Raises UserError for other models than ResNets, ViTs and
     Sequentials."""
@@ -45,7 +47,7 @@ def layers_of(model):
         functions = partial(_embed, model), partial(_classify_tokens, model)
     elif all(hasattr(model, name) for name in ("conv1", "bn1", "layer1", "avgpool", "fc")):
         first, last = [model.conv1, model.bn1], [model.fc]
-        groups = [child for name, child in model.named_children() if name.startswith("layer")]
+        groups: Any = [m for name, m in model.named_children() if name.startswith("layer")]
         blocks = [block for group in groups for block in group]
         functions = partial(_stem, model), partial(_classify_features, model)
     else:
@@ -56,7 +58,7 @@ def layers_of(model):
     return [(functions[0], first), *((block, [block]) for block in blocks), (functions[1], last)]
 
 
-def plan_of(model, ranks):
+def plan_of(model: nn.Module, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
     """[(block, plan)] for parallelize_module(): the attention heads and MLP columns of each
     transformer block, divided among this many ranks.
 

@@ -12,9 +12,12 @@ import csv
 import json
 import os
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.images.decode import BadImageError, readable
@@ -25,24 +28,26 @@ from utils.distributed import available_cores, select_device
 from utils.errors import report_errors
 from utils.runtime import configure_torch
 
+Result = list[tuple[str, float]] | BadImageError  # pairs (class, probability)
 
-class Images(Dataset):
+
+class Images(Dataset[Any]):
     """(path, uint8 image (3, size, size)), or (path, BadImageError)."""
 
-    def __init__(self, paths, facts):
+    def __init__(self, paths: Sequence[str], facts: dict[str, Any]) -> None:
         self.paths, self.images = paths, folder_set(paths, [0] * len(paths), facts)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[str, Tensor | BadImageError]:
         try:
             return self.paths[index], self.images[index][0]
         except BadImageError as error:
             return self.paths[index], error
 
 
-def find_files(names):
+def find_files(names: Iterable[str]) -> list[str]:
     """The image files among `names`, and those in the folders among `names`, sorted per folder."""
     paths = []
     for name in names:
@@ -56,7 +61,15 @@ def find_files(names):
 
 
 @torch.inference_mode()
-def predict(model, facts, paths, device, batch_size=64, top_k=5, workers=0):
+def predict(
+    model: nn.Module,
+    facts: dict[str, Any],
+    paths: Sequence[str],
+    device: torch.device,
+    batch_size: int = 64,
+    top_k: int = 5,
+    workers: int = 0,
+) -> Iterator[tuple[str, Result]]:
     """Yield each path with its `top_k` pairs (class, probability), or with its BadImageError."""
     dataset = Images(paths, facts)
     loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=list)
@@ -80,13 +93,13 @@ def predict(model, facts, paths, device, batch_size=64, top_k=5, workers=0):
 class Table:
     """Lines for people. The other writers have the same methods."""
 
-    def write(self, path, result):
+    def write(self, path: str, result: Result) -> None:
         if isinstance(result, BadImageError):
             print(f"error: {_description(result)}", file=sys.stderr)
         else:
             print(readable(path), *(f"{name} {p:.1%}" for name, p in result), sep="  ")
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
@@ -95,7 +108,7 @@ class Json:
 
     comma = "["
 
-    def write(self, path, result):
+    def write(self, path: str, result: Result) -> None:
         if isinstance(result, BadImageError):
             row = {"path": readable(path), "error": _description(result)}
         else:
@@ -104,26 +117,28 @@ class Json:
         print(self.comma, json.dumps(row, ensure_ascii=False), sep="\n", end="")
         self.comma = ","
 
-    def close(self):
+    def close(self) -> None:
         print("\n]" if self.comma == "," else "[]")
 
 
 class Csv:
     """One line per image: path, error, class 1, probability 1, class 2, ..."""
 
-    def __init__(self, top_k):
+    def __init__(self, top_k: int) -> None:
         self.lines = csv.writer(sys.stdout, lineterminator="\n")
         ranks = range(1, top_k + 1)
         self.lines.writerow(
             ["path", "error", *(f"{what} {i}" for i in ranks for what in ("class", "probability"))]
         )
 
-    def write(self, path, result):
-        bad = isinstance(result, BadImageError)
-        cells = [] if bad else [cell for pair in result for cell in pair]
-        self.lines.writerow([readable(path), _description(result) if bad else "", *cells])
+    def write(self, path: str, result: Result) -> None:
+        if isinstance(result, BadImageError):
+            cells = [_description(result)]
+        else:
+            cells = ["", *(cell for pair in result for cell in pair)]
+        self.lines.writerow([readable(path), *cells])
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
@@ -132,7 +147,7 @@ def _description(error):
 
 
 @report_errors
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tasks.images.predict", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")

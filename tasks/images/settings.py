@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 from utils.config import Config, ConfigError, free_setting, setting
 from utils.errors import UserError, required_by
@@ -50,11 +51,11 @@ class Settings(Config):
     )
 
     @property
-    def cache_folder(self):
+    def cache_folder(self) -> Path:
         """Where decoded images and lists of bad files are kept."""
         return Path(self.cache_dir or Path(self.data_dir) / ".cache")
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.augment == "resized_crop" and self.loader == "device":
             raise ConfigError("augment=resized_crop crops the original images: use loader=workers")
@@ -82,9 +83,9 @@ class Settings(Config):
         return replace(cfg, dataset=dataset, image_size=size)
 
 
-def expected_inputs(cfg):
-    """What cfg.weights expects of its images, as far as it is known: a dict with "image_size",
-    "resize", "interpolation", "mean" and "std". Raises ConfigError if there are no such weights."""
+def expected_inputs(cfg: Settings) -> dict[str, Any]:
+    """What cfg.weights expects of its images, as far as it is known: "image_size", "resize",
+    "interpolation", "mean" and "std". Raises ConfigError if there are no such weights."""
     if not cfg.weights:
         return {}
     with required_by("--weights"):

@@ -5,11 +5,11 @@ import socket
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from utils.distributed import main_process_first
@@ -22,12 +22,12 @@ class Weights(NamedTuple):
     """enum: torchvision's entry, or None; path: the file; inputs: what the weights expect of their
     images, as far as it is known: image_size, resize, interpolation, mean, std."""
 
-    enum: object
+    enum: Any
     path: Path
-    inputs: dict
+    inputs: dict[str, Any]
 
 
-def find_weights(model, weights):
+def find_weights(model: str, weights: str) -> Weights:
     """What `weights` means for the model of that name, as Weights. Downloads nothing.
 
     weights: a name in torchvision.models.get_model_weights(model), such as DEFAULT; or a file: a
@@ -56,7 +56,7 @@ def find_weights(model, weights):
     return Weights(None, path, _inputs(enum, base) if enum else {})
 
 
-def inputs_of_run(cfg):
+def inputs_of_run(cfg: Any) -> dict[str, Any]:
     """What cfg.weights expects of its images, or what the run has used that is to be resumed; see
     Weights. Raises UserError if there are no such weights."""
     if checkpoint := _resumed(cfg):
@@ -64,14 +64,14 @@ def inputs_of_run(cfg):
     return find_weights(cfg.model, cfg.weights).inputs
 
 
-def load_and_freeze(model, cfg):
+def load_and_freeze(model: nn.Module, cfg: Any) -> nn.Module:
     """The model with cfg.weights in all layers but the last, and what cfg.freeze names frozen."""
     if not _resumed(cfg):
         load_weights(model, cfg.model, cfg.weights)
     return freeze_backbone(model) if cfg.freeze == "backbone" else model
 
 
-def load_weights(model, name, weights):
+def load_weights(model: nn.Module, name: str, weights: str) -> None:
     """Fill the model of that name, except for its last layer, from `weights` (see find_weights).
 
     Torchvision's weights are downloaded into torch.hub's folder, once if the nodes share it.
@@ -104,7 +104,7 @@ def load_weights(model, name, weights):
     model.load_state_dict({key: saved[key] for key in expected if key in saved}, strict=False)
 
 
-def head_of(model):
+def head_of(model: nn.Module) -> str:
     """The name of the last linear or convolutional layer, whose outputs are the classes."""
     kinds = nn.Linear | nn.Conv2d
     return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1]
@@ -113,19 +113,22 @@ def head_of(model):
 class FrozenBatchNorm(nn.Module):
     """A BatchNorm2d that keeps its weights and statistics, in train() too, under the same names."""
 
-    def __init__(self, original):
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, original: nn.BatchNorm2d) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = original.weight, original.bias, original.eps
         for name, buffer in original.named_buffers():
             self.register_buffer(name, buffer)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         """images: (n, channels, height, width) -> the same shape."""
         mean, variance = self.running_mean, self.running_var
         return batch_norm(images, mean, variance, self.weight, self.bias, eps=self.eps)
 
 
-def freeze_backbone(model):
+def freeze_backbone(model: nn.Module) -> nn.Module:
     """The model with everything but its last layer frozen: no gradients, fixed BatchNorm."""
     head = model.get_submodule(head_of(model))
     model.requires_grad_(False)

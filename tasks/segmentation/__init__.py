@@ -5,8 +5,10 @@ samples of all ranks, and divided only then.
 """
 
 from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tasks.segmentation.data import IGNORED, SHAPES, Masks, Shapes, find_pairs, split_pairs
@@ -40,7 +42,7 @@ class Settings(Config):
     lr: float = 1e-2
     weight_decay: float = 0.01
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.image_size % 4:
             raise ConfigError(f"image_size must be a multiple of 4, not {self.image_size}")
@@ -56,7 +58,7 @@ class Settings(Config):
         return super().resolved()
 
 
-def build_datasets(cfg):
+def build_datasets(cfg: Settings) -> tuple[Masks | Shapes, Masks | Shapes]:
     """The training set and the validation set. Raises UserError if files are missing."""
     size = cfg.image_size
     if cfg.dataset == "folder":
@@ -70,24 +72,24 @@ def build_datasets(cfg):
     return train_set, val_set
 
 
-def build_model(cfg, train_set):
+def build_model(cfg: Settings, train_set: Masks | Shapes) -> UNet:
     """A U-Net with random weights from the global seed."""
     return UNet(cfg.num_classes, cfg.width, cfg.norm)
 
 
-def loss(outputs, targets):
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The sum over all labeled pixels. outputs: (n, classes, height, width); targets: int64 (n,
     height, width)."""
     # With reduction="sum", CUDA has no deterministic kernel for images.
     return cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="none").sum()
 
 
-def count(targets):
+def count(targets: Tensor) -> Tensor:
     """The number of labeled pixels, a tensor: it varies."""
     return (targets != IGNORED).sum()
 
 
-def measure(outputs, targets):
+def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """confusion: int64 (classes, classes), how often the row's class was taken for the column's."""
     classes = outputs.shape[1]
     pairs = targets * classes + outputs.argmax(1)
@@ -97,7 +99,7 @@ def measure(outputs, targets):
     return {"confusion": counts[:-1].view(classes, classes)}
 
 
-def summarize(sums):
+def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
     """The loss and the accuracy per pixel; and the intersection over union of target and
     prediction, as a mean over the classes that occur in one of them."""
     confusion = sums["confusion"]
@@ -112,18 +114,18 @@ def summarize(sums):
     }
 
 
-def describe(train_set, val_set):
+def describe(train_set: Masks | Shapes, val_set: Masks | Shapes) -> dict[str, Any]:
     """The sizes of the sets, and a checksum of each."""
     checksums = [train_set.checksum(), val_set.checksum()]
     return describe_datasets(train_set, val_set) | {"checksums": checksums}
 
 
-def blocks(model):
+def blocks(model: UNet) -> list[nn.Module]:
     """The pairs of convolutions, in the order in which they run."""
     return [model.encoder1, model.encoder2, model.bottom, model.decoder2, model.decoder1]
 
 
-def layers(model):
+def layers(model: UNet) -> NoReturn:
     """Raises UserError: there are none."""
     raise UserError(
         "a U-Net is no sequence of layers, because its encoder's levels feed its decoder's as well "
@@ -131,7 +133,7 @@ def layers(model):
     )
 
 
-def tensor_parallel_plan(model, ranks):
+def tensor_parallel_plan(model: UNet, ranks: int) -> NoReturn:
     """Raises UserError: there is none."""
     raise UserError(
         "tensor parallelism divides the layers of transformers, and a U-Net has only convolutions: "

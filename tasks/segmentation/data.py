@@ -6,11 +6,13 @@ The pixels of a mask are the numbers of classes, from 0, and IGNORED where there
 import hashlib
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy
 import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from utils.errors import UserError
@@ -21,36 +23,37 @@ SHAPES = ("background", "disc", "square", "triangle")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 IMAGE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")  # of 8 bits, which convert() keeps
 MASK_MODES = ("1", "L", "P")  # one channel
+Pair = tuple[Path, Path]  # an image and its mask
 
 
-class Shapes(Dataset):
+class Shapes(Dataset[tuple[Tensor, Tensor]]):
     """Images of one to four shapes in random colors and noise. Later shapes hide earlier ones.
 
     A sample depends only on (seed, index), and is made of integers, so that every machine creates
     the same. augment: flip half of the images.
     """
 
-    def __init__(self, samples, size, seed, augment=False):
+    def __init__(self, samples: int, size: int, seed: int, augment: bool = False) -> None:
         self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """float32 (3, size, size), int64 (size, size)."""
         return _to_sample(*self._draw(index), self.augment)
 
-    def _draw(self, index):
+    def _draw(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, index))
         return draw_shapes(self.size, generator)
 
-    def checksum(self):
+    def checksum(self) -> int:
         """Of the first sample."""
         image, mask = self._draw(0)
-        return zlib.crc32(mask.numpy(), zlib.crc32(image.numpy()))
+        return zlib.crc32(mask.numpy().data, zlib.crc32(image.numpy().data))
 
 
-def draw_shapes(size, generator):
+def draw_shapes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """An image, uint8 (3, size, size), and a mask, uint8 (size, size): the numbers of SHAPES."""
 
     def draw(low, high):
@@ -74,7 +77,7 @@ def draw_shapes(size, generator):
     return (image + noise).clamp(0, 255).to(torch.uint8), mask
 
 
-def is_inside(shape, radius, down, across):
+def is_inside(shape: str, radius: Tensor, down: Tensor, across: Tensor) -> Tensor:
     """bool (size, size). down, across: each pixel's distance from the center; above, down < 0."""
     if shape == "disc":
         return down**2 + across**2 <= radius**2
@@ -82,21 +85,22 @@ def is_inside(shape, radius, down, across):
     return (down.abs() <= radius) & (across <= width)
 
 
-class Masks(Dataset):
+class Masks(Dataset[tuple[Tensor, Tensor]]):
     """Image files with masks, both resized to squares.
 
-    pairs: list of (path of an image, path of its mask); size: pixels per side. augment: flip half
-    of the images.
+    size: pixels per side. augment: flip half of the images.
     """
 
-    def __init__(self, pairs, size, num_classes, augment=False):
+    def __init__(
+        self, pairs: Sequence[Pair], size: int, num_classes: int, augment: bool = False
+    ) -> None:
         self.pairs, self.size, self.num_classes = pairs, size, num_classes
         self.augment = augment
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """float32 (3, size, size), int64 (size, size). Raises UserError if the files cannot be
         decoded or differ in size, or if the mask has classes from num_classes."""
         image_path, mask_path = self.pairs[index]
@@ -119,7 +123,7 @@ class Masks(Dataset):
         image = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
         return _to_sample(image, torch.from_numpy(numpy.array(mask)), self.augment)
 
-    def checksum(self):
+    def checksum(self) -> int:
         """Of the files' names."""
         return zlib.crc32(b"/".join(os.fsencode(image.name) for image, _ in self.pairs))
 
@@ -146,8 +150,8 @@ def _open(path, modes):
     return image
 
 
-def find_pairs(data_dir):
-    """List of (data_dir/images/NAME.jpg or .png, data_dir/masks/NAME.png), sorted.
+def find_pairs(data_dir: str) -> list[Pair]:
+    """(data_dir/images/NAME.jpg or .png, data_dir/masks/NAME.png), sorted.
 
     Hidden files, and masks without an image, are ignored. Raises UserError if folders or masks are
     missing, or if two images have one mask.
@@ -176,7 +180,9 @@ def find_pairs(data_dir):
     return pairs
 
 
-def split_pairs(pairs, val_fraction, seed):
+def split_pairs(
+    pairs: Sequence[Pair], val_fraction: float, seed: int
+) -> tuple[list[Pair], list[Pair]]:
     """The pairs to train with, the pairs to validate with: the first by a hash of seed and name.
 
     Raises UserError if there are not enough pairs for both.

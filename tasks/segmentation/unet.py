@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
 
@@ -15,7 +15,7 @@ class UNet(nn.Module):
     size of the images. width: channels of the first level; norm: "batch" or "group".
     """
 
-    def __init__(self, num_classes, width, norm="batch"):
+    def __init__(self, num_classes: int, width: int, norm: str = "batch") -> None:
         super().__init__()
         twice, fourfold = 2 * width, 4 * width
         self.encoder1 = _double_conv(3, width, norm)
@@ -27,7 +27,7 @@ class UNet(nn.Module):
         self.decoder1 = _double_conv(twice, width, norm)
         self.head = nn.Conv2d(width, num_classes, kernel_size=1)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> Tensor:
         """images: (n, 3, height, width), multiples of 4 -> outputs (n, classes, height, width)."""
         level1 = self.encoder1(images)
         level2 = self.encoder2(max_pool2d(level1, 2))

@@ -4,10 +4,13 @@ Each module of this folder is imported only where a setting selects it. A copy w
 ends with an error that names the setting and the file.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from utils.distributed import launched_world_size
 from utils.errors import required_by
+from utils.hooks import Hook
 from utils.preemption import Interrupts
 from utils.progress import Progress
 from utils.settings import ConfigError, Settings, free_setting, setting
@@ -61,13 +64,13 @@ class Options(Settings):
     )
 
     @property
-    def peak_lr(self):
+    def peak_lr(self) -> float:
         """The learning rate after the warmup."""
         if self.per_process_batch_size and self.lr_scaling == "linear":
             return self.lr * launched_world_size()
         return self.lr
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See Settings. Raises ConfigError where an option cannot have an effect."""
         if self.save_sharded and (self.save_errors == "warn" or self.verify_saves):
             raise ConfigError(
@@ -83,9 +86,9 @@ class Options(Settings):
         return super(Options, cfg).resolved()
 
 
-def build_hooks(cfg, state):
+def build_hooks(cfg: Any, state: Mapping[str, Any]) -> list[Hook]:
     """The Hooks (utils/hooks.py) that the settings select. state: see Checkpointer."""
-    hooks = []
+    hooks: list[Hook] = []
     if cfg.save_minutes:
         hooks.append(Interrupts(cfg.save_minutes))
     if cfg.audit:

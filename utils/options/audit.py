@@ -6,14 +6,17 @@ for training ("samples"), were not ("dropped") and were used more than once ("re
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from utils.distributed import all_gather_object, dp_world_size, fail_together, is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.metrics import write_rows
 
 
@@ -24,28 +27,29 @@ class Audit(Hook):
     if the start of the epoch is unknown.
     """
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.loader, self.folder = state["loader"], Path(cfg.output_dir)
-        self.seen, self.resumed_at_step = [], 0
+        self.seen: list[Tensor] | None = []
+        self.resumed_at_step = 0
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         self.resumed_at_step = self.loader.start
         if self.resumed_at_step and self.seen == []:
             self.seen = None  # the checkpoint was written without --audit
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         if self.seen is not None:
             self.seen.append(self.loader.indices)  # not copied from the device yet
         if self.loader.step == len(self.loader):
             report(self._seen_by_all(), self.loader, self.folder, self.resumed_at_step)
             self.seen, self.resumed_at_step = [], 0
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """The samples of the epoch so far; all ranks call it together."""
         seen = self._seen_by_all()
         return {} if seen is None or len(seen) == 0 else {"seen": seen}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Rank 0 takes the samples of all ranks."""
         if "seen" in state:
             self.seen = [state["seen"] if is_main_process() else state["seen"][:0]]
@@ -58,7 +62,7 @@ class Audit(Hook):
         return torch.cat(ranks[:: len(ranks) // dp_world_size()])  # one of each replica
 
 
-def report(seen, loader, folder, resumed_at_step=0):
+def report(seen: Tensor | None, loader: Any, folder: Path, resumed_at_step: int = 0) -> None:
     """Print a line and write a row of folder/audit.jsonl, on rank 0. All ranks call it together.
 
     seen: the indices of the samples that all ranks trained on, int64 (n,), or None if unknown.

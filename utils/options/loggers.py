@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from utils.distributed import is_main_process
 from utils.errors import UserError, explain_errors
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.metrics import read_metrics
 from utils.run_folder import write_text
 from utils.settings import ConfigError
@@ -42,16 +44,18 @@ class Logger:
 
     package = ""
 
-    def start(self, folder, settings, run_id, step):
+    def start(
+        self, folder: Path, settings: dict[str, Any], run_id: str | None, step: int
+    ) -> str | None:
         """Start the run, or continue the one that has this id, if it is not None. Returns the id, a
         string. folder: output_dir, a Path. settings: {name: value}. step: the last one that is
         known to be logged; a run that was killed may have logged one more, which will be repeated.
         """
 
-    def log(self, values, step):
+    def log(self, values: dict[str, float], step: int) -> None:
         """values: {name: number}. step: optimizer steps since the run began."""
 
-    def finish(self):
+    def finish(self) -> None:
         """The run has ended."""
 
 
@@ -60,7 +64,7 @@ class TensorBoard(Logger):
 
     package = "tensorboard"
 
-    def start(self, folder, settings, run_id, step):
+    def start(self, folder: Path, settings: dict[str, Any], run_id: str | None, step: int) -> str:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
@@ -68,12 +72,12 @@ class TensorBoard(Logger):
             self.writer.add_hparams(settings, {}, run_name=".")
         return "tensorboard"
 
-    def log(self, values, step):
+    def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
-    def finish(self):
+    def finish(self) -> None:
         self.writer.close()
 
 
@@ -82,7 +86,7 @@ class Wandb(Logger):
 
     package = "wandb"
 
-    def start(self, folder, settings, run_id, step):
+    def start(self, folder: Path, settings: dict[str, Any], run_id: str | None, step: int) -> str:
         import wandb
 
         run_id = run_id or uuid.uuid4().hex
@@ -91,10 +95,10 @@ class Wandb(Logger):
         )
         return run_id
 
-    def log(self, values, step):
+    def log(self, values: dict[str, float], step: int) -> None:
         self.run.log(values, step=step)
 
-    def finish(self):
+    def finish(self) -> None:
         self.run.finish()
 
 
@@ -103,17 +107,17 @@ class Trackio(Logger):
 
     package = "trackio"
 
-    def start(self, folder, settings, run_id, step):
+    def start(self, folder: Path, settings: dict[str, Any], run_id: str | None, step: int) -> str:
         import trackio
 
         run_id = run_id or f"{folder.name}-{uuid.uuid4().hex[:8]}"
         self.run = trackio.init("runs", name=run_id, config=settings, resume="allow", embed=False)
         return run_id
 
-    def log(self, values, step):
+    def log(self, values: dict[str, float], step: int) -> None:
         self.run.log(values, step=step)
 
-    def finish(self):
+    def finish(self) -> None:
         self.run.finish()
 
 
@@ -122,7 +126,7 @@ class Mlflow(Logger):
 
     package = "mlflow"
 
-    def start(self, folder, settings, run_id, step):
+    def start(self, folder: Path, settings: dict[str, Any], run_id: str | None, step: int) -> str:
         import mlflow
         from mlflow.entities import Param
 
@@ -139,21 +143,21 @@ class Mlflow(Logger):
         self.run_id = run_id
         return run_id
 
-    def log(self, values, step):
+    def log(self, values: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
 
-    def finish(self):
+    def finish(self) -> None:
         self.client.set_terminated(self.run_id)
 
 
 LOGGERS = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
 
 
-def build_logger(name):
+def build_logger(name: str) -> Logger:
     """The Logger of that name, or of the class MODULE:CLASS. Raises ConfigError, or UserError if
     its package is not installed."""
     module, _, kind = name.partition(":")
@@ -175,7 +179,7 @@ def build_logger(name):
 class Loggers(Hook):
     """Passes the rows of a run on to its loggers, on the main process."""
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.folder, self.settings = Path(cfg.output_dir), vars(cfg)
         self.loader, self.threads = state["loader"], []
         self.lock, self.known = threading.Lock(), {}
@@ -184,7 +188,7 @@ class Loggers(Hook):
             self.threads = [_Thread(name, logger, self) for name, logger in loggers.items()]
             explain_errors(lambda error: self.finish(5.0))
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         """Let the threads log the rows that a killed run has written to files, but not yet passed
         on to a logger; with a logger that is new, all rows."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -199,7 +203,7 @@ class Loggers(Hook):
             for row in sorted(rows, key=self._step_of):
                 self.after_row(row)
 
-    def after_row(self, row):
+    def after_row(self, row: dict[str, Any]) -> None:
         """Let the threads log a row of an epoch, or of a step."""
         step = self._step_of(row)
         kind = "step" if "step" in row else "epoch"
@@ -211,12 +215,12 @@ class Loggers(Hook):
         """Optimizer steps from the start of the run to a row."""
         return row["epoch"] * len(self.loader) + row.get("step", len(self.loader))
 
-    def before_save(self, checkpoint, between_steps):
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
         if is_signaled or checkpoint.epoch == checkpoint.cfg.epochs:
             self.finish(SECONDS_TO_FINISH)
 
-    def finish(self, seconds):
+    def finish(self, seconds: float) -> None:
         """Let the threads log what they still have, for this long at most."""
         end = time.monotonic() + seconds
         for thread in self.threads:
@@ -225,7 +229,7 @@ class Loggers(Hook):
             thread.wait(end)
         self.threads = []
 
-    def remember(self, name, entry):
+    def remember(self, name: str, entry: dict[str, Any]) -> None:
         """Note in loggers.json what a logger has got. Called by its thread."""
         with self.lock:
             self.known[name] = copy.deepcopy(entry)

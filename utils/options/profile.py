@@ -9,7 +9,9 @@ steps are slower than others (https://docs.pytorch.org/docs/stable/profiler.html
 
 import math
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch.profiler import ProfilerActivity
 
 from utils.distributed import is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.settings import ConfigError
 
 MOST_ROWS = 15  # of the summary
@@ -28,7 +30,7 @@ LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMems
 class Profile(Hook):
     """Records steps `first` to `last` of this process."""
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         match = re.fullmatch("([0-9]+):([0-9]+)", cfg.profile)
         self.first, self.last = map(int, match.groups()) if match else (0, 0)
         if not 2 <= self.first <= self.last:
@@ -38,9 +40,10 @@ class Profile(Hook):
             )
         self.folder = Path(cfg.output_dir) / "profile"
         self.is_cuda = state["loader"].device.type == "cuda"
-        self.step, self.profiler = 0, None
+        self.step = 0
+        self.profiler: Any = None  # while it records
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         self.step += 1
         if self.step == self.first - 1:
             activities = [ProfilerActivity.CPU]
@@ -51,7 +54,7 @@ class Profile(Hook):
         elif self.profiler and self.step == self.last:
             self._finish(self.last - self.first + 1)
 
-    def after_save(self, checkpoint):
+    def after_save(self, checkpoint: Checkpoint) -> None:
         is_over = checkpoint.epoch == checkpoint.cfg.epochs
         if not is_over:
             return
@@ -75,11 +78,11 @@ class Profile(Hook):
             raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
 
 
-def summary(profiler, steps):
+def summary(profiler: torch.profiler.profile, steps: int) -> str:
     """What took longest in a number of steps, as text of one screen."""
     kernels = kernels_of(profiler.events())
-    if kernels:
-        shares = shares_of_kernels(kernels)
+    shares = shares_of_kernels(kernels)
+    if shares:
         launches = sum(event.name.startswith(LAUNCHES) for event in profiler.events())
         head = f"{torch.cuda.get_device_name()}, {shares['computing']:.0%} computing, "
         head += f"{shares['communicating']:.0%} communicating only, {shares['idle']:.0%} idle; per "
@@ -101,7 +104,7 @@ def summary(profiler, steps):
     return "\n".join([*lines, ""])
 
 
-def kernels_of(events):
+def kernels_of(events: Iterable[Any]) -> list[tuple[str, float, float]]:
     """[(name, start, end)] of what ran on GPUs among the events of a profiler."""
     return [
         (event.name, event.time_range.start, event.time_range.end)
@@ -110,7 +113,7 @@ def kernels_of(events):
     ]
 
 
-def shares_of_kernels(kernels):
+def shares_of_kernels(kernels: Sequence[tuple[str, float, float]]) -> dict[str, float] | None:
     """How the time of a GPU divides: {"computing", "communicating", "idle": shares of 1}. NCCL's
     kernels, which also wait for other ranks, count where no other kernel runs. None if there are no
     kernels."""
@@ -127,7 +130,7 @@ def shares_of_kernels(kernels):
     }
 
 
-def covered(intervals):
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The time that any of the intervals (start, end) covers."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):

@@ -4,21 +4,21 @@ import sys
 from contextlib import suppress
 
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.run_folder import claim, write_text
 
 
 class WarnOfSaveErrors(Hook):
     """Turns errors of saves into warnings, except for the save that ends a run."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.is_ending = False
 
-    def before_save(self, checkpoint, between_steps):
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
         self.is_ending = is_signaled or checkpoint.epoch == checkpoint.cfg.epochs
 
-    def save_failed(self, checkpoint, message):
+    def save_failed(self, checkpoint: Checkpoint, message: str) -> bool:
         if self.is_ending:
             return False
         print(f"warning: {message}; the run continues", file=sys.stderr)

@@ -10,24 +10,27 @@ import uuid
 import warnings
 import zlib
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 
 from utils.distributed import all_gather_object, control_group, fail_together, is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 
 
 class ShardedFiles(Hook):
     """Moves the tensors of each checkpoint out of its file, into a folder of parts."""
 
-    def convert(self, checkpoint, contents):
+    def convert(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
         return save_sharded(contents, checkpoint.folder)
 
 
-def save_sharded(checkpoint, folder):
+def save_sharded(checkpoint: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Write the tensors of "model" and "optimizer" into a new folder of parts in `folder`.
 
     Returns the checkpoint without them, and with "parts": {"folder", "files": {name: checksum}}.
@@ -43,7 +46,7 @@ def save_sharded(checkpoint, folder):
     return rest | {"parts": {"folder": name, "files": _save_parts(folder / name, tensors)}}
 
 
-def check_sharded(path, checkpoint):
+def check_sharded(path: Path, checkpoint: dict[str, Any]) -> None:
     """Raise UserError if a part of the checkpoint in the file `path` is missing or damaged."""
     parts = checkpoint["parts"]
     for name, checksum in parts["files"].items():
@@ -52,7 +55,11 @@ def check_sharded(path, checkpoint):
             raise UserError(f"{part} is {'damaged' if part.exists() else 'missing'}")
 
 
-def load_sharded(path, checkpoint, like=({}, {"state": {}})):
+def load_sharded(
+    path: Path,
+    checkpoint: dict[str, Any],
+    like: tuple[dict[str, Any], dict[str, Any]] = ({}, {"state": {}}),
+) -> dict[str, Any]:
     """The checkpoint in the file `path` with its tensors, sharded and on devices as in `like`.
 
     like: the state dicts of model and optimizer, by parameter name. A tensor that `like` does not
@@ -62,7 +69,8 @@ def load_sharded(path, checkpoint, like=({}, {"state": {}})):
     folder = path.parent / checkpoint["parts"]["folder"]
     places, _ = split_tensors(dict(zip(("model", "optimizer"), like, strict=True)))
     tensors = {}
-    for name, stored in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+    metadata: Any = dcp.FileSystemReader(folder).read_metadata()
+    for name, stored in metadata.state_dict_metadata.items():
         place = places.get(name)
         if place is None or place.shape != stored.size:
             place = torch.empty(stored.size)
@@ -72,7 +80,7 @@ def load_sharded(path, checkpoint, like=({}, {"state": {}})):
     return join_tensors(tensors, checkpoint)
 
 
-def part_of(model, path, checkpoint):
+def part_of(model: nn.Module, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint in the file `path` with the tensors of `model`, a part of the saved one."""
     if "parts" in checkpoint:
         checkpoint = load_sharded(path, checkpoint)
@@ -83,7 +91,7 @@ def part_of(model, path, checkpoint):
     return checkpoint | {"model": tensors, "optimizer": optimizer | {"state": states}}
 
 
-def remove_unused_parts(folder):
+def remove_unused_parts(folder: Path) -> None:
     """Remove the parts of checkpoints that are gone, and of runs that were killed while saving."""
     unused = set(folder.glob("*.parts"))
     for path in folder.glob("*.pt") if unused else ():
@@ -94,8 +102,8 @@ def remove_unused_parts(folder):
         shutil.rmtree(path)
 
 
-def split_tensors(checkpoint):
-    """-> the tensors of a checkpoint as a flat dict, and the checkpoint without them.
+def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a checkpoint as a flat dict, and the checkpoint without them.
 
     The tensors are those of "model", {name: tensor}, and of "optimizer", whose "state" is
     {parameter name: {key: tensor or number}}. What a get_extra_state() of the model has returned is
@@ -103,14 +111,14 @@ def split_tensors(checkpoint):
     """
     tensors, extra, numbers = {}, {}, {}
     for name, value in checkpoint["model"].items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             tensors[f"model/{name}"] = value
         else:
             extra[name] = value
     for name, values in checkpoint["optimizer"]["state"].items():
         numbers[name] = {}
         for key, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value  # only the last part may have slashes
             else:
                 numbers[name][key] = value
@@ -118,7 +126,7 @@ def split_tensors(checkpoint):
     return tensors, checkpoint | {"model": extra, "optimizer": optimizer}
 
 
-def join_tensors(tensors, rest):
+def join_tensors(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint that split_tensors() split."""
     model = dict(rest["model"])
     state = {name: dict(values) for name, values in rest["optimizer"]["state"].items()}

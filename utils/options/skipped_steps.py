@@ -1,6 +1,8 @@
 """--max-skipped-steps: a run that outlives steps whose gradients are not finite."""
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook, Readout
+from utils.hooks import Checkpoint, Hook, Readout
 
 
 class SkippedSteps(Hook):
@@ -20,14 +22,15 @@ class SkippedSteps(Hook):
     step changes no parameter, optimizer state, buffer or metric; the learning rate moves on.
     """
 
-    def __init__(self, limit, state):
+    def __init__(self, limit: int, state: Mapping[str, Any]) -> None:
         self.loader, self.meter, self.limit = state["loader"], state["meter"], limit
         self.optimizer, self.model = state["optimizer"], state["model"]
-        self.count, self.pending = 0, None
+        self.count = 0
+        self.pending: tuple[Any, ...] | None = None
         self.skipped = []  # steps of this epoch
         self.found = torch.zeros(())  # 1: skip this step
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         """Start to look at gradients; the state to go back to is that which has been loaded."""
         self.buffers = {}  # {(device, dtype): buffers}
         for buffer in self.model.buffers():
@@ -60,7 +63,7 @@ class SkippedSteps(Hook):
         if hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         """Undo what a skipped step has changed in buffers and metrics.
 
         Raises UserError, on all ranks, if more steps than the limit have been skipped.
@@ -82,13 +85,13 @@ class SkippedSteps(Hook):
         if loader.step == len(loader):  # the next epoch starts from 0
             self.sums, self.targets, self.samples = 0.0, 0, 0
 
-    def before_row(self, row):
+    def before_row(self, row: dict[str, Any]) -> None:
         row["skipped_steps"], self.skipped = self.skipped, []
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state.get("skipped", [])  # not in older checkpoints
 
     def _restore_buffers(self):

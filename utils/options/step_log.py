@@ -13,14 +13,17 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from utils.distributed import all_reduce, dp_world_size, is_main_process
 from utils.errors import UserError
-from utils.hooks import Hook, Readout
+from utils.hooks import Checkpoint, Hook, Readout
 from utils.metrics import read_metrics, write_rows
 
 
@@ -33,28 +36,30 @@ class StepLog(Hook):
     totals: the sums over all ranks at the last row of this epoch, as a list; empty before it.
     """
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.every, self.path = cfg.log_steps, Path(cfg.output_dir) / "steps.jsonl"
         self.save_errors = cfg.save_errors
         self.loader, self.meter = state["loader"], state["meter"]
         self.scheduler = state["scheduler"]
-        self.totals, self.pending = [], None
+        self.totals = []
+        self.pending: Any = None
+        self.last_time: Any = None
         self.waited = 0.0  # for data, on this rank, at the last row
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"totals": self.totals}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.totals = state["totals"]
 
-    def after_load(self, checkpoint):
+    def after_load(self, checkpoint: Checkpoint) -> None:
         """Drop the rows of the steps that the run is about to repeat."""
         here = checkpoint.epoch, self.loader.start
         rows = read_metrics(self.path)
         write_rows(self.path, [row for row in rows if (row["epoch"], row["step"]) <= here])
         self.last_step, self.last_time = self.loader.start, None
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         step = self.loader.step
         if self.last_time is None:  # the first step of an epoch, here
             self.last_time = self.loader.started
@@ -112,12 +117,12 @@ class StepLog(Hook):
             hook.after_row(row)
 
 
-def whole(value):
+def whole(value: Tensor) -> Tensor:
     """A tensor as every rank has it; all ranks call it together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def peak_memory(device):
+def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has used so far: on its GPU, or else in main memory."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)

@@ -21,11 +21,12 @@ few steps in the middle of the epoch.
 import math
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 from threading import get_native_id
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -36,7 +37,7 @@ from utils.distributed import (
     is_main_process,
     launched_world_size,
 )
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.options.profile import kernels_of, shares_of_kernels
 
 NAMES = {
@@ -65,14 +66,14 @@ class Clocks(NamedTuple):
     cpu: float = 0.0
     queue: float = 0.0
 
-    def __sub__(self, other):
+    def __sub__(self, other: "Clocks") -> "Clocks":
         return Clocks(*(a - b for a, b in zip(self, other, strict=True)))
 
-    def __add__(self, other):
+    def __add__(self, other: tuple[Any, ...]) -> "Clocks":
         return Clocks(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def read_clocks():
+def read_clocks() -> Clocks:
     """The Clocks of this thread (https://docs.kernel.org/scheduler/sched-stats.html)."""
     queue = 0.0
     with suppress(OSError, ValueError, IndexError):
@@ -84,16 +85,17 @@ def read_clocks():
 class Timing(Hook):
     """Divides the time from one row to the next."""
 
-    def __init__(self, cfg, state):
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.epochs, self.loader = cfg.epochs, state["loader"]
         self.is_cuda = self.loader.device.type == "cuda"
-        self.start = None  # the Clocks at the end of the first step, later at the last row
+        self.start: Any = None  # the Clocks at the end of the first step, later at the last row
         self.before = Clocks()  # when a save may begin
         self.saving, self.loaded = Clocks(), Clocks()  # since the start
-        self.profiler, self.shares = None, None
+        self.profiler: Any = None  # while it records
+        self.shares: Any = None  # of its kernels
         self.rows = []  # "time" of all epochs of this process
 
-    def after_step(self, checkpoint, wait):
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         loader = self.loader
         if self.start is None:
             self.start = read_clocks()
@@ -123,7 +125,7 @@ class Timing(Hook):
             self.profiler = None
         self.start += read_clocks() - now  # starting and stopping a profiler is no part of training
 
-    def before_row(self, row):
+    def before_row(self, row: dict[str, Any]) -> None:
         now = read_clocks()
         mine = self._divide(self.before - self.start)
         mine["validation"] = now.wall - self.before.wall
@@ -172,7 +174,7 @@ class Timing(Hook):
         """The number of loader processes of a rank; None if the dataset is on the device."""
         return self.loader.reader.num_workers if self.loader.name == "workers" else None
 
-    def after_row(self, row):
+    def after_row(self, row: dict[str, Any]) -> None:
         if "time" in row and is_main_process():
             time_of_all = row["time"]
             mean = {name: sum(time_of_all[name]) / len(time_of_all[name]) for name in NAMES}
@@ -183,7 +185,7 @@ class Timing(Hook):
             )
             print(f"time: {text}; {row['limited_by']}", flush=True)
 
-    def after_save(self, checkpoint):
+    def after_save(self, checkpoint: Checkpoint) -> None:
         now = read_clocks()
         if self.start is not None:
             self.saving += now - self.before
@@ -193,7 +195,7 @@ class Timing(Hook):
             print(f"time of the ranks, without the last save of {last:.2f} s:\n{table(self.rows)}")
 
 
-def diagnose(times, places, workers):
+def diagnose(times: dict[str, Any], places: Sequence[str], workers: int | None) -> str:
     """A sentence on what limits a run most, and what to try. See find_limits()."""
     if not any(times["computing"]):
         return "too few steps to tell"
@@ -201,7 +203,9 @@ def diagnose(times, places, workers):
     return max(found.values())[1] if found else "nothing stands out"
 
 
-def find_limits(times, places, workers):
+def find_limits(
+    times: dict[str, Any], places: Sequence[str], workers: int | None
+) -> dict[str, tuple[float, str]]:
     """What is worth a sentence: {name in WORTH: (seconds that it costs, sentence)}.
 
     times: "time" of a row. places: what to call each rank. workers: loader processes of a rank, or
@@ -272,7 +276,7 @@ def _cores(seconds, total, places):
     return seconds[worst], text
 
 
-def table(rows):
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Seconds of each rank in all `rows` together, as text; of many ranks, those that compute
     longest."""
     names = [name for name in NAMES if any(any(row[name]) for row in rows)]

@@ -2,21 +2,23 @@
 
 import errno
 import os
+from pathlib import Path
+from typing import Any
 
 from utils.checkpoint_file import read_checkpoint, replace_durably, save_atomically
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 
 
 class VerifiedFiles(Hook):
     """Writes files with save_verified()."""
 
-    def write(self, checkpoint, contents, path):
+    def write(self, checkpoint: Checkpoint, contents: dict[str, Any], path: Path) -> bool:
         save_verified(contents, path)
         return True
 
 
-def save_verified(checkpoint, path):
+def save_verified(checkpoint: dict[str, Any], path: Path) -> None:
     """Like save_atomically(), but read the file back from the disk before it replaces another.
 
     Raises OSError if it differs.

@@ -1,6 +1,7 @@
 """The settings of train_ddp_accum.py."""
 
 from dataclasses import dataclass
+from typing import Self
 
 from utils.distributed import launched_world_size
 from utils.settings import ConfigError, Settings, setting
@@ -17,7 +18,7 @@ class AccumulationSettings(Settings):
         low=1,
     )
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         cfg = super().resolved()
         samples = cfg.global_batch_size // launched_world_size()

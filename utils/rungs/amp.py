@@ -1,6 +1,7 @@
 """The settings of train_ddp_amp.py."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -19,21 +20,21 @@ class AmpSettings(Settings):
     )
 
     @property
-    def precision(self):
+    def precision(self) -> str:
         """A readable description of the precision."""
         return f"{self.amp_dtype} autocast, {super().precision}"
 
     @property
-    def autocast_dtype(self):
-        """The torch.dtype for torch.autocast."""
+    def autocast_dtype(self) -> torch.dtype:
+        """For torch.autocast."""
         return getattr(torch, self.amp_dtype)
 
-    def warnings(self, device):
+    def warnings(self, device: torch.device) -> list[str]:
         """See utils.settings."""
         own = warnings_of(self.amp_dtype, device, "train_ddp.py trains in float32")
         return [*super().warnings(device), *own]
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.max_skipped_steps >= 0 and self.amp_dtype == "float16":
             raise ConfigError(

@@ -5,15 +5,18 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import (
     all_gather_object,
+    default_device_type,
     is_main_process,
     launched_world_size,
     require_gpu_per_rank,
@@ -41,16 +44,16 @@ class FsdpSettings(Settings):
     )
 
     @property
-    def precision(self):
+    def precision(self) -> str:
         """A readable description of the precision."""
         return super().precision if self.fsdp_dtype == "none" else f"{self.fsdp_dtype} blocks"
 
-    def warnings(self, device):
+    def warnings(self, device: torch.device) -> list[str]:
         """See utils.settings."""
         own = warnings_of(self.fsdp_dtype, device, "pass --fsdp-dtype none")
         return [*super().warnings(device), *own]
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         on_cuda = self.device != "cpu" and torch.cuda.is_available()
         if self.fsdp_offload and self.clip_norm and on_cuda:
@@ -74,14 +77,14 @@ class FsdpSettings(Settings):
         return super().resolved()
 
 
-def check_same_weights(model):
+def check_same_weights(model: nn.Module) -> None:
     """Raise UserError, on all ranks, if their weights differ before they are sharded."""
     sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
     if any(other != sums[0] for other in sums):
         raise UserError("the ranks have different weights: call set_seed(cfg.seed) on all")
 
 
-def checked_blocks(model, blocks):
+def checked_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """The blocks, which fully_shard() is to gather one at a time. Rank 0 warns if there are none:
     the whole model is then gathered at once."""
     if not blocks and is_main_process():
@@ -93,7 +96,9 @@ def checked_blocks(model, blocks):
     return blocks
 
 
-def fsdp_kwargs(cfg, root=False, mesh=None):
+def fsdp_kwargs(
+    cfg: FsdpSettings, root: bool = False, mesh: DeviceMesh | None = None
+) -> dict[str, Any]:
     """Keyword arguments for fully_shard(): the ranks, the precision, where the shards are kept.
 
     root: for the whole model, whose outputs are float32 in any case. mesh: the ranks, if not all.
@@ -101,7 +106,7 @@ def fsdp_kwargs(cfg, root=False, mesh=None):
     """
     require_gpu_per_rank()
     on_cpu = dist.get_backend() == "gloo"
-    device_type = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
+    device_type = "cpu" if on_cpu else default_device_type()
     kwargs = {"mesh": mesh or _mesh_of_all(device_type, cfg.fsdp_size)}
     if cfg.fsdp_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
@@ -124,7 +129,7 @@ def _mesh_of_all(device_type, size):
     return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=names)
 
 
-def shard_batchnorms(model, cfg):
+def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
     """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs.
 
     Raises UserError for BatchNorms whose statistics would differ between the ranks.
@@ -137,7 +142,7 @@ def shard_batchnorms(model, cfg):
             fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
 
 
-def exit_process():
+def exit_process() -> NoReturn:
     """Exit, with code 0, a process that has finished; call it at the very end of a script.
 
     fully_shard() over gloo leaves threads that destroy_process_group() does not join (torch 2.15):

@@ -3,10 +3,14 @@
 Follows "Whole-network capture" in https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from utils.batches import map_tensors, tensors_of
 from utils.errors import UserError
@@ -25,21 +29,21 @@ class GraphSettings(Settings):
     )
 
     @property
-    def precision(self):
+    def precision(self) -> str:
         """A readable description of the precision."""
         autocast = "" if self.amp_dtype == "none" else f"{self.amp_dtype} autocast, "
         return autocast + super().precision
 
-    def autocast(self, device):
+    def autocast(self, device: torch.device) -> torch.autocast:
         """torch.autocast on the device, which changes nothing with amp_dtype none."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.amp_dtype == "bfloat16")
 
-    def warnings(self, device):
+    def warnings(self, device: torch.device) -> list[str]:
         """See utils.settings."""
         own = warnings_of(self.amp_dtype, device, "pass --amp-dtype none")
         return [*super().warnings(device), *own]
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.compile in ("reduce-overhead", "max-autotune"):
             raise ConfigError(
@@ -64,14 +68,20 @@ class GraphedStep:
     checkpoints. Dropout draws other numbers in each replay, from the seed that is current then.
     """
 
-    def __init__(self, step, optimizer, device):
+    def __init__(
+        self,
+        step: Callable[[Any, Any], tuple[Tensor, Any]],
+        optimizer: Optimizer,
+        device: torch.device,
+    ) -> None:
         self.step, self.optimizer = step, optimizer
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         parameters = [group["params"][0] for group in optimizer.param_groups]
         self.rates = [p.new_zeros((), dtype=torch.float32) for p in parameters]  # as kernels expect
-        self.warmup_steps, self.graph = WARMUP_STEPS, None
+        self.warmup_steps = WARMUP_STEPS
+        self.graph: Any = None
 
-    def __call__(self, inputs, targets):
+    def __call__(self, inputs: Any, targets: Any) -> tuple[Tensor, Any]:
         """(loss_sum, outputs), which the next call may overwrite.
 
         Raises UserError if the shapes of the batch differ from those that were captured.

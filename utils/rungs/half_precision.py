@@ -1,6 +1,7 @@
 """What bfloat16 and float16 cost on a CPU that has no instructions for them."""
 
 from pathlib import Path
+from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTIONS = {  # by the names in CPUINFO: those of x86, then of ARM
@@ -9,7 +10,7 @@ INSTRUCTIONS = {  # by the names in CPUINFO: those of x86, then of ARM
 }
 
 
-def has_instructions(dtype):
+def has_instructions(dtype: str) -> bool:
     """Whether this CPU multiplies matrices of `dtype`, a key of INSTRUCTIONS. True if unknown, as
     on macOS."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
@@ -17,13 +18,13 @@ def has_instructions(dtype):
     return not names or not INSTRUCTIONS[dtype].isdisjoint(names[0])
 
 
-def is_list_of_features(line):
+def is_list_of_features(line: str) -> bool:
     """Whether a line of CPUINFO names the instructions of a core."""
     return line.partition(":")[0].strip() in ("flags", "Features")
 
 
-def warnings_of(dtype, device, remedy):
-    """For Settings.warnings(): a list of at most one line, if `dtype` is slow on the device.
+def warnings_of(dtype: str, device: Any, remedy: str) -> list[str]:
+    """For Settings.warnings(): at most one line, if `dtype` is slow on the device.
 
     dtype: a name, such as bfloat16 or none. remedy: what trains in float32 instead.
     """

@@ -2,16 +2,21 @@
 
 import itertools
 import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 
 from utils.batches import map_tensors, tensors_of
 from utils.checkpoint import Wrapper
 from utils.distributed import default_device_type, parse_device
 from utils.errors import UserError
 from utils.settings import ConfigError, Settings, free_setting, setting
+
+Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a task's layers()
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,15 @@ class StagesSettings(Settings):
         1, "micro-batches per step of a process (changes numerics with BatchNorm)", low=1
     )
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.compile != "none":
             raise ConfigError("a compiled model cannot be split into stages: pass --compile none")
         return super().resolved()
 
 
-def get_devices(names="auto"):
-    """The torch.devices of this process, in the order of the stages.
+def get_devices(names: str = "auto") -> list[torch.device]:
+    """The devices of this process, in the order of the stages.
 
     names: such as "cuda:0,cuda:1" or "cpu,cpu", the same for all processes of the node; or
     "cuda,cuda": the process with local rank r owns GPUs 2r and 2r + 1, or the two that a task sees
@@ -78,7 +83,7 @@ class MicroBatches(Wrapper):
     micro-batches run one after another. (https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html)
     """
 
-    def __init__(self, model, count):
+    def __init__(self, model: nn.Module, count: int) -> None:
         super().__init__()
         self.module, self.count = model, count
 
@@ -89,7 +94,7 @@ class MicroBatches(Wrapper):
         names = getattr(self.module, "_ddp_params_and_buffers_to_ignore", [])
         return [f"module.{name}" for name in names]
 
-    def forward(self, inputs):
+    def forward(self, inputs: Any) -> Tensor:
         """inputs: tensors (n, ...), nested in any way -> the model's outputs, a tensor (n, ...)."""
         if self.count == 1:
             return self.module(inputs)
@@ -97,18 +102,25 @@ class MicroBatches(Wrapper):
         parts = [column.chunk(self.count) for column in columns]
         outputs = []
         for number in range(len(parts[0])):
-            pieces = iter([chunks[number] for chunks in parts])
-            outputs.append(self.module(map_tensors(lambda _, pieces=pieces: next(pieces), inputs)))
+            pieces = [chunks[number] for chunks in parts]
+            outputs.append(self.module(_replace_tensors(inputs, pieces)))
         return torch.cat(outputs)
 
 
-def assign_layers(layers, devices, split=""):
-    """The modules of the layers, in order, each with its device: a list of (module, torch.device).
+def _replace_tensors(batch, tensors):
+    remaining = iter(tensors)
+    return map_tensors(lambda _: next(remaining), batch)
 
-    layers: see a task's layers(). A module that several layers share stays with the first.
-    Each device gets a stage of consecutive layers. split: layers per stage, such as "6,4"; empty:
-    so that the largest stage has as few parameters as possible. Raises UserError if the layers
-    cannot be split that way, or not for DistributedDataParallel.
+
+def assign_layers(
+    layers: Layers, devices: Sequence[torch.device], split: str = ""
+) -> list[tuple[nn.Module, torch.device]]:
+    """The modules of the layers, in order, each with its device.
+
+    A module that several layers share stays with the first. Each device gets a stage of consecutive
+    layers. split: layers per stage, such as "6,4"; empty: so that the largest stage has as few
+    parameters as possible. Raises UserError if the layers cannot be split that way, or not for
+    DistributedDataParallel.
     """
     if torch.distributed.is_initialized() and len({device.type for device in devices}) > 1:
         raise UserError("DistributedDataParallel needs stages on GPUs only, or on CPUs only")
@@ -128,12 +140,12 @@ def assign_layers(layers, devices, split=""):
     for device, size in zip(devices, sizes, strict=True):
         for _, parts in itertools.islice(remaining, size):
             for part in parts:
-                if isinstance(part, torch.nn.Module):
+                if isinstance(part, nn.Module):
                     assigned.setdefault(part, device)
     return list(assigned.items())
 
 
-def move_inputs_to(device):
+def move_inputs_to(device: torch.device) -> Callable[..., Any]:
     """A forward pre-hook that moves all tensors among a module's arguments to a device."""
 
     def move(_, args, kwargs):
@@ -142,9 +154,11 @@ def move_inputs_to(device):
     return move
 
 
-def move_the_rest(model, placed, device):
-    """Move to a device what belongs to none of the placed modules: (module, device) pairs. Moving
-    the whole model before its layers would need memory for all of it. Returns the model."""
+def move_the_rest(
+    model: nn.Module, placed: Iterable[tuple[nn.Module, torch.device]], device: torch.device
+) -> nn.Module:
+    """Move to a device what belongs to none of the placed modules. Moving the whole model before
+    its layers would need memory for all of it. Returns the model."""
     held = {
         id(tensor)
         for module, _ in placed
@@ -154,7 +168,7 @@ def move_the_rest(model, placed, device):
 
 
 def _count_parameters(parts):
-    modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
     return sum(p.numel() for module in modules for p in module.parameters())
 
 

@@ -1,12 +1,15 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through them."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -18,13 +21,14 @@ from utils.distributed import (
     set_data_parallel_group,
 )
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 from utils.options.sharded import part_of
 from utils.seeds import mix
 from utils.settings import ConfigError, Settings, free_setting, setting
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
+Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a task's layers()
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class PipelineSettings(Settings):
     micro_batches: int = setting(4, "per step (changes numerics with BatchNorm)", low=1)
     save_sharded: bool = free_setting(True, "each rank saves its own part of the tensors")
 
-    def resolved(self):
+    def resolved(self) -> Self:
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if not self.save_sharded or self.compile != "none":
             raise ConfigError("a pipeline needs --save-sharded and --compile none")
@@ -49,7 +53,7 @@ class PipelineSettings(Settings):
         return super().resolved()
 
 
-def hold_one_replica():
+def hold_one_replica() -> None:
     """Declare that all ranks together hold one replica, and train on the same batches."""
     require_gpu_per_rank()
     group, _ = dist.new_subgroups(1)
@@ -57,7 +61,7 @@ def hold_one_replica():
 
 
 @torch.no_grad()
-def check_layers(model, layers, inputs):
+def check_layers(model: nn.Module, layers: Layers, inputs: Tensor) -> None:
     """Raise UserError if the layers, one after another, do not compute what the model computes.
 
     A class with a forward() of its own may look like a sequence, and be none.
@@ -96,16 +100,16 @@ def _without_zeros(model):
 
 
 class Stage(nn.Module):
-    """Consecutive layers: a list of (function, the modules and parameters that it uses)."""
+    """Consecutive layers."""
 
-    def __init__(self, layers):
+    def __init__(self, layers: Layers) -> None:
         super().__init__()
         self.functions = [function for function, _ in layers]
         parts = [part for _, parts in layers for part in parts]
         self.layers = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
         self.extra = nn.ParameterList(part for part in parts if isinstance(part, nn.Parameter))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """Run the layers, one after another."""
         for function in self.functions:
             x = function(x)
@@ -120,10 +124,17 @@ class Pipeline(Wrapper):
     cannot be cut into stages, or do not compute what the model computes for a sample of `loader`.
     """
 
-    def __init__(self, model, layers, loader, device, cfg):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        loader: Any,
+        device: torch.device,
+        cfg: PipelineSettings,
+    ) -> None:
         super().__init__()
         inputs, _ = loader.example([0, len(loader.dataset) - 1])
-        if not isinstance(inputs, torch.Tensor):
+        if not isinstance(inputs, Tensor):
             raise UserError(
                 f"a pipeline passes one tensor from stage to stage, but the inputs of this task "
                 f"are {describe(inputs)}: use train_ddp.py or train_fsdp.py"
@@ -133,7 +144,8 @@ class Pipeline(Wrapper):
         self.device, self.batch_size = device, cfg.global_batch_size
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.loss_fn = _no_loss
-        self.input_shape = self.outputs = None  # known after the first batch
+        self.input_shape: torch.Size | None = None  # known after the first batch
+        self.outputs: Any = None  # their shape and dtype, likewise
         stages = self._cut(layers, cfg.schedule)
         held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
         self.shared = self._find_shared_parameters(stages, cfg.schedule)
@@ -142,7 +154,7 @@ class Pipeline(Wrapper):
         _remove_others(self.module, kept)
         self.schedule = self._build_schedule(held, len(stages), cfg)
 
-    def count_trainable(self):
+    def count_trainable(self) -> int:
         """See Wrapper: also the parameters of the stages of other ranks."""
         return self.trainable
 
@@ -203,7 +215,13 @@ class Pipeline(Wrapper):
             message = f"--schedule {cfg.schedule} on {self.ranks} ranks: {error}"
             raise UserError(message) from None
 
-    def step(self, inputs, targets, loss_fn, count):
+    def step(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        count: Tensor | float,
+    ) -> Tensor:
         """Forward and backward of all micro-batches: the gradients of the sum of loss_fn(outputs,
         targets) over the micro-batches, divided by `count`. Returns the outputs of the batch."""
         if self.outputs is None:  # torch 2.11 infers shapes by a pass, which BatchNorm must not see
@@ -218,7 +236,7 @@ class Pipeline(Wrapper):
             dist.all_reduce(parameter.grad, group=group)
         return outputs
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Tensor:
         """inputs: at most a batch; some are repeated to fill it, and their outputs left out."""
         rows = torch.arange(self.batch_size, device=self.device) % len(inputs)
         return self._run(self.schedule.eval, inputs[rows], rows)[: len(inputs)]
@@ -243,7 +261,7 @@ class Pipeline(Wrapper):
         dist.broadcast(outputs, self.ranks - 1)
         return outputs
 
-    def clip_grad_norm_(self, max_norm):
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
         parameter that several ranks hold counts once."""
         gradients = {p: p.grad for p in self.parameters() if p.grad is not None}
@@ -282,5 +300,7 @@ def _remove_others(model, kept):
 class OwnStages(Hook):
     """Loads only what this rank holds, of any script's checkpoint."""
 
-    def select(self, checkpoint, path, contents):
+    def select(
+        self, checkpoint: Checkpoint, path: Path, contents: dict[str, Any]
+    ) -> dict[str, Any]:
         return part_of(checkpoint.model, path, contents)

@@ -27,19 +27,19 @@ class SpawnSettings(Settings):
     )
 
 
-def number_of_ranks(cfg):
+def number_of_ranks(cfg: SpawnSettings) -> int:
     """cfg.spawn_processes, or one per visible GPU; on a CPU, one."""
     if cfg.spawn_processes or cfg.device == "cpu":
         return max(1, cfg.spawn_processes)
     return max(1, torch.accelerator.device_count())
 
 
-def host_store():
+def host_store() -> dist.TCPStore:
     """Create the store through which the ranks find each other, on a free port. Keep it alive."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def shield_tracker():
+def shield_tracker() -> None:
     """Start multiprocessing's helper process so that it outlives SIGUSR1, as it does SIGTERM.
 
     Schedulers signal all processes of a job. If the helper dies, its successor prints an error for
@@ -50,7 +50,7 @@ def shield_tracker():
     signal.signal(signal.SIGUSR1, handler)
 
 
-def set_environment(local_rank, world_size, port):
+def set_environment(local_rank: int, world_size: int, port: int) -> None:
     """Set the variables that torchrun sets, for ranks on one machine. port: host_store().port."""
     os.environ |= {
         "RANK": str(local_rank),
@@ -63,7 +63,7 @@ def set_environment(local_rank, world_size, port):
     }
 
 
-def wait_for_ranks(ranks, patience=30.0):
+def wait_for_ranks(ranks: mp.ProcessContext, patience: float = 30.0) -> None:
     """Wait until all ranks have exited. The first failure terminates all of them.
 
     ranks: what mp.spawn(..., join=False) returned. SIGTERM, SIGUSR1 and Ctrl-C are passed on to the

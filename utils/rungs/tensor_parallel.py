@@ -1,23 +1,25 @@
 """Tensor parallelism: each rank computes some attention heads and some columns of each MLP."""
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError
-from utils.hooks import Hook
+from utils.hooks import Checkpoint, Hook
 
 
-def init_mesh(device, data):
-    """A DeviceMesh of all ranks: the dimension "data" divides the batches, "tensor" the layers.
+def init_mesh(device: torch.device, data: int) -> DeviceMesh:
+    """A mesh of all ranks: the dimension "data" divides the batches, "tensor" the layers.
 
     data: the number of replicas of the model; 0: as many as ranks. Consecutive ranks hold a replica
     together. Rank 0 prints the sizes.
@@ -32,8 +34,10 @@ def init_mesh(device, data):
     return init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
 
 
-def divide_layers(plan, mesh):
-    """parallelize_module() for each (module, {name: ParallelStyle}) of a task's plan.
+def divide_layers(
+    plan: Sequence[tuple[nn.Module, dict[str, ParallelStyle]]], mesh: DeviceMesh
+) -> None:
+    """parallelize_module() for each module of a task's plan.
 
     Also makes cuDNN deterministic: each rank computes the gradients of what is not divided for
     itself, and all must get the same bits (pytorch/pytorch#160169).
@@ -65,11 +69,14 @@ class HeadwiseParallel(ParallelStyle):
 class SplitAttention(nn.MultiheadAttention):
     """Self-attention in this rank's heads. out_proj adds up the ranks' outputs."""
 
-    def forward(self, tokens, *_, need_weights=False):
+    mesh: DeviceMesh
+
+    def forward(self, tokens: Tensor, *_: Any, need_weights: bool = False) -> tuple[Tensor, None]:
         """tokens: (n, length, channels), the same on all ranks -> the same shape, and None."""
         tokens = DTensor.from_local(tokens, self.mesh, [Replicate()], run_check=False)
-        packed = nn.functional.linear(tokens, self.in_proj_weight, self.in_proj_bias).to_local()
-        queries, keys, values = packed.unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
+        packed: Any = nn.functional.linear(tokens, self.in_proj_weight, self.in_proj_bias)
+        heads = packed.to_local().unflatten(-1, (-1, 3, self.head_dim))
+        queries, keys, values = heads.permute(3, 0, 2, 1, 4)
         if self.training and self.dropout:
             weights = (queries @ keys.mT * self.head_dim**-0.5).softmax(-1)
             outputs = (weights * dropout_mask(weights, 1, self.dropout, self.mesh)) @ values
@@ -91,7 +98,7 @@ class ColwiseDropout(ParallelStyle):
         return module
 
 
-def dropout_mask(values, dim, p, mesh):
+def dropout_mask(values: Tensor, dim: int, p: float, mesh: DeviceMesh) -> Tensor:
     """This rank's part of a dropout mask, whose dimension `dim` is divided among the ranks.
 
     Every rank draws the whole mask: it is the mask of a run on one rank, and the generators of all
@@ -101,7 +108,7 @@ def dropout_mask(values, dim, p, mesh):
     return nn.functional.dropout(whole, p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
-def clip_grad_norm_(parameters, max_norm):
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """torch.nn.utils.clip_grad_norm_(), which does not accept a mix of tensors and DTensors."""
     kinds = {}
     for parameter in parameters:
@@ -115,7 +122,7 @@ def clip_grad_norm_(parameters, max_norm):
     return norm
 
 
-def head_order(attention):
+def head_order(attention: nn.MultiheadAttention) -> Tensor:
     """The rows of in_proj_weight, head by head: its query, key and value. int64 (3 x channels,)."""
     rows = torch.arange(3 * attention.embed_dim)
     return rows.view(3, attention.num_heads, -1).transpose(0, 1).flatten()
@@ -125,7 +132,7 @@ class PytorchRowOrder(Hook):
     """Files hold in_proj_weight in PyTorch's order, so that all scripts can read them."""
 
     @contextmanager
-    def file_form(self, checkpoint):
+    def file_form(self, checkpoint: Checkpoint) -> Iterator[None]:
         """The rows are moved before a file is read or written, and back afterwards."""
         _reorder(checkpoint, lambda order: order.argsort())
         try:
