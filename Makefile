@@ -112,9 +112,10 @@ bench-checkpoint: $(env)  ## seconds to save and to load, and how long training 
 bench-split: $(env)  ## bytes that ranks hold when the model is divided, and a pipeline's bubble
 	$(python) -m lab.bench.split $(ARGS)
 
-lint: $(dev)  ## ruff check and ruff format --check
+lint: $(dev)  ## ruff check, ruff format --check, and mypy on utils/ and tasks/
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
+	$(python) -m mypy
 
 diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
 	@git --no-pager diff --no-index --color=auto train_$(FROM).py train_$(TO).py || true
@@ -123,7 +124,7 @@ readme: $(env)  ## update the generated blocks of README.md and docs/
 	$(python) -m tools.readme
 
 clean:  ## remove the environment and the caches; runs/ and data/ stay
-	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .coverage*
+	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.train: requirements.txt requirements-extras.txt

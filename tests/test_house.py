@@ -1,4 +1,4 @@
-"""The house: dense code, circles of imports, attributes assigned from outside, probes."""
+"""The house: dense code, circles of imports, attributes assigned from outside, probes, types."""
 
 import ast
 
@@ -90,6 +90,36 @@ def test_imports_have_no_circles():
 def test_no_module_looks_for_a_file_to_decide_what_to_do():
     for path in FILES:
         assert "find_spec" not in path.read_text(), path
+
+
+def public_functions(body):
+    """The functions in the body of a module, and the methods of its classes, that others call."""
+    for node in body:
+        name = getattr(node, "name", "")
+        if name.startswith("_") and not name.endswith("__"):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from public_functions(node.body)
+        elif isinstance(node, ast.FunctionDef):
+            yield node
+
+
+def is_annotated(function):
+    args = function.args
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    named = [arg for arg in every if arg is not None and arg.arg not in ("self", "cls")]
+    return function.returns is not None and all(arg.annotation for arg in named)
+
+
+def test_public_functions_are_annotated():
+    """mypy checks what is annotated, and lets private functions do without."""
+    bare = [
+        f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
+        for path in FILES
+        for function in public_functions(parse(path).body)
+        if not is_annotated(function)
+    ]
+    assert not bare
 
 
 def test_code_is_not_dense():
