@@ -236,7 +236,7 @@ def test_mistakes_are_one_line(clone, results, monkeypatch, capfd, tmp_path):
     for module, arguments, message in (
         (predict, ["/no/best.pt", "x.jpg"], "there is no file /no/best.pt"),
         (predict, [tmp_path / "bad.jpg", "x.jpg"], "bad.jpg cannot be read as a checkpoint"),
-        (predict, [best, "x.jpg", "--device=tpu"], "device 'tpu' is not one of"),
+        (predict, [best, "x.jpg", "--device=tpu"], "'tpu' is not a device of this PyTorch"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=test"], "does not know: horse"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=train"], "has no class folders"),
         (evaluate, bad_folder, "none of the 1 images in"),
