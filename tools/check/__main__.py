@@ -1,0 +1,158 @@
+"""Check a training script for the classic bugs of distributed training, by running it.
+
+    cd your/project
+    python CLONE/tools/check -- train.py --its arguments        CLONE: a clone of this repository
+    python CLONE/tools/check --resume-args=--resume -- train.py
+    python CLONE/tools/check -- -m package.train --its arguments
+    python CLONE/tools/check -- torchrun --nproc_per_node=8 train.py
+
+The script stays as it is. It runs in copies of its folder: on one process and on two (gloo on
+CPUs; what is written for CUDA is mapped to a CPU), for a few steps of a few epochs, and it is
+killed after a checkpoint and started again. The exit code is 0 without findings (notes do not
+count), 1 with findings, and 2 if the script could not be run.
+"""
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+if __package__ in (None, ""):  # started by its path, from the folder of the script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tools.check import report
+from tools.check.rules import judge
+from tools.check.scenarios import CannotRun, Options, remove, run_all
+
+TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+def parse(arguments):
+    """The options of the check, and the command after `--`."""
+    parser = argparse.ArgumentParser(
+        prog="tools.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=4, help="steps per epoch (default: 4)")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs per run (default: 2)")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds for each of the six runs"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["mapped", "cpu", "cuda"],
+        default="mapped",
+        help="mapped: what the script does with CUDA is done on the CPU (default); cpu: the path "
+        "that the script itself has for CPUs; cuda: real GPUs",
+    )
+    parser.add_argument(
+        "--launch",
+        choices=["auto", "torchrun", "python"],
+        default="auto",
+        help="python: the script starts its own processes (default: found out by running it)",
+    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--resume-args",
+        default="",
+        metavar="ARGS",
+        help="what the script needs to resume, in one word",
+    )
+    parser.add_argument(
+        "--hide",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="files that the script must not see, such as the checkpoints of a real run",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
+    parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="keep the copies and what was observed there"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- train.py its arguments")
+    args = parser.parse_args(arguments)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    args.command = script_of(command)
+    if not args.command:
+        parser.error("what is to be checked? For example: -- train.py --its arguments")
+    if args.command[0] != "-m" and not Path(args.command[0]).is_file():
+        parser.error(f"there is no file {args.command[0]} in {Path.cwd()}")
+    if min(args.steps, args.epochs) < 1:
+        parser.error("--steps and --epochs are at least 1")
+    for variable in args.env:
+        if "=" not in variable:
+            parser.error(f"--env {variable}: NAME=VALUE is expected")
+    return args
+
+
+def script_of(command):
+    """The script or module of a command line and its arguments, without python and torchrun."""
+    command = list(command)
+    if command and Path(command[0]).name.startswith("python"):
+        command = command[1:]
+    if command[:1] == ["-m"] and command[1:2] and command[1] in TORCHRUN:
+        command = command[1:]
+    if command and (command[0] in TORCHRUN or Path(command[0]).name == "torchrun"):
+        command = command[1:]
+        while command and command[0].startswith("-") and command[0] not in ("-m", "--module"):
+            has_value = "=" not in command[0] and command[0] not in ("--standalone", "--no-python")
+            command = command[2 if has_value else 1 :]
+        if command[:1] == ["--module"]:
+            command[0] = "-m"
+    return command
+
+
+def main(arguments=None):
+    """Check a script. Returns the exit code."""
+    args = parse(arguments)
+    options = Options(
+        command=args.command,
+        source=Path.cwd(),
+        steps=args.steps,
+        epochs=args.epochs,
+        timeout=args.timeout,
+        device=args.device,
+        launch=args.launch,
+        environment=dict(variable.split("=", 1) for variable in args.env),
+        resume_arguments=shlex.split(args.resume_args),
+        hidden=args.hide,
+    )
+    work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    if any(work.iterdir()):
+        print(f"--keep {work}: the folder is not empty", file=sys.stderr)
+        return 2
+    names = " ".join(args.command)
+    print(f"Checking {names}", file=sys.stderr, flush=True)
+    try:
+        checked = run_all(
+            options, work, lambda name: print(f"  {name}", file=sys.stderr, flush=True)
+        )
+        findings, not_checked = judge(checked)
+        if args.json:
+            _write(args.json, report.as_json(findings, not_checked, checked))
+        if args.sarif:
+            _write(args.sarif, report.as_sarif(findings, args.command[0]))
+        if args.json != "-":
+            print(report.text(findings, not_checked, checked))
+        return 1 if report.is_failure(findings) else 0
+    except CannotRun as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        if not args.keep:
+            remove(work)
+
+
+def _write(path, text):
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Scripts with and without bugs, by which tools.check is measured."""

@@ -1,0 +1,123 @@
+"""Reads the events of a run: those of each rank, in order."""
+
+import json
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass
+class Rank:
+    """What one rank did. Events are dicts; `of(kind)` are those of a kind, in order."""
+
+    number: int
+    events: list = field(default_factory=list)
+    workers: list = field(default_factory=list)  # events of the processes of its loaders
+    folder: Path | None = None
+
+    def of(self, *kinds):
+        return [event for event in self.events if event["kind"] in kinds]
+
+    def first(self, kind):
+        return next(iter(self.of(kind)), None)
+
+    @cached_property
+    def steps(self):
+        return self.of("step")
+
+    @cached_property
+    def epochs(self):
+        """The passes over loaders, each with `samples`, the indices in order."""
+        epochs = self.of("epoch")
+        for epoch in epochs:
+            epoch["samples"] = self._numbers(epoch["indices"]) or epoch["fingerprints"]
+            base = epoch.get("base_indices")
+            epoch["base_samples"] = self._numbers(base) if base else epoch["samples"]
+        return epochs
+
+    def _numbers(self, name):
+        numbers = array("q")
+        numbers.frombytes((self.folder / name).read_bytes())
+        return numbers.tolist()
+
+    @property
+    def training(self):
+        return [epoch for epoch in self.epochs if epoch["backwards"]]
+
+    @property
+    def evaluation(self):
+        """The passes without a backward, with at least one forward of a model."""
+        return [e for e in self.epochs if not e["backwards"] and e["forwards"] and e["batches"]]
+
+    @property
+    def fetches(self):
+        return [e for e in self.events + self.workers if e["kind"] == "fetch"]
+
+
+@dataclass
+class Run:
+    """A run of the script. code: the exit code of its first process that failed, or 0."""
+
+    name: str
+    folder: Path
+    root: Path
+    code: int
+    output: str
+    seconds: float
+    timed_out: bool = False
+    stacks: dict = field(default_factory=dict)
+
+    @cached_property
+    def ranks(self):
+        return read_ranks(self.folder)
+
+    @property
+    def spawned(self):
+        """Whether the script starts its own processes."""
+        return any('"kind": "spawn"' in path.read_text() for path in self.folder.glob("*.jsonl"))
+
+    @property
+    def ended(self):
+        """Whether it came to its end, or to the end that the check set."""
+        return self.code == 0 and not self.timed_out
+
+    @property
+    def world_size(self):
+        return max((e["world"] for rank in self.ranks for e in rank.of("init")), default=1)
+
+    def any(self, *kinds):
+        return [event for rank in self.ranks for event in rank.of(*kinds)]
+
+
+def read_ranks(folder):
+    """The Rank objects of a run, by rank. A process that only starts others is left out."""
+    by_pid = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text(errors="replace").splitlines()
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        if events:
+            by_pid[events[0]["pid"]] = events
+    spawners = {
+        pid
+        for pid, events in by_pid.items()
+        if any(e["kind"] == "spawn" for e in events)
+        and not any(e["kind"] == "step" for e in events)
+    }
+    workers = defaultdict(list)
+    ranks = []
+    for pid, events in by_pid.items():
+        parent = events[0]["parent"]
+        is_worker = any(e["kind"] == "fetch" and e["worker"] is not None for e in events)
+        if is_worker or (parent in by_pid and parent not in spawners):
+            workers[parent] += events
+        elif pid not in spawners:
+            numbers = [e["rank"] for e in events if e["rank"] is not None]
+            inits = [e["rank"] for e in events if e["kind"] == "init"]
+            number = (inits or numbers or [0])[0]
+            ranks.append(Rank(number, events, folder=folder))
+            ranks[-1].pid = pid
+    for rank in ranks:
+        rank.workers = workers[rank.pid]
+    return sorted(ranks, key=lambda rank: rank.number)

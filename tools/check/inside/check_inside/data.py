@@ -1,0 +1,342 @@
+"""Observes DataLoaders: which samples each rank gets, in which order, with which random numbers."""
+
+import os
+import random
+import sys
+import zlib
+from array import array
+from pathlib import Path
+
+from check_inside import exact, limits
+from check_inside.record import PLAN, checksum, place, record, replace
+from check_inside.state import STATE
+
+SAMPLES_PER_EVENT = 256
+MOST_INDICES = 20_000_000  # of an epoch: infinite samplers never end
+
+
+class Epoch:
+    """One pass over a DataLoader."""
+
+    def __init__(self, number, loader, iterator):
+        self.number = number
+        self.loader = loader
+        self.is_iterable = not hasattr(loader.dataset, "__getitem__") or is_iterable(loader)
+        self.drawn = array("q")  # indices, in the order of the sampler
+        self.sizes = array("q")  # of the batches
+        self.batches = 0
+        self.steps_before = STATE.steps
+        self.backwards_before = STATE.backwards_of_run
+        self.forwards = {}
+        self.fingerprints = []
+        self.iterator = iterator
+        self.is_cut = False
+        self.place = place()
+
+    def backwards(self):
+        return STATE.backwards_of_run - self.backwards_before
+
+    def steps(self):
+        return STATE.steps - self.steps_before
+
+    def draw(self, indices):
+        batch = list(indices) if isinstance(indices, list | tuple) else [indices]
+        if all(isinstance(index, int) for index in batch):
+            self.drawn.extend(batch)
+            self.sizes.append(len(batch))
+
+    def drain(self):
+        """Draw what the sampler still has, without reading the samples."""
+        while len(self.drawn) < MOST_INDICES:
+            try:
+                before = len(self.sizes)
+                self.draw(next(self.iterator._sampler_iter))
+            except StopIteration:
+                return
+            if len(self.sizes) == before:
+                return
+
+
+def is_iterable(loader):
+    """Whether the loader reads an IterableDataset."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(loader.dataset, IterableDataset)
+
+
+_epochs = []
+
+
+def install(name, torch):
+    """Replace the methods of the loader's iterator that draw indices and return batches."""
+    from torch.utils.data import _utils, dataloader
+
+    base = dataloader._BaseDataLoaderIter
+    loader_class = dataloader.DataLoader
+
+    def make_iter(original):
+        def __iter__(self):
+            iterator = original(self)
+            iterator._check_epoch = begin(self, iterator)
+            return iterator
+
+        return __iter__
+
+    def make_next_index(original):
+        def _next_index(self):
+            indices = original(self)
+            # Workers are given their first indices before the epoch is known.
+            early = self.__dict__.setdefault("_check_early", [])
+            epoch = self.__dict__.get("_check_epoch")
+            if epoch is None or epoch.is_cut:
+                early.append(indices)
+            else:
+                epoch.draw(indices)
+            return indices
+
+        return _next_index
+
+    def make_next(original):
+        def __next__(self):
+            epoch = self.__dict__.get("_check_epoch")
+            if epoch is None:
+                return original(self)
+            if limits.cuts(epoch):
+                cut(epoch)
+                raise StopIteration
+            try:
+                batch = original(self)
+            except StopIteration:
+                finish_epoch(epoch)
+                raise
+            return batch_of(epoch, batch)
+
+        return __next__
+
+    def make_reset(original):
+        def _reset(self, loader, first_iter=False):
+            if not first_iter:
+                self._check_epoch = None
+                self._check_early = []
+            return original(self, loader, first_iter)
+
+        return _reset
+
+    replace(loader_class, "__iter__", make_iter)
+    replace(base, "_next_index", make_next_index)
+    replace(base, "__next__", make_next)
+    for kind in (
+        dataloader._SingleProcessDataLoaderIter,
+        dataloader._MultiProcessingDataLoaderIter,
+    ):
+        if "_reset" in vars(kind):
+            replace(kind, "_reset", make_reset)
+    replace(_utils.fetch._MapDatasetFetcher, "fetch", _observe_fetch)
+    replace(_utils.fetch._IterableDatasetFetcher, "fetch", _observe_fetch)
+    for function in ("manual_seed", "seed", "set_rng_state"):
+        for module in (torch, torch.random):
+            replace(module, function, _observe_seed)
+    replace(random, "seed", _observe_seed)
+    replace(random, "setstate", _observe_seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        replace(numpy.random, "seed", _observe_seed)
+        replace(numpy.random, "set_state", _observe_seed)
+
+    sampler = torch.utils.data.DistributedSampler
+
+    def make_set_epoch(original):
+        def set_epoch(self, epoch):
+            record("set_epoch", epoch=epoch, place=place())
+            return original(self, epoch)
+
+        return set_epoch
+
+    replace(sampler, "set_epoch", make_set_epoch)
+
+
+def begin(loader, iterator):
+    """The Epoch of a loader that starts now, or None in a worker of a loader."""
+    epoch = Epoch(len(_epochs), loader, iterator)
+    _epochs.append(epoch)
+    STATE.active.append(epoch)
+    for indices in iterator.__dict__.pop("_check_early", []):
+        epoch.draw(indices)
+    return epoch
+
+
+def batch_of(epoch, batch):
+    """Record a batch that the loader hands out; returns the batch that the script gets."""
+    ordinal = STATE.loaders(epoch.loader)
+    number = epoch.batches
+    epoch.batches += 1
+    STATE.batches_of_run += 1
+    STATE.batches[ordinal] = STATE.batches.get(ordinal, 0) + 1
+    start = sum(epoch.sizes[:number])
+    size = epoch.sizes[number] if number < len(epoch.sizes) else 0
+    rows = fingerprints(batch) if epoch.is_iterable else []
+    epoch.fingerprints += rows
+    record(
+        "batch",
+        epoch=epoch.number,
+        loader=ordinal,
+        batch=number,
+        samples=list(epoch.drawn[start : start + size])[:SAMPLES_PER_EVENT] or rows,
+    )
+    return exact.batch_of(ordinal, batch)
+
+
+def fingerprints(batch):
+    """A checksum of each sample of a batch, by which ranks that read the same ones are noticed."""
+    import torch
+    from torch.utils import _pytree
+
+    tensors = [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    if not tensors:
+        return []
+    samples = len(tensors[0])
+    tensors = [tensor for tensor in tensors if len(tensor) == samples]
+    rows = [0] * min(samples, SAMPLES_PER_EVENT)
+    for tensor in tensors:
+        rows = [checksum(tensor[i], crc) for i, crc in enumerate(rows)]
+    return rows
+
+
+def cut(epoch):
+    """Stop an epoch that has had enough batches; the sampler's order is recorded to its end."""
+    epoch.is_cut = True
+    epoch.drain()
+    finish_epoch(epoch)
+
+
+def finish_epoch(epoch):
+    """Record the whole epoch."""
+    if epoch not in STATE.active:
+        return
+    STATE.active.remove(epoch)
+    if epoch.backwards():
+        STATE.training_epochs += 1
+    loader = epoch.loader
+    path = Path(PLAN["folder"]) / f"indices-{os.getpid()}-{epoch.number}"
+    path.write_bytes(epoch.drawn.tobytes())
+    record(
+        "epoch",
+        epoch=epoch.number,
+        loader=STATE.loaders(loader),
+        place=epoch.place,
+        indices=path.name,
+        sizes=[len(epoch.sizes), max(epoch.sizes, default=0)],
+        fingerprints=epoch.fingerprints,
+        batches=epoch.batches,
+        cut=epoch.is_cut,
+        steps=epoch.steps(),
+        steps_before=epoch.steps_before,
+        backwards=epoch.backwards(),
+        forwards=list(epoch.forwards.values()),
+        iterable=epoch.is_iterable,
+        workers=loader.num_workers,
+        samplers=_samplers(loader),
+        **_dataset(loader.dataset, epoch),
+    )
+
+
+def finish():
+    """Record the epochs that are under way."""
+    for epoch in list(STATE.active):
+        finish_epoch(epoch)
+
+
+def _samplers(loader):
+    """The classes of the samplers, outermost first, with the ranks that they divide among."""
+    found = []
+    thing = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while thing is not None and len(found) < 5:
+        divided = getattr(thing, "num_replicas", None) or getattr(thing, "num_processes", None)
+        found.append([type(thing).__name__, divided])
+        thing = getattr(thing, "sampler", None) or getattr(thing, "batch_sampler", None)
+    return found
+
+
+def _dataset(dataset, epoch):
+    """The dataset, the one that it is a subset of, and, for a subset, the indices in that one."""
+    import torch
+
+    subset = None
+    base = dataset
+    while isinstance(base, torch.utils.data.Subset):
+        indices = [int(i) for i in base.indices]
+        subset = indices if subset is None else [indices[i] for i in subset]
+        base = base.dataset
+    fields = {
+        "dataset": STATE.datasets(dataset),
+        "base": STATE.datasets(base),
+        "dataset_type": type(base).__name__,
+        "dataset_len": len(dataset) if hasattr(dataset, "__len__") else None,
+        "subset": zlib.crc32(array("q", subset).tobytes()) if subset else None,
+    }
+    if subset:
+        valid = [index for index in epoch.drawn if 0 <= index < len(subset)]
+        path = Path(PLAN["folder"]) / f"base-{os.getpid()}-{epoch.number}"
+        path.write_bytes(array("q", [subset[index] for index in valid]).tobytes())
+        fields["base_indices"] = path.name
+    return fields
+
+
+_reseeds = 0
+
+
+def _observe_seed(original):
+    def seed(*args, **kwargs):
+        global _reseeds
+        _reseeds += 1
+        return original(*args, **kwargs)
+
+    return seed
+
+
+def random_states():
+    """A checksum of the state of each generator that augmentations draw from."""
+    import torch
+
+    states = {
+        "torch": checksum(torch.random.get_rng_state()),
+        "random": zlib.crc32(repr(random.getstate()).encode()),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state()
+        states["numpy"] = zlib.crc32(state[1].tobytes() + str(state[2:]).encode())
+    return states
+
+
+_fetches = {}
+
+
+def _observe_fetch(original):
+    def fetch(self, indices):
+        import torch
+
+        worker = torch.utils.data.get_worker_info()
+        key = (STATE.datasets(self.dataset), STATE.training_epochs)
+        _fetches[key] = _fetches.get(key, 0) + 1
+        if _fetches[key] > 2:  # the first two of each epoch show it
+            return original(self, indices)
+        before = random_states()
+        reseeds = _reseeds
+        STATE.fetching = True
+        try:
+            return original(self, indices)
+        finally:
+            STATE.fetching = False
+            after = random_states()
+            record(
+                "fetch",
+                dataset=STATE.datasets(self.dataset),
+                worker=worker and worker.id,
+                seed=worker and worker.seed,
+                before=before,
+                drew=[name for name in before if before[name] != after[name]],
+                reseeded=_reseeds > reseeds,
+            )
+
+    return fetch

@@ -1,0 +1,240 @@
+"""Lets a script that is written for CUDA run on a CPU: "cuda" is the CPU, and "nccl" is gloo.
+
+Nothing of this is active with --device cpu, for a script's own CPU path, or with --device cuda.
+"""
+
+import contextlib
+import sys
+import types
+
+from check_inside.record import PLAN, replace
+
+_current = 0
+
+
+def install(name, torch):
+    """Map devices in the functions that take one, and answer for a GPU per process."""
+    # A compiler would take longer than everything else, for the same numbers.
+    torch.compile = _no_compile
+    torch.nn.Module.compile = lambda self, *args, **kwargs: None
+    if PLAN["device"] != "mapped":
+        return
+    _map_tensors(torch)
+    _map_cuda(torch)
+    _map_accelerator(torch)
+    _map_amp(torch)
+    _map_batch_norm(torch)
+
+
+def _map_batch_norm(torch):
+    """SyncBatchNorm refuses a CPU; the statistics of this rank's samples take its place."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._passing_sync_batchnorm_handle = lambda self, module: None
+    torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward
+
+
+def _no_compile(model=None, **options):
+    return (lambda model: model) if model is None else model
+
+
+def _device(device):
+    """The CPU in place of a CUDA device; anything else as it is."""
+    if isinstance(device, str):
+        return "cpu" if device.split(":")[0] == "cuda" else device
+    if getattr(device, "type", None) == "cuda":
+        return "cpu"
+    return device
+
+
+def _map_tensors(torch):
+    from torch.utils._device import _device_constructors
+
+    def make(original):
+        def function(*args, **kwargs):
+            if "device" in kwargs:
+                kwargs["device"] = _device_or_index(kwargs["device"])
+            kwargs.pop("pin_memory", None)
+            return original(*args, **kwargs)
+
+        return function
+
+    for function in _device_constructors():
+        if getattr(torch, function.__name__, None) is function:
+            replace(torch, function.__name__, make)
+    for function in (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+    ):
+        replace(torch, function, make)
+    tensor = torch.Tensor
+    for method in ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"):
+        replace(tensor, method, make)
+
+    def make_to(original):
+        def to(self, *args, **kwargs):
+            if args and not isinstance(args[0], torch.Tensor | torch.dtype):
+                args = (_device_or_index(args[0]), *args[1:])
+            if "device" in kwargs:
+                kwargs["device"] = _device_or_index(kwargs["device"])
+            return original(self, *args, **kwargs)
+
+        return to
+
+    for owner in (tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence):
+        replace(owner, "to", make_to)
+    tensor.cuda = tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, device=None: self
+    torch.set_default_device = lambda device: None
+
+
+def _device_or_index(device):
+    """As PyTorch does, a number stands for the accelerator with that index."""
+    return "cpu" if type(device) is int else _device(device)
+
+
+def _map_cuda(torch):
+    cuda = torch.cuda
+
+    def set_device(device):
+        global _current
+        index = device if isinstance(device, int) else torch.device(device).index
+        _current = index or 0
+
+    properties = types.SimpleNamespace(
+        name="CPU in place of a GPU",
+        total_memory=80 * 2**30,
+        multi_processor_count=108,
+        major=8,
+        minor=0,
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+    answers = {
+        "synchronize": None,
+        "empty_cache": None,
+        "ipc_collect": None,
+        "init": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "reset_peak_memory_stats": None,
+        "reset_max_memory_allocated": None,
+        "memory_summary": "",
+        "memory_stats": {},
+        "mem_get_info": (80 * 2**30, 80 * 2**30),
+        "utilization": 0,
+        "get_device_name": properties.name,
+        "get_device_properties": properties,
+        "get_device_capability": (8, 0),
+        "is_bf16_supported": True,
+        "get_arch_list": ["sm_80"],
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "set_rng_state": None,
+        "set_rng_state_all": None,
+        "set_per_process_memory_fraction": None,
+    }
+    for function, answer in answers.items():
+        setattr(cuda, function, _answer(answer))
+    _answer_others(cuda, "is_available", lambda: True)
+    _answer_others(cuda, "is_initialized", lambda: True)
+    _answer_others(cuda, "device_count", lambda: PLAN["devices"])
+    cuda.set_device = set_device
+    cuda.current_device = lambda: _current
+    cuda.get_rng_state = lambda device=None: torch.random.get_rng_state()
+    cuda.get_rng_state_all = lambda: [torch.random.get_rng_state()]
+    cuda.device = lambda device=None: contextlib.nullcontext()
+    cuda.stream = lambda stream=None: contextlib.nullcontext()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = cuda.nvtx.mark = _answer(None)
+    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+def _answer(value):
+    return lambda *args, **kwargs: value
+
+
+class _Stream:
+    """A stream or an event: everything has already happened on a CPU."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _answer({"query": True, "is_capturing": False}.get(name, 0.0))
+
+
+def _map_accelerator(torch):
+    if not hasattr(torch, "accelerator"):
+        return
+    accelerator = torch.accelerator
+    _answer_others(accelerator, "is_available", lambda: True)
+    _answer_others(accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda"))
+    _answer_others(accelerator, "device_count", lambda: PLAN["devices"])
+    accelerator.set_device_index = accelerator.set_device_idx = torch.cuda.set_device
+    accelerator.current_device_index = accelerator.current_device_idx = torch.cuda.current_device
+    accelerator.current_stream = lambda device=None: _Stream()
+    accelerator.synchronize = _answer(None)
+    accelerator.get_memory_info = torch.cuda.mem_get_info
+    for function in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        setattr(accelerator, function, _answer(0))
+    for function in ("empty_cache", "reset_peak_memory_stats"):
+        setattr(accelerator, function, _answer(None))
+
+
+def _answer_others(module, name, answer):
+    """Replace a function, but not for PyTorch itself, which would then use the GPU."""
+    original = getattr(module, name)
+
+    def function(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        ask = original if caller == "torch" or caller.startswith("torch.") else answer
+        return ask(*args, **kwargs)
+
+    setattr(module, name, function)
+
+
+def _map_amp(torch):
+    autocast = torch.amp.autocast
+    init = autocast.__init__
+
+    def __init__(self, device_type="cuda", dtype=None, enabled=True, cache_enabled=None):
+        # bfloat16 is the CPU's type; what is compared exactly has no lower precision at all.
+        enabled = enabled and not PLAN["run"].startswith("exact")
+        init(self, _device(device_type), torch.bfloat16, enabled, cache_enabled)
+
+    autocast.__init__ = __init__
+    cuda_autocast = torch.cuda.amp.autocast
+
+    def old_init(self, enabled=True, dtype=None, cache_enabled=True):
+        __init__(self, "cuda", dtype, enabled, cache_enabled)
+
+    cuda_autocast.__init__ = old_init
+    scaler = torch.amp.GradScaler
+    scaler_init = scaler.__init__
+
+    def init_scaler(self, device="cuda", *args, **kwargs):
+        scaler_init(self, _device(device), *args, **kwargs)
+
+    scaler.__init__ = init_scaler
+
+    def old_scaler(self, *args, **kwargs):
+        scaler.__init__(self, "cpu", *args, **kwargs)
+
+    torch.cuda.amp.GradScaler.__init__ = old_scaler
+    torch.is_autocast_enabled = _map_first(torch.is_autocast_enabled)
+    torch.get_autocast_dtype = _map_first(torch.get_autocast_dtype)
+
+
+def _map_first(original):
+    def function(*args):
+        return original(*map(_device, args))
+
+    return function

@@ -1,0 +1,165 @@
+"""For the comparison of gradients: one process that trains the batches of several ranks.
+
+In the run "exact-two" each rank writes its first batches; in "exact-one" a single process gets the
+batches of all ranks, concatenated. Dropout, clipping, loss scaling and BatchNorm's batch statistics
+are off in both, so that the gradients of the first step are the same but for rounding.
+"""
+
+import os
+import random
+from pathlib import Path
+
+from check_inside.record import PLAN, checksum, record
+from check_inside.state import STATE
+
+ELEMENTS = 2_000_000  # of all gradients; of more, every k-th one is compared
+BATCHES = 64
+IS_EXACT = PLAN["run"].startswith("exact")
+_state = None
+
+
+def install(name, torch):
+    """Take out what differs between one process and two for good reasons."""
+    if not IS_EXACT:
+        return
+    functional = torch.nn.functional
+    random.seed(1)
+    torch.manual_seed(1)
+
+    def no_dropout(original):
+        def dropout(input, *args, **kwargs):
+            return input
+
+        return dropout
+
+    for function in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
+        _replace(functional, function, no_dropout)
+
+    def make_attention(original):
+        def attention(*args, dropout_p=0.0, **kwargs):
+            return (
+                original(*args, **kwargs) if len(args) < 5 else original(*args[:4], 0.0, *args[5:])
+            )
+
+        return attention
+
+    _replace(functional, "scaled_dot_product_attention", make_attention)
+
+    def make_batch_norm(original):
+        def batch_norm(input, mean, variance, weight=None, bias=None, *args, **kwargs):
+            channels = [1, -1] + [1] * (input.dim() - 2)
+            if mean is not None:
+                input = (input - mean.reshape(channels)) / (
+                    variance.reshape(channels) + 1e-5
+                ).sqrt()
+            if weight is not None:
+                input = input * weight.reshape(channels) + bias.reshape(channels)
+            return input
+
+        return batch_norm
+
+    _replace(functional, "batch_norm", make_batch_norm)
+    scaler_init = torch.amp.GradScaler.__init__
+
+    def __init__(self, *args, **kwargs):
+        scaler_init(self, *args, **kwargs)
+        self._enabled = False
+
+    torch.amp.GradScaler.__init__ = __init__
+
+
+def _replace(module, name, make):
+    setattr(module, name, make(getattr(module, name)))
+
+
+def clip(original, *args, **kwargs):
+    """Clip the gradients, but for exact runs, in which a clipped gradient would hide its scale."""
+    if not IS_EXACT:
+        return original(*args, **kwargs)
+    import torch
+
+    return torch.tensor(1.0)
+
+
+_written = {}
+
+
+def batch_of(loader, batch):
+    """The batch that the script gets in place of this one."""
+    global _state
+    if not IS_EXACT or STATE.steps > 0:
+        return batch
+    import torch
+
+    number = _written[loader] = _written.get(loader, -1) + 1
+    folder = Path(PLAN["exact"])
+    if number < BATCHES and PLAN["run"] == "exact-two":
+        rank = os.environ.get("RANK", "0")
+        if torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        torch.save(batch, folder / f"batch-{loader}-{number}-rank{rank}.pt")
+    elif PLAN["run"] == "exact-one":
+        batch = _joined(folder, loader, number, batch)
+    _state = checksum(torch.random.get_rng_state())
+    return batch
+
+
+def _joined(folder, loader, number, batch):
+    """The batches of all ranks as one; or in turns, if the script accumulates as many more."""
+    import torch
+
+    ranks, turns = PLAN["ranks"], PLAN["turns"]
+    if turns:
+        paths = [folder / f"batch-{loader}-{number // ranks}-rank{number % ranks}.pt"]
+    else:
+        paths = [folder / f"batch-{loader}-{number}-rank{rank}.pt" for rank in range(ranks)]
+    if not all(path.exists() for path in paths):
+        record("not_exact", why="the two ranks read fewer batches before their first step")
+        return batch
+    parts = [torch.load(path, weights_only=False) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    try:
+        return torch.utils._pytree.tree_map(_concatenate, *parts)
+    except (ValueError, RuntimeError, TypeError) as error:
+        record("not_exact", why=f"the batches of two ranks cannot be concatenated ({error})"[:200])
+        return batch
+
+
+def _concatenate(*leaves):
+    import torch
+
+    if isinstance(leaves[0], torch.Tensor) and leaves[0].dim():
+        return torch.cat(leaves)
+    if isinstance(leaves[0], torch.Tensor | int | float | str | bytes | bool | None):
+        return leaves[0]
+    raise TypeError(f"a batch with a {type(leaves[0]).__name__}")
+
+
+def gradients_of(optimizer, parameters):
+    """Write the gradients of the first step of each optimizer."""
+    import torch
+
+    path = Path(PLAN["exact"] or ".") / f"{PLAN['run']}-gradients-{optimizer}-rank"
+    if not IS_EXACT or STATE.steps > 3 or (optimizer, "done") in _written:
+        return
+    _written[optimizer, "done"] = True
+    if _state is None:
+        record("not_exact", why="the script reads no DataLoader before its first step")
+        return
+    if checksum(torch.random.get_rng_state()) != _state:
+        record("not_exact", why="the step draws random numbers, of a different number on one rank")
+        return
+    total = sum(p.numel() for p in parameters)
+    every = 1 + total // ELEMENTS
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros(parameter.shape)
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        parts.append(gradient.detach().cpu().double().reshape(-1)[::every])
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    torch.save(parts, f"{path}{rank}.pt")
+    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt")

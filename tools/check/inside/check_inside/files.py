@@ -1,0 +1,120 @@
+"""Observes what is written and read: checkpoints, and files that are opened for writing."""
+
+import os
+import sys
+
+from check_inside.record import PLAN, ROOT, is_user_file, place, record, replace
+
+_seen = set()
+_own = tuple(filter(None, (PLAN["folder"], PLAN["exact"])))  # written by the check itself
+
+
+def install(name, module):
+    """Observe saves and loads of torch, torch.distributed.checkpoint or safetensors."""
+    if name == "torch":
+        replace(module, "save", lambda original: _observe_save(original, "torch.save", 1))
+        replace(module, "load", _observe_load)
+        sys.addaudithook(_audit)
+    elif name == "safetensors.torch":
+        for function in ("save_file", "save_model"):
+            replace(module, function, lambda f: _observe_save(f, "safetensors", 1))
+        replace(module, "load_file", _observe_load)
+    else:
+        for function in ("save", "async_save"):
+            replace(module, function, lambda f: _observe_distributed(f, "save"))
+        replace(module, "load", lambda f: _observe_distributed(f, "load"))
+
+
+def _path(target):
+    """The path of a file, as the script would find it from its own folder."""
+    target = getattr(target, "name", target)
+    if not isinstance(target, str | os.PathLike):
+        return None
+    return os.path.realpath(target)
+
+
+def _observe_save(original, function, position):
+    def save(*args, **kwargs):
+        target = args[position] if len(args) > position else kwargs.get("f", kwargs.get("filename"))
+        path = _path(target)
+        where = place()
+        result = original(*args, **kwargs)
+        if path is not None and not path.startswith(_own):
+            record("save", path=path, function=function, place=where, keys=_keys(args[0]))
+        return result
+
+    return save
+
+
+def _keys(thing):
+    return [str(key) for key in thing][:40] if isinstance(thing, dict) else [type(thing).__name__]
+
+
+def _observe_load(original):
+    def load(f, *args, **kwargs):
+        if PLAN["device"] == "mapped" and original.__module__.startswith("torch"):
+            if args:
+                args = ("cpu", *args[1:])
+            else:
+                kwargs["map_location"] = "cpu"
+        path = _path(f)
+        result = original(f, *args, **kwargs)
+        if path is not None and not path.startswith(_own):
+            record("load", path=path, place=place())
+        return result
+
+    return load
+
+
+def _observe_distributed(original, kind):
+    def run(*args, **kwargs):
+        where = place()
+        result = original(*args, **kwargs)
+        path = kwargs.get("checkpoint_id", args[1] if len(args) > 1 else None)
+        path = _path(path if path is not None else "distributed checkpoint")
+        record(kind, path=path, function="torch.distributed.checkpoint", place=where, keys=[])
+        return result
+
+    return run
+
+
+def _audit(event, args):
+    if event == "open":
+        path, mode, flags = args
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        if not writes or not isinstance(path, str | os.PathLike):
+            return
+        _detach(os.path.abspath(os.fspath(path)))
+        path = os.path.realpath(os.fspath(path))
+        if path.startswith(("/dev/", "/proc/", "/sys/", *_own)):
+            return
+        if (path, mode) not in _seen:
+            _seen.add((path, mode))
+            where = place()
+            if where is not None and _by_user():
+                record("write", path=path, mode=mode, append=bool(flags & os.O_APPEND), place=where)
+    elif event == "os.rename":
+        record(
+            "rename",
+            source=os.path.realpath(os.fspath(args[0])),
+            path=os.path.realpath(os.fspath(args[1])),
+        )
+
+
+def _by_user():
+    """Whether the user's code opened a file itself, or with Python's own modules."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_user_file(name):
+            return True
+        if "site-packages" in name or __file__.rpartition(os.sep)[0] in name:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _detach(link):
+    """Large files of the script's folder are links: one that is written to becomes a new file."""
+    if link.startswith(ROOT) and os.path.islink(link):
+        os.unlink(link)

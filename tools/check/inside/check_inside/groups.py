@@ -1,0 +1,136 @@
+"""Observes process groups: collectives, DistributedDataParallel, and processes that are spawned."""
+
+import atexit
+import sys
+
+from check_inside.record import PLAN, checksum, place, record, replace
+from check_inside.state import STATE
+
+MOST_COLLECTIVES = 20_000
+_hooks = 0
+_count = 0
+
+
+def install(name, torch):
+    """Replace the functions that create groups, wrap models and start processes."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    if not dist.is_available():
+        return
+
+    def make_init(original):
+        def init_process_group(backend=None, *args, **kwargs):
+            if PLAN["device"] == "mapped":
+                backend = "gloo"
+                kwargs.pop("device_id", None)
+            result = original(backend, *args, **kwargs)
+            record("init", world=dist.get_world_size(), backend=dist.get_backend(), place=place())
+            _observe(dist.group.WORLD)
+            return result
+
+        return init_process_group
+
+    def make_new_group(original):
+        def new_group(*args, **kwargs):
+            if PLAN["device"] == "mapped" and "nccl" in str(kwargs.get("backend")):
+                kwargs["backend"] = "gloo"
+            group = original(*args, **kwargs)
+            _observe(group)
+            return group
+
+        return new_group
+
+    for function, make in (("init_process_group", make_init), ("new_group", make_new_group)):
+        replacement = make(getattr(c10d, function))
+        for module in (c10d, dist):
+            setattr(module, function, replacement)
+
+    _observe_ddp(torch.nn.parallel.DistributedDataParallel)
+    spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
+
+    def make_start(original):
+        def start_processes(fn, args=(), nprocs=1, *others, **kwargs):
+            record("spawn", processes=nprocs, place=place())
+            return original(fn, args, nprocs, *others, **kwargs)
+
+        return start_processes
+
+    replacement = make_start(spawning.start_processes)
+    for module in (spawning, torch.multiprocessing):
+        module.start_processes = replacement
+    replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+
+def _observe(group):
+    """Record the collectives of a group, where PyTorch has hooks for that."""
+    global _hooks
+    if group is None or not hasattr(group, "register_pre_hook"):
+        if group is not None and not isinstance(group, int):
+            record("no_hooks")
+        return
+    _hooks += 1
+
+    def before(call):
+        global _count
+        _count += 1
+        if _count > MOST_COLLECTIVES:
+            return
+        tensors = list(call.input_tensors or []) or list(call.output_tensors or [])
+        name = getattr(call.name, "name", str(call.name))
+        values = None
+        if "REDUCE" in name and sum(t.numel() for t in tensors) <= 16:
+            values = [float(x) for t in tensors for x in t.detach().reshape(-1)]
+        record(
+            "collective",
+            name=name,
+            sizes=[list(t.shape) for t in tensors[:8]],
+            values=values,
+            in_forward=STATE.depth > 0,
+            place=place(),
+        )
+
+    number = 70_000 + _hooks
+    group.register_pre_hook(number, before)
+    atexit.register(group.unregister_pre_hook, number)  # or Python's end is a segmentation fault
+
+
+def _observe_ddp(ddp):
+    def make(original):
+        def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
+            if PLAN["device"] == "mapped":
+                device_ids = output_device = None
+            parameters = list(module.parameters())
+            record(
+                "wrap",
+                type="DistributedDataParallel",
+                parameters=len(parameters),
+                checksums=[checksum(p) for p in parameters[:3000]],
+                find_unused=kwargs.get("find_unused_parameters", False),
+                place=place(),
+            )
+            original(self, module, device_ids, output_device, *args, **kwargs)
+
+        return __init__
+
+    replace(ddp, "__init__", make)
+
+    def make_join(original):
+        def join(self, *args, **kwargs):
+            record("join", place=place())
+            return original(self, *args, **kwargs)
+
+        return join
+
+    replace(ddp, "join", make_join)
+
+
+def _observe_data_parallel(original):
+    def __init__(self, module, device_ids=None, output_device=None, dim=0):
+        record("wrap", type="DataParallel", place=place())
+        original(self, module, [] if PLAN["device"] == "mapped" else device_ids, None, dim)
+        if PLAN["device"] == "mapped":
+            self.module = module
+            self.device_ids = []
+
+    return __init__

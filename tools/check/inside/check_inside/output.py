@@ -1,0 +1,40 @@
+"""Observes what each rank prints."""
+
+import builtins
+import logging
+import sys
+
+from check_inside.record import place, record, replace
+
+_most = 400
+
+
+def install(name, torch):
+    """Replace print and the handlers of logging that write to a stream."""
+
+    def make_print(original):
+        def print(*args, **kwargs):
+            if kwargs.get("file") in (None, sys.stdout, sys.stderr):
+                _record(kwargs.get("sep", " ") or "", args)
+            return original(*args, **kwargs)
+
+        return print
+
+    def make_emit(original):
+        def emit(self, entry):
+            _record(" ", [entry.getMessage()])
+            return original(self, entry)
+
+        return emit
+
+    replace(builtins, "print", make_print)
+    replace(logging.StreamHandler, "emit", make_emit)
+
+
+def _record(separator, parts):
+    global _most
+    where = place()
+    if where is None or _most == 0:
+        return
+    _most -= 1
+    record("print", text=separator.join(map(str, parts))[:300], place=where)

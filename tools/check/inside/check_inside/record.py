@@ -1,0 +1,103 @@
+"""Writes what happens in one process as lines of JSON, for tools/check/events.py to read."""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import zlib
+from pathlib import Path
+
+PLAN = json.loads(os.environ["TOOLS_CHECK_PLAN"])
+ROOT = PLAN["root"]  # the copy of the script's folder in which this run works
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
+    | {os.path.dirname(os.path.dirname(os.path.realpath(__file__)))}
+)
+_lock = threading.RLock()
+_is_user = {}
+_file = None
+_pid = None
+_number = 0
+
+
+def rank():
+    """The rank of this process: of its process group, else from the environment, else None."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdigit() else None
+
+
+def record(kind, **fields):
+    """Write an event at once: the process may be killed at any time."""
+    global _file, _pid, _number
+    with _lock:
+        if _pid != os.getpid():  # at first, or in a fork
+            _pid = os.getpid()
+            path = Path(PLAN["folder"]) / f"{_pid}.jsonl"
+            # Opened by number, so that the observer of files does not see it.
+            _file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        _number += 1
+        event = {"kind": kind, "pid": _pid, "parent": os.getppid(), "rank": rank()}
+        event |= {"number": _number, "time": time.time(), **fields}
+        os.write(_file, (json.dumps(event, default=str) + "\n").encode())
+
+
+def is_user_file(name):
+    """Whether this is code of the user: not of Python, of an installed package, or of the check."""
+    if name not in _is_user:
+        path = os.path.realpath(name)
+        _is_user[name] = not name.startswith("<") and (
+            path.startswith(ROOT + os.sep)
+            or not (path.startswith(_LIBRARIES) or "site-packages" in path)
+        )
+    return _is_user[name]
+
+
+def place():
+    """The innermost line of the user's code that is being run: [file, line], or None."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_user_file(name):
+            path = os.path.realpath(name)
+            if path.startswith(ROOT + os.sep):
+                path = os.path.relpath(path, ROOT)
+            return [path, frame.f_lineno]
+        frame = frame.f_back
+    return None
+
+
+def called_by_user(depth=2):
+    """Whether the function that calls this one was called directly from the user's code."""
+    return is_user_file(sys._getframe(depth).f_code.co_filename)
+
+
+def checksum(tensor, start=0):
+    """A CRC-32 of the bytes of a tensor; of this rank's part, if it is distributed."""
+    import torch
+
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.is_meta or tensor.numel() == 0:
+        return start
+    array = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(memoryview(array), start)
+
+
+def replace(owner, name, make):
+    """Replace owner.name by make(original), which keeps the name and the documentation."""
+    original = getattr(owner, name)
+    replacement = make(original)
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+        if hasattr(original, attribute):
+            try:
+                setattr(replacement, attribute, getattr(original, attribute))
+            except (AttributeError, TypeError):
+                break
+    setattr(owner, name, replacement)
+    return original

@@ -1,0 +1,35 @@
+"""Observes fully_shard and its older class: the model of each rank before it is sharded."""
+
+from check_inside.record import checksum, place, record
+
+
+def install(name, module):
+    """Replace fully_shard, and the constructor of the older class."""
+    original = module.fully_shard
+
+    def fully_shard(model, *args, **kwargs):
+        record("shard", checksums=_checksums(model), place=place())
+        return original(model, *args, **kwargs)
+
+    for attribute in ("state", "__wrapped__"):
+        if hasattr(original, attribute):
+            setattr(fully_shard, attribute, getattr(original, attribute))
+    module.fully_shard = fully_shard
+    wrapper = module.FullyShardedDataParallel
+    init = wrapper.__init__
+
+    def __init__(self, model, *args, **kwargs):
+        if not kwargs.get("sync_module_states"):
+            record("shard", checksums=_checksums(model), place=place())
+        init(self, model, *args, **kwargs)
+
+    wrapper.__init__ = __init__
+
+
+def _checksums(model):
+    """Of the parameters that are not sharded yet."""
+    return [
+        checksum(parameter)
+        for parameter in list(model.parameters())[:3000]
+        if not hasattr(parameter, "to_local") and not parameter.is_meta
+    ]

@@ -1,0 +1,49 @@
+"""What the observers of one process share."""
+
+from dataclasses import dataclass, field
+
+# Dataset, model and optimizer -> ordinals, which are the same in all ranks that run the same code.
+
+
+class Ordinals:
+    """Numbers objects in the order in which they are first seen. The objects are kept alive."""
+
+    def __init__(self):
+        self.numbers = {}
+        self.objects = []
+
+    def __call__(self, thing):
+        if id(thing) not in self.numbers:
+            self.numbers[id(thing)] = len(self.objects)
+            self.objects.append(thing)
+        return self.numbers[id(thing)]
+
+
+@dataclass
+class State:
+    """Counters since the last step of an optimizer, and over the whole run."""
+
+    datasets: Ordinals = field(default_factory=Ordinals)
+    loaders: Ordinals = field(default_factory=Ordinals)
+    models: Ordinals = field(default_factory=Ordinals)
+    optimizers: Ordinals = field(default_factory=Ordinals)
+    parameters: list = field(default_factory=list)  # of all optimizers, without repetitions
+    parameter_ids: set = field(default_factory=set)
+    names: dict = field(default_factory=dict)  # id of a parameter -> its name
+    steps: int = 0  # of the outermost optimizers
+    training_epochs: int = 0  # epochs of loaders within which a backward was run
+    backwards_of_run: int = 0
+    batches_of_run: int = 0
+    depth: int = 0  # of forwards within forwards
+    fetching: bool = False  # inside of dataset[i]
+    active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
+    backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
+    batches: dict = field(default_factory=dict)  # since the last step, of each loader
+    forwards: list = field(default_factory=list)  # since the last step, of models with parameters
+    syncs: dict = field(default_factory=dict)  # since the last step: place -> number
+    clips: list = field(default_factory=list)
+    is_scaled: bool = False  # the gradients are those of a scaled loss
+    scaler: object = None
+
+
+STATE = State()

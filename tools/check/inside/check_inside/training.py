@@ -1,0 +1,341 @@
+"""Observes models, backwards, optimizers, gradient scalers and clipping."""
+
+import sys
+
+from check_inside import exact, limits
+from check_inside.data import fingerprints
+from check_inside.record import called_by_user, checksum, place, record, replace
+from check_inside.state import STATE
+
+MOST_TENSORS = 3000  # of which single checksums are recorded
+SMALL = 1_000_000  # elements of a gradient that is looked at before each backward
+
+MEAN_LOSSES = (
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+)
+
+
+def install(name, torch):
+    """Register PyTorch's global hooks, and replace the functions that have none."""
+    import torch.nn.modules.module as modules
+    import torch.nn.utils.clip_grad as clip_grad
+
+    optimizers = sys.modules["torch.optim.optimizer"]
+    modules.register_module_forward_pre_hook(_before_forward)
+    modules.register_module_forward_hook(_after_forward, always_call=True)
+    optimizers.register_optimizer_step_pre_hook(_before_step)
+    optimizers.register_optimizer_step_post_hook(_after_step)
+    replace(torch.optim.Optimizer, "add_param_group", _observe_parameters)
+    replace(torch.optim.Optimizer, "zero_grad", _observe_zero_grad)
+    replace(torch.autograd, "backward", _observe_backward)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        replacement = _observe_clip(getattr(clip_grad, name))
+        for module in (clip_grad, torch.nn.utils):
+            setattr(module, name, replacement)
+    for loss in MEAN_LOSSES:
+        replace(torch.nn.functional, loss, _mark_mean)
+    for method in ("item", "tolist", "__float__", "__int__", "__bool__"):
+        replace(torch.Tensor, method, _observe_sync)
+    scaler = torch.amp.GradScaler
+    replace(scaler, "scale", _observe_scale)
+    replace(scaler, "unscale_", _observe_unscale)
+    replace(scaler, "step", _observe_scaler_step)
+
+
+# Models.
+
+
+def _before_forward(module, inputs):
+    STATE.depth += 1
+    if STATE.depth == 1:
+        _root_forward(module, inputs)
+
+
+def _after_forward(module, inputs, outputs):
+    STATE.depth = max(0, STATE.depth - 1)
+
+
+def _root_forward(module, inputs):
+    """A forward that the script calls itself: of the model, or of its wrapper."""
+    import torch
+
+    if next(module.parameters(), None) is None:
+        return
+    if id(module) not in STATE.models.numbers:
+        for name, parameter in module.named_parameters():
+            name = name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
+            STATE.names.setdefault(id(parameter), name.removeprefix("module."))
+    ordinal = STATE.models(module)
+    parts = list(module.modules())
+    norms = [part for part in parts if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
+    dropouts = [part for part in parts if isinstance(part, torch.nn.modules.dropout._DropoutNd)]
+    forward = {
+        "model": ordinal,
+        "type": type(module).__name__,
+        "training": module.training,
+        "grad": torch.is_grad_enabled(),
+        "dropout": sum(part.training and part.p > 0 for part in dropouts),
+        "dropouts": sum(part.p > 0 for part in dropouts),
+        "norm": sum(part.training and part.track_running_stats for part in norms),
+        "norms": len(norms),
+        "synced": sum(isinstance(part, torch.nn.SyncBatchNorm) for part in norms),
+        "frozen_norm": sum(
+            part.training
+            and part.track_running_stats
+            and part.weight is not None
+            and not part.weight.requires_grad
+            for part in norms
+        ),
+        "place": place(),
+    }
+    key = tuple(value for name, value in forward.items() if name != "place")
+    if not STATE.active and torch.is_grad_enabled():
+        forward["rows"] = fingerprints(inputs)  # of a script that has no loader
+    STATE.forwards.append(forward)
+    for epoch in STATE.active:
+        epoch.forwards.setdefault(key, forward)
+
+
+# Losses and backwards.
+
+
+def _mark_mean(original):
+    def loss(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if kwargs.get("reduction", "mean") == "mean":
+            result._check_is_mean = True
+        return result
+
+    return loss
+
+
+_stale = {}  # ordinal of an optimizer -> [(parameter, checksum of the gradient after its step)]
+_accumulated = set()  # optimizers whose old gradients are there at a backward
+
+
+def _observe_backward(original):
+    def backward(tensors, *args, **kwargs):
+        limits.before_backward()
+        tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
+        for optimizer, gradients in _stale.items():
+            kept = [p.grad is not None and checksum(p.grad) == crc for p, crc in gradients]
+            if gradients and all(kept):
+                _accumulated.add(optimizer)
+            else:
+                _accumulated.discard(optimizer)
+        where = place()
+        is_mean = getattr(tensor, "_check_is_mean", False)
+        result = original(tensors, *args, **kwargs)
+        STATE.backwards_of_run += 1
+        STATE.backwards.append([where, is_mean])
+        _remember_gradient()
+        return result
+
+    return backward
+
+
+_last_gradient = None
+
+
+def _remember_gradient():
+    """The checksum of a gradient after a backward, to notice that it is changed before the step."""
+    global _last_gradient
+    for parameter in STATE.parameters:
+        if parameter.grad is not None and parameter.numel() < SMALL:
+            _last_gradient = (parameter, checksum(parameter.grad))
+            return
+
+
+def _observe_zero_grad(original):
+    def zero_grad(self, *args, **kwargs):
+        ordinal = STATE.optimizers(self)
+        _stale.pop(ordinal, None)
+        _accumulated.discard(ordinal)
+        return original(self, *args, **kwargs)
+
+    return zero_grad
+
+
+# Optimizers.
+
+
+def _observe_parameters(original):
+    def add_param_group(self, group):
+        original(self, group)
+        for parameter in self.param_groups[-1]["params"]:
+            if id(parameter) not in STATE.parameter_ids:
+                STATE.parameter_ids.add(id(parameter))
+                STATE.parameters.append(parameter)
+
+    return add_param_group
+
+
+_step_depth = 0
+
+
+def _before_step(optimizer, args, kwargs):
+    global _step_depth
+    _step_depth += 1
+    if _step_depth > 1 or _is_initialization():  # or an optimizer in an optimizer, such as ZeRO's
+        return
+    ordinal = STATE.optimizers(optimizer)
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [None if p.grad is None else checksum(p.grad) for p in own[:MOST_TENSORS]]
+    rescaled = _last_gradient is not None and (
+        _last_gradient[0].grad is None or checksum(_last_gradient[0].grad) != _last_gradient[1]
+    )
+    trained = {id(p) for model in STATE.models.objects for p in model.parameters()}
+    record(
+        "step",
+        step=STATE.steps,
+        optimizer=ordinal,
+        type=type(optimizer).__name__,
+        rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
+        gradients=gradients,
+        names=[STATE.names.get(id(p)) for p in own[:MOST_TENSORS]] if STATE.steps < 2 else [],
+        all_names=[STATE.names.get(id(p)) for p in STATE.parameters[:MOST_TENSORS]]
+        if STATE.steps < 2
+        else [],
+        sharded=any(_is_sharded(p) for p in own),
+        state=_state_checksum(optimizer),
+        scaler=_scaler_state(),
+        backwards=STATE.backwards,
+        batches=STATE.batches,
+        forwards=STATE.forwards[:50],
+        syncs=list(STATE.syncs.values()),
+        clips=STATE.clips,
+        rescaled=rescaled and not STATE.clips and not STATE.is_scaled,
+        accumulated=ordinal in _accumulated,
+        strangers=sum(id(p) not in trained for p in own) if trained else 0,
+        size=len(own),
+        trainable=sum(p.requires_grad for m in STATE.models.objects for p in m.parameters()),
+        place=place(),
+    )
+    exact.gradients_of(ordinal, own)
+
+
+def _after_step(optimizer, args, kwargs):
+    global _step_depth
+    _step_depth = max(0, _step_depth - 1)
+    if _step_depth or _is_initialization():
+        return
+    small = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None and p.numel() < SMALL and bool(p.grad.detach().abs().sum() > 0)
+    ]
+    ordinal = STATE.optimizers(optimizer)
+    _stale[ordinal] = [(p, checksum(p.grad)) for p in small[:3]]
+    _accumulated.discard(ordinal)
+    STATE.steps += 1
+    STATE.backwards = []
+    STATE.batches = {}
+    STATE.forwards = []
+    STATE.syncs = {}
+    STATE.clips = []
+    limits.after_step()
+
+
+def _is_initialization():
+    """Whether PyTorch makes a step with a rate of 0, so that there is a state to load into."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_sharded(parameter):
+    if type(parameter).__name__ == "FlatParameter":
+        return True
+    placements = getattr(parameter, "placements", ())
+    return any(placement.is_shard() for placement in placements)
+
+
+def _state_checksum(optimizer):
+    """[number of tensors and numbers, their checksum] of the state of the optimizer."""
+    import torch
+
+    count = crc = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            for key in sorted(values, key=str):
+                if isinstance(values[key], torch.Tensor):
+                    count += 1
+                    crc = checksum(values[key], crc)
+    return [count, crc]
+
+
+# Gradient scalers and clipping.
+
+
+def _scaler_state():
+    scaler = STATE.scaler
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return [float(scaler.get_scale()), int(scaler._get_growth_tracker())]
+
+
+def _observe_scale(original):
+    def scale(self, outputs):
+        STATE.scaler = self
+        result = original(self, outputs)
+        if self.is_enabled():
+            STATE.is_scaled = True
+            if getattr(outputs, "_check_is_mean", False):
+                result._check_is_mean = True
+        return result
+
+    return scale
+
+
+def _observe_unscale(original):
+    def unscale_(self, optimizer):
+        STATE.is_scaled = False
+        return original(self, optimizer)
+
+    return unscale_
+
+
+def _observe_scaler_step(original):
+    def step(self, optimizer, *args, **kwargs):
+        clipped = bool(STATE.clips)
+        record("scaler_step", scaled=STATE.is_scaled, clipped=clipped, clips=STATE.clips)
+        STATE.is_scaled = False
+        return original(self, optimizer, *args, **kwargs)
+
+    return step
+
+
+def _observe_clip(original):
+    def clip(*args, **kwargs):
+        STATE.clips.append({"scaled": STATE.is_scaled, "place": place()})
+        return exact.clip(original, *args, **kwargs)
+
+    return clip
+
+
+# Reads of tensors by the host.
+
+
+def _observe_sync(original):
+    def read(self):
+        if called_by_user() and not STATE.fetching and STATE.active:
+            where = place()
+            entry = STATE.syncs.setdefault(str(where), [where, original.__name__, 0])
+            entry[2] += 1
+        return original(self)
+
+    return read

@@ -1,0 +1,121 @@
+"""Prints what a check has found: for people, as JSON, and as SARIF for code hosts."""
+
+import json
+
+from tools.check.advice import ADVICE
+
+ORDER = ("error", "warning", "note")
+PAGE = "docs/traps.md"
+
+
+def sorted_findings(findings):
+    """The most serious ones first."""
+    return sorted(findings, key=lambda finding: ORDER.index(ADVICE[finding.rule].severity))
+
+
+def is_failure(findings):
+    """Whether there is more than notes: the exit code is 1 then."""
+    return any(ADVICE[finding.rule].severity != "note" for finding in findings)
+
+
+def text(findings, not_checked, checked):
+    """The report for people."""
+    lines = []
+    for finding in sorted_findings(findings):
+        advice = ADVICE[finding.rule]
+        place = f"{finding.place[0]}:{finding.place[1]}: " if finding.place else ""
+        lines += [
+            f"{place}{advice.severity}: {finding.observed}  [{finding.rule}]",
+            f"  {advice.why}",
+        ]
+        lines += [f"      {line}" for line in advice.fix.splitlines()]
+        if advice.trap:
+            lines.append(f"  {PAGE}#{advice.trap}")
+        lines.append("")
+    for item in not_checked:
+        lines.append(f"not checked: {item.what}: {item.why}")
+    written = sorted(set(written_outside(checked)))
+    if written:
+        lines.append(f"written outside of the copy of the folder: {', '.join(written[:5])}")
+    counts = [
+        sum(ADVICE[finding.rule].severity == severity for finding in findings) for severity in ORDER
+    ]
+    seconds = sum(run.seconds for run in checked.runs.values())
+    names = [f"{n} {name}{'' if n == 1 else 's'}" for n, name in zip(counts, ORDER, strict=True)]
+    runs = f"{len(checked.runs)} runs, {seconds:.0f} s"
+    lines.append(f"{', '.join(names)}; {len(not_checked)} not checked; {runs}")
+    return "\n".join(lines)
+
+
+def written_outside(checked):
+    """Paths that the script wrote, other than in the copy of its folder."""
+    for run in checked.runs.values():
+        root = str(run.root.resolve())
+        for event in run.any("save", "write"):
+            path = event["path"]
+            if not path.startswith((root, "/tmp/torchinductor", "/dev")):
+                yield path
+
+
+def as_json(findings, not_checked, checked):
+    """The report as a JSON object."""
+    return json.dumps(
+        {
+            "findings": [
+                {
+                    "rule": finding.rule,
+                    "severity": ADVICE[finding.rule].severity,
+                    "file": finding.place and finding.place[0],
+                    "line": finding.place and finding.place[1],
+                    "observed": finding.observed,
+                    "why": ADVICE[finding.rule].why,
+                    "fix": ADVICE[finding.rule].fix,
+                }
+                for finding in sorted_findings(findings)
+            ],
+            "not_checked": [item._asdict() for item in not_checked],
+            "written_outside": sorted(set(written_outside(checked))),
+            "runs": {name: round(run.seconds, 1) for name, run in checked.runs.items()},
+        },
+        indent=2,
+    )
+
+
+def as_sarif(findings, script):
+    """The findings as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/)."""
+    rules = sorted({finding.rule for finding in findings})
+    results = [
+        {
+            "ruleId": finding.rule,
+            "level": ADVICE[finding.rule].severity,
+            "message": {"text": f"{finding.observed}. {ADVICE[finding.rule].why}"},
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": finding.place[0] if finding.place else script},
+                        "region": {"startLine": finding.place[1] if finding.place else 1},
+                    }
+                }
+            ],
+        }
+        for finding in sorted_findings(findings)
+    ]
+    driver = {
+        "name": "tools.check",
+        "rules": [
+            {
+                "id": rule,
+                "shortDescription": {"text": ADVICE[rule].why},
+                "help": {"text": ADVICE[rule].fix or ADVICE[rule].why},
+            }
+            for rule in rules
+        ],
+    }
+    return json.dumps(
+        {
+            "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+            "version": "2.1.0",
+            "runs": [{"tool": {"driver": driver}, "results": results}],
+        },
+        indent=2,
+    )

@@ -1,0 +1,32 @@
+"""What several rules ask of the runs."""
+
+
+def where(event):
+    """The place of an event as a tuple, or None."""
+    place = event and event.get("place")
+    return tuple(place) if place else None
+
+
+def two_ranks(checked):
+    """The ranks of the run on two processes, if they form a group that trains; else None."""
+    two = checked["two"]
+    if two is None or two.world_size < 2 or len(two.ranks) < 2:
+        return None
+    return two.ranks
+
+
+def holds_parts(checked):
+    """How the ranks hold parts of one model ("pipeline", "tensor parallel"), or None."""
+    two = checked["two"]
+    parts = two.any("parts") if two else []
+    return parts[0]["how"] if parts else None
+
+
+def replicas(checked):
+    """The ranks of the run on two processes, if each has a model for other samples; else None."""
+    return None if holds_parts(checked) else two_ranks(checked)
+
+
+def is_sharded(ranks):
+    """Whether the ranks hold shards of the parameters."""
+    return any(step["sharded"] for rank in ranks for step in rank.steps)

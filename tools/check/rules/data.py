@@ -1,0 +1,227 @@
+"""Rules about the samples that the ranks train on."""
+
+from tools.check.findings import Finding, NotChecked
+from tools.check.rules.common import holds_parts, replicas, where
+
+
+def same_samples(checked):
+    """Ranks that train on the same samples; shares that overlap, or leave samples out."""
+    ranks = replicas(checked)
+    if ranks is None:
+        two = checked["two"]
+        why = holds_parts(checked)
+        if why:
+            yield NotChecked("samples per rank", f"the ranks hold parts of one model ({why})")
+        elif two is not None and two.world_size < 2:
+            yield NotChecked("all that concerns several ranks", "the script joins no process group")
+        return
+    if not all(rank.training for rank in ranks):
+        yield from _same_inputs(ranks)
+        return
+    for first, second in _pairs(ranks):
+        ours, theirs = first["samples"], second["samples"]
+        if not ours or not theirs:
+            continue
+        count = min(len(ours), len(theirs))
+        common = set(ours) & set(theirs)
+        replaced = len(set(ours)) < 0.9 * len(ours)  # drawn with replacement
+        if ours[:count] == theirs[:count] or (
+            not first["iterable"] and set(ours) == set(theirs) and not replaced
+        ):
+            yield Finding(
+                "same-samples",
+                where(first),
+                f"rank 0 and rank 1 trained on the same {len(common)} of {len(set(ours))} samples",
+            )
+        elif first["iterable"] and len(common) > 0.2 * len(set(ours)):
+            yield Finding(
+                "same-samples",
+                where(first),
+                f"rank 0 and rank 1 read {len(common)} equal samples of {len(set(ours))}",
+            )
+        elif len(common) > _fillers(first, ranks) and not replaced and not first["iterable"]:
+            length = first["dataset_len"]
+            missing = length - len(set(ours) | set(theirs)) if length else 0
+            yield Finding(
+                "shares-overlap",
+                where(first),
+                f"{len(common)} samples are in the shares of rank 0 and of rank 1, and "
+                f"{missing} of {length} in neither",
+            )
+
+
+def _fillers(epoch, ranks):
+    """How many samples may be in both shares so that these have the same length."""
+    return len(ranks) * 2 - 1
+
+
+def _pairs(ranks):
+    """The first training epochs of each loader, on rank 0 and on rank 1."""
+    seen = set()
+    others = {}
+    for epoch in ranks[1].training:
+        others.setdefault(epoch["loader"], epoch)
+    for epoch in ranks[0].training:
+        if epoch["loader"] not in seen and epoch["loader"] in others:
+            seen.add(epoch["loader"])
+            yield epoch, others[epoch["loader"]]
+
+
+def _same_inputs(ranks):
+    """The inputs of the model, where there is no DataLoader that tells the samples."""
+    ours, theirs = (
+        [row for step in rank.steps for f in step["forwards"] for row in f.get("rows", [])]
+        for rank in ranks[:2]
+    )
+    common = set(ours) & set(theirs)
+    if not ours or not theirs:
+        yield NotChecked("samples per rank", "the script trains without a DataLoader")
+    elif len(common) > 0.5 * len(set(ours)):
+        place = where(next(iter(ranks[0].steps[0]["forwards"]), None))
+        yield Finding(
+            "same-samples",
+            place,
+            f"{len(common)} of {len(set(ours))} inputs are the same on rank 0 and rank 1",
+        )
+
+
+def samples_left_out(checked):
+    """Samples of the training set that no rank has in an epoch."""
+    ranks = replicas(checked)
+    if ranks is None:
+        return
+    for first, second in _pairs(ranks):
+        length = first["dataset_len"]
+        ours, theirs = set(first["samples"]), set(second["samples"])
+        if first["iterable"] or not length or not ours or not theirs:
+            continue
+        if len(ours) < 0.9 * len(first["samples"]) or ours & theirs:
+            continue  # with replacement, or reported as an overlap
+        missing = length - len(ours | theirs)
+        largest = first["sizes"][1] * 2 * len(ranks)
+        if missing > max(largest, 0.1 * length):
+            yield Finding(
+                "samples-left-out",
+                where(first),
+                f"{missing} of {length} samples are in no rank's share of an epoch",
+            )
+
+
+def no_set_epoch(checked):
+    """The order of the first epoch comes again."""
+    for run in filter(None, (checked["two"], checked["one"])):
+        for rank in run.ranks[:1]:
+            by_loader = {}
+            for epoch in rank.training:
+                by_loader.setdefault(epoch["loader"], []).append(epoch)
+            for epochs in by_loader.values():
+                if len(epochs) < 2 or epochs[0]["iterable"]:
+                    continue
+                first, second = epochs[0]["samples"], epochs[1]["samples"]
+                if not first or first != second:
+                    continue
+                if first == sorted(first):
+                    yield Finding(
+                        "not-shuffled",
+                        where(epochs[0]),
+                        f"epochs 1 and 2 read the {len(first)} samples in the order of the dataset",
+                    )
+                else:
+                    yield Finding(
+                        "no-set-epoch",
+                        where(epochs[0]),
+                        f"epochs 1 and 2 read the {len(first)} samples in the same order",
+                    )
+                return
+
+
+def uneven_batches(checked):
+    """Ranks with different numbers of batches wait for each other for ever."""
+    ranks = replicas(checked)
+    if ranks is None or ranks[0].of("join"):
+        return
+    for first, second in _pairs(ranks):
+        key = "batches" if first["iterable"] else "sizes"
+        ours, theirs = first[key], second[key]
+        if key == "sizes":
+            ours, theirs = ours[0], theirs[0]
+        elif first["cut"] or second["cut"]:
+            yield NotChecked(
+                "the same number of batches on all ranks",
+                "an IterableDataset has more batches than the check reads",
+            )
+            continue
+        if ours != theirs:
+            yield Finding(
+                "uneven-batches",
+                where(first),
+                f"rank 0 has {ours} batches per epoch, rank 1 has {theirs}",
+            )
+
+
+def validation_in_training(checked):
+    """Samples that are validated on one rank and trained on another."""
+    ranks = replicas(checked)
+    if ranks is None:
+        return
+    for evaluated in ranks[0].evaluation:
+        for other in ranks:
+            for trained in other.training:
+                if (
+                    evaluated["base"] == trained["base"]
+                    and evaluated["dataset"] != trained["dataset"]
+                    and not evaluated["iterable"]
+                ):
+                    common = set(evaluated["base_samples"]) & set(trained["base_samples"])
+                    if common:
+                        yield Finding(
+                            "validation-in-training",
+                            where(evaluated),
+                            f"{len(common)} samples that rank 0 validates are trained by rank "
+                            f"{other.number}",
+                        )
+                        return
+
+
+def same_random_numbers(checked):
+    """Ranks, workers or epochs whose augmentation draws the same numbers."""
+    for run in filter(None, (checked["two"], checked["one"])):
+        groups = {}
+        for rank in run.ranks:
+            trained = {epoch["dataset"] for epoch in rank.training}
+            for fetch in rank.fetches:
+                if fetch["dataset"] in trained and not fetch["reseeded"]:
+                    for generator in fetch["drew"]:
+                        key = (fetch["dataset"], generator)
+                        source = (rank.number, fetch["worker"])
+                        groups.setdefault(key, []).append(
+                            (fetch["before"][generator], source, rank)
+                        )
+        for (_, generator), draws in groups.items():
+            by_state = {}
+            for state, source, rank in draws:
+                by_state.setdefault(state, {})[source] = rank
+            for sources in by_state.values():
+                if len(sources) > 1:
+                    (first, rank), (second, _) = list(sources.items())[:2]
+                    yield Finding(
+                        "same-augmentation",
+                        where(rank.training[0]),
+                        f"{_name(first)} and {_name(second)} draw equal numbers from {generator}",
+                    )
+                    return
+
+
+def _name(source):
+    rank, worker = source
+    return f"rank {rank}" + ("" if worker is None else f", worker {worker},")
+
+
+RULES = [
+    same_samples,
+    samples_left_out,
+    no_set_epoch,
+    uneven_batches,
+    validation_in_training,
+    same_random_numbers,
+]

@@ -1,0 +1,177 @@
+"""Rules about evaluation."""
+
+from collections import Counter
+
+from tools.check.findings import Finding
+from tools.check.rules.common import replicas, where
+
+
+def mode(checked):
+    """Evaluation in training mode, with gradients; training in evaluation mode."""
+    for run in filter(None, (checked["one"], checked["two"])):
+        for rank in run.ranks[:1]:
+            yield from _mode(rank)
+
+
+def _mode(rank):
+    for epoch in rank.evaluation:
+        for forward in epoch["forwards"]:
+            if forward["dropout"] or forward["norm"]:
+                layers = "dropout" if forward["dropout"] else "BatchNorm"
+                yield Finding(
+                    "no-eval-mode",
+                    where(forward),
+                    f"{forward['type']} evaluates with its {layers} in training mode",
+                )
+                break
+        for forward in epoch["forwards"]:
+            if forward["grad"]:
+                yield Finding(
+                    "no-no-grad",
+                    where(forward),
+                    f"{forward['type']} evaluates while gradients are recorded",
+                )
+                break
+    trained = {}
+    for epoch in rank.training:
+        for forward in epoch["forwards"]:
+            if forward["dropouts"] or forward["norms"]:
+                trained.setdefault(forward["model"], []).append((epoch["epoch"], forward))
+    for forwards in trained.values():
+        by_epoch = {}
+        for number, forward in forwards:
+            by_epoch.setdefault(number, []).append(forward)
+        epochs = list(by_epoch.values())
+        if any(f["training"] for f in epochs[0]):
+            for later in epochs[1:]:
+                if not any(f["training"] for f in later):
+                    yield Finding(
+                        "no-train-mode",
+                        where(later[0]),
+                        f"{later[0]['type']} trains in evaluation mode after the first evaluation",
+                    )
+                    break
+
+
+def division(checked):
+    """Validation that is padded, on one rank only, or repeated on each; a metric of one rank."""
+    ranks = replicas(checked)
+    if ranks is None:
+        return
+    evaluating = [rank for rank in ranks if rank.evaluation]
+    if not evaluating:
+        return
+    first = evaluating[0].evaluation[0]
+    if len(evaluating) == 1:
+        yield Finding(
+            "evaluation-on-one-rank",
+            where(first),
+            f"only rank {evaluating[0].number} evaluates; the others wait",
+        )
+        return
+    loaders = {epoch["loader"] for epoch in evaluating[0].evaluation}
+    for loader in sorted(loaders):
+        shares = [
+            next((e for e in rank.evaluation if e["loader"] == loader), None) for rank in evaluating
+        ]
+        if None in shares or any(share["iterable"] for share in shares):
+            continue
+        yield from _division(ranks, shares)
+
+
+def _division(ranks, shares):
+    read = [share["base_samples"] for share in shares]
+    if not all(read):
+        return
+    if all(set(samples) == set(read[0]) for samples in read[1:]):
+        yield Finding(
+            "evaluation-repeated",
+            where(shares[0]),
+            f"each of the {len(ranks)} ranks evaluates the same {len(set(read[0]))} samples",
+        )
+        return
+    yield from _one_rank_metric(ranks, shares)
+    counts = Counter(sample for samples in read for sample in samples)
+    extra = sum(counts.values()) - len(counts)
+    if not extra or extra > 0.5 * len(counts):
+        return
+    total, distinct = sum(counts.values()), len(counts)
+    values = {
+        value
+        for rank in ranks
+        for event in _during(rank, shares[0]["loader"])
+        for value in event.get("values") or []
+    }
+    sums = {
+        sum(pair)
+        for pair in zip(
+            *(
+                [v for e in _during(rank, shares[0]["loader"]) for v in e.get("values") or []]
+                for rank in ranks
+            ),
+            strict=False,
+        )
+    }
+    if distinct in sums or distinct in values or any(rank.of("drops_padding") for rank in ranks):
+        return
+    yield Finding(
+        "padding-counted",
+        where(shares[0]),
+        f"the ranks evaluate {total} samples, but there are {distinct}: {extra} are counted twice",
+    )
+
+
+def _during(rank, loader):
+    """The collectives from the first batch of an evaluation to the next one of training."""
+    inside = False
+    evaluated = {e["epoch"] for e in rank.evaluation if e["loader"] == loader}
+    for event in rank.events:
+        if event["kind"] == "batch":
+            inside = event["epoch"] in evaluated
+        elif event["kind"] == "collective" and inside:
+            yield event
+
+
+JOINING = ("REDUCE", "GATHER", "SEND", "RECV", "ALLTOALL")
+
+
+def _one_rank_metric(ranks, shares):
+    if any(rank.of("no_hooks") for rank in ranks):
+        return
+    joined = any(
+        any(name in event["name"].upper() for name in JOINING)
+        for rank in ranks
+        for event in _during(rank, shares[0]["loader"])
+    )
+    if not joined:
+        yield Finding(
+            "metric-of-one-rank",
+            where(shares[0]),
+            f"each rank evaluates its {len(shares[0]['samples'])} samples, and nothing joins the "
+            "results",
+        )
+
+
+def augmented(checked):
+    """Evaluation that draws random numbers."""
+    for run in filter(None, (checked["one"], checked["two"])):
+        for rank in run.ranks[:1]:
+            trained = {epoch["dataset"] for epoch in rank.training}
+            for epoch in rank.evaluation:
+                for fetch in rank.fetches:
+                    if (
+                        fetch["dataset"] == epoch["dataset"]
+                        and fetch["dataset"] not in trained
+                        and fetch["drew"]
+                        and not fetch["reseeded"]
+                    ):
+                        yield Finding(
+                            "evaluation-augmented",
+                            where(epoch),
+                            "reading a validation sample draws random numbers from "
+                            + " and ".join(fetch["drew"]),
+                        )
+                        return
+
+
+RULES = [mode, division, augmented]

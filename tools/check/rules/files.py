@@ -1,0 +1,194 @@
+"""Rules about checkpoints: who writes them, how, and what a run that is started again continues."""
+
+import os
+import re
+from collections import Counter
+
+from tools.check.findings import Finding, NotChecked
+from tools.check.rules.common import two_ranks, where
+
+
+def writers(checked):
+    """Files that each rank writes, and checkpoints that are overwritten in place."""
+    two = checked["two"]
+    ranks = two_ranks(checked)
+    if ranks is not None:
+        by_path = {}
+        for rank in ranks:
+            for event in rank.of("save", "write"):
+                if event["kind"] == "save" and "distributed" in event["function"]:
+                    continue
+                by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
+        for path, events in by_path.items():
+            if len(events) > 1 and os.path.basename(path) != "null":
+                event = events[0] if 0 in events else next(iter(events.values()))
+                rule = "saved-by-every-rank" if event["kind"] == "save" else "written-by-every-rank"
+                yield Finding(
+                    rule,
+                    where(event),
+                    f"{len(events)} ranks write {os.path.relpath(path, two.root)}",
+                )
+    for run in filter(None, (two, checked["one"])):
+        for rank in run.ranks:
+            renamed = {event["source"] for event in rank.of("rename")}
+            saves = [e for e in rank.of("save") if "distributed" not in e["function"]]
+            counts = Counter(event["path"] for event in saves)
+            for path, count in counts.items():
+                if count > 1 and not any(_covers(source, path) for source in renamed):
+                    event = next(e for e in saves if e["path"] == path)
+                    yield Finding(
+                        "written-in-place",
+                        where(event),
+                        f"{os.path.relpath(path, run.root)} is overwritten {count} times; it is "
+                        "broken if the job is killed meanwhile",
+                    )
+                    return
+
+
+def _covers(source, path):
+    return source == path or path.startswith(source + os.sep)
+
+
+def loggers(checked):
+    """Several runs of a logger for one job."""
+    ranks = two_ranks(checked) or []
+    logging = [rank for rank in ranks if rank.of("logger")]
+    if len(logging) > 1:
+        event = logging[0].first("logger")
+        yield Finding(
+            "several-loggers", where(event), f"{len(logging)} ranks start {event['what']}"
+        )
+
+
+def resumed(checked):
+    """What a run that was killed and started again continues, and what it has lost."""
+    killed, again = checked["killed"], checked["resumed"]
+    if killed is None or again is None:
+        why = checked.not_run.get("killed") or checked.not_run.get("resumed")
+        yield NotChecked("resuming", why or "the script did not end on two processes")
+        return
+    if not again.ended and not again.any("step"):
+        lines = [line for line in again.output.strip().splitlines() if "Error" in line]
+        text = lines[-1] if lines else f"exit code {again.code}"
+        yield Finding("resume-fails", None, f"started again, the script fails: {text}"[:500])
+        return
+    written = {os.path.basename(event["path"]) for event in killed.any("save")}
+    loads = again.any("load")
+    if not loads:
+        yield NotChecked(
+            "resuming",
+            f"the run that was started again reads none of {', '.join(sorted(written)[:3])}: if it "
+            "takes an option to resume, give it with --resume-args",
+        )
+        return
+    before, after = killed.ranks[0], again.ranks[0]
+    if not after.steps:
+        yield NotChecked("resuming", "the run that was started again makes no step")
+        return
+    place = where(loads[0])
+    first = after.steps[0]
+    states = [step["parameters"] for step in before.steps]
+    if first["parameters"] not in states:
+        yield NotChecked("resuming", "the parameters after the load are those of no step before")
+        return
+    index = max(i for i, state in enumerate(states) if state == first["parameters"])
+    if index == 0:
+        yield Finding(
+            "model-not-restored", place, "the first step starts from the initial parameters again"
+        )
+        return
+    yield from _lost(before, after, index, place)
+
+
+def _lost(before, after, index, place):
+    old, new = before.steps[index], after.steps[0]
+    if old["state"] != new["state"] and old["state"][0]:
+        count = "has none" if not new["state"][0] else "differs"
+        yield Finding(
+            "optimizer-not-restored",
+            place,
+            f"{old['type']} had {old['state'][0]} tensors of state; after the load it {count}",
+        )
+    # The first rate may be that of the optimizer's state, before a schedule that is lost sets one.
+    for earlier, later in zip(before.steps[index:][:2], after.steps[:2], strict=False):
+        if not _close(earlier["rates"], later["rates"]):
+            yield Finding(
+                "scheduler-not-restored",
+                place,
+                f"step {earlier['step'] + 1} had the rate {earlier['rates'][0]:.4g}; after the "
+                f"load it has {later['rates'][0]:.4g}",
+            )
+            break
+    if old["scaler"] and new["scaler"] and old["scaler"] != new["scaler"]:
+        yield Finding(
+            "scaler-not-restored",
+            place,
+            f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
+        )
+    yield from _epoch(before, after, index, place)
+
+
+def _close(first, second):
+    return len(first) == len(second) and all(
+        abs(a - b) <= 1e-9 + 1e-6 * abs(a) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _epoch(before, after, index, place):
+    """The epoch and the order of the samples go on."""
+    numbers = [e["epoch"] for e in after.of("set_epoch")[:1]]
+    earlier = [e["epoch"] for e in before.of("set_epoch")]
+    printed = [_printed_epochs(rank) for rank in (before, after)]
+    if numbers and len(set(earlier)) > 1 and numbers[0] == earlier[0]:
+        yield Finding(
+            "epoch-not-restored",
+            place,
+            f"started again, the sampler is set to epoch {numbers[0]}, the first one; there were "
+            f"{len(set(earlier))} before",
+        )
+        return
+    whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
+    if whole and not numbers and all(printed) and printed[1][0] == printed[0][0]:
+        yield Finding(
+            "epoch-not-restored",
+            place,
+            f"started again, the script prints epoch {printed[1][0]}, the first one, again",
+        )
+        return
+    old, new = _batches(before), _batches(after)
+    if not old or not new or not new[0]:
+        return
+    steps = [step for step in before.steps[:index]]
+    expected = sum(max(step["batches"].values(), default=0) for step in steps)
+    if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+        yield Finding(
+            "order-after-resume",
+            place,
+            f"after {index} steps the run that was started again reads the first batch of the "
+            "first epoch",
+        )
+
+
+def _batches(rank):
+    """The samples of each batch of the first loader that is trained from, in order."""
+    loaders = [list(step["batches"]) for step in rank.steps if step["batches"]]
+    if not loaders:
+        return []
+    evaluated = {epoch["epoch"] for epoch in rank.evaluation}
+    return [
+        event["samples"]
+        for event in rank.of("batch")
+        if str(event["loader"]) == loaders[0][0] and event["epoch"] not in evaluated
+    ]
+
+
+def _printed_epochs(rank):
+    found = []
+    for event in rank.of("print"):
+        match = re.search(r"epoch\W{0,4}(\d+)", event["text"], re.IGNORECASE)
+        if match:
+            found.append(int(match[1]))
+    return found
+
+
+RULES = [writers, loggers, resumed]

@@ -1,0 +1,233 @@
+"""Rules about losses, gradients, clipping and learning rates."""
+
+import math
+
+from tools.check.findings import Finding, NotChecked
+from tools.check.rules.common import holds_parts, replicas, where
+
+TOLERANCE = 2e-3
+
+
+def scale(checked):
+    """The gradient of two ranks against that of one process for the same samples."""
+    ranks = replicas(checked)
+    two, one = checked["exact-two"], checked["exact-one"]
+    what = "the gradient of two ranks against one process"
+    if ranks is None:
+        if holds_parts(checked):
+            yield NotChecked(what, "the ranks hold parts of one model")
+        return
+    if two is None or one is None or not one.ended:
+        why = checked.not_run.get("exact-two") or checked.not_run.get("exact-one")
+        yield NotChecked(what, why or "the script failed on the batches of both ranks")
+        return
+    for event in two.any("not_exact") + one.any("not_exact"):
+        yield NotChecked(what, event["why"])
+        return
+    if _start_differently(two.ranks):
+        yield NotChecked(what, "the ranks start with different models")
+        return
+    import torch
+
+    folder = two.folder.parent / "exact"
+    rates = {}
+    for event in one.any("gradients"):
+        optimizer = event["optimizer"]
+        paths = [folder / f"exact-two-gradients-{optimizer}-rank{rank}.pt" for rank in range(2)]
+        if not all(path.exists() for path in paths):
+            continue
+        ours = torch.load(folder / event["file"])
+        theirs = torch.load(paths[0])
+        if [t.shape for t in ours] != [t.shape for t in theirs]:
+            yield NotChecked(what, "the optimizer has different parameters on one process")
+            return
+        step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
+        initial = [run.ranks[0].steps[0]["parameters"] for run in (one, two)]
+        if initial[0] != initial[1] and not step["sharded"]:
+            yield NotChecked(
+                what,
+                "the models start differently: the script sets no seed, or one "
+                "that depends on the number of processes",
+            )
+            return
+        other = torch.load(paths[1])
+        if not step["sharded"] and not _equal(theirs, other):
+            return  # gradients that are not averaged are another finding
+        rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
+    for ratio, rest, step in rates.values():
+        if math.isnan(ratio):
+            continue
+        if rest > 0.02:
+            yield Finding(
+                "mean-of-means",
+                where(step),
+                f"for the same samples the gradient of two ranks differs from that of one process "
+                f"by {100 * rest:.0f} % of its norm, in other ways than by a factor",
+            )
+        elif abs(ratio - 1) > 0.02:
+            yield Finding(
+                "gradient-scale",
+                where(step),
+                f"for the same samples the gradient of two ranks is {ratio:.3g} times that of one "
+                "process",
+            )
+
+
+def _start_differently(ranks):
+    shards = [[event["checksums"] for event in rank.of("shard")] for rank in ranks[:2]]
+    if any(shards):
+        return shards[0] != shards[1]
+    return ranks[0].steps[0]["parameters"] != ranks[1].steps[0]["parameters"]
+
+
+def _equal(first, second):
+    return all(
+        (a - b).abs().max() <= 1e-6 * (1 + a.abs().max())
+        for a, b in zip(first, second, strict=True)
+        if a.numel()
+    )
+
+
+def _compare(ours, reference):
+    """The factor between two gradients, and what remains besides it, as a share of the norm."""
+    square = reference.dot(reference).item()
+    if square == 0:
+        return math.nan, 0.0
+    ratio = ours.dot(reference).item() / square
+    rest = (ours - ratio * reference).norm().item() / max(ours.norm().item(), 1e-30)
+    return ratio, rest
+
+
+def undivided(checked):
+    """Accumulation of losses that are means, without a division by their number."""
+    for run in filter(None, (checked["one"], checked["two"])):
+        for rank in run.ranks[:1]:
+            for step in rank.steps:
+                times = len(step["backwards"])
+                most = max(step["batches"].values(), default=0) or _inputs(step)
+                are_means = all(is_mean for _, is_mean in step["backwards"])
+                if times >= 2 and most == times and not step["rescaled"] and are_means:
+                    place = step["backwards"][0][0]
+                    yield Finding(
+                        "loss-not-divided",
+                        place and tuple(place),
+                        f"{times} backwards of losses that are means are added up for one step",
+                    )
+                    return
+
+
+def _inputs(step):
+    """How many batches a step of a script without a DataLoader has put into its model."""
+    forwards = [forward for forward in step["forwards"] if forward.get("rows")]
+    if len({where(forward) for forward in forwards}) != 1:
+        return 0
+    return len({tuple(forward["rows"]) for forward in forwards})
+
+
+def averaged(checked):
+    """Gradients that the ranks do not average; replicas that drift apart."""
+    ranks = replicas(checked)
+    if ranks is None or is_partial(ranks):
+        return
+    for ours, theirs in zip(ranks[0].steps, ranks[1].steps, strict=False):
+        if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
+            return
+        if ours["parameters"] != theirs["parameters"]:
+            differ = _names(ranks[0], ours, theirs, "parameters", "all_names")
+            if ours["step"] == 0:
+                yield Finding(
+                    "models-start-differently",
+                    where(ours),
+                    f"before the first step {differ} differ between rank 0 and rank 1",
+                )
+            else:
+                yield Finding(
+                    "replicas-drift",
+                    where(ours),
+                    f"after {ours['step']} steps {differ} differ between rank 0 and rank 1",
+                )
+            return
+        if ours["gradients"] != theirs["gradients"]:
+            differ = _names(ranks[0], ours, theirs, "gradients", "names")
+            wrapped = ranks[0].first("wrap")
+            rule = "ddp-bypassed" if wrapped else "gradients-not-averaged"
+            forwards = ours["forwards"]
+            place = where(forwards[-1]) if wrapped and forwards else where(ours)
+            yield Finding(
+                rule,
+                place,
+                f"at step {ours['step'] + 1} the gradients of {differ} differ between rank 0 and "
+                "rank 1",
+            )
+            return
+
+
+def is_partial(ranks):
+    """Whether the ranks hold shards, whose values are different by design."""
+    return any(step["sharded"] for rank in ranks for step in rank.steps)
+
+
+def _names(rank, ours, theirs, what, names):
+    differ = [
+        i
+        for i, pair in enumerate(zip(ours[what], theirs[what], strict=False))
+        if pair[0] != pair[1]
+    ]
+    known = rank.steps[0][names] if rank.steps else []
+    first = next((known[i] for i in differ if i < len(known) and known[i]), None)
+    text = f"{len(differ)} of {len(ours[what])} tensors"
+    return text + (f" ({first}{', …' if len(differ) > 1 else ''})" if first else "")
+
+
+def zeroed(checked):
+    """Gradients of the step before that are still there."""
+    for run in filter(None, (checked["one"], checked["two"])):
+        for rank in run.ranks[:1]:
+            steps = [step for step in rank.steps if step["accumulated"]]
+            if steps:
+                yield Finding(
+                    "no-zero-grad",
+                    where(steps[0]),
+                    f"{len(steps)} of {len(rank.steps)} steps add to the gradients of the last one",
+                )
+                return
+
+
+def clipped(checked):
+    """Gradients of a scaled loss are clipped."""
+    for run in filter(None, (checked["one"], checked["two"])):
+        for rank in run.ranks[:1]:
+            for step in rank.of("scaler_step"):
+                for clip in step["clips"]:
+                    if clip["scaled"]:
+                        yield Finding(
+                            "clip-before-unscale",
+                            where(clip),
+                            "gradients are clipped while they are those of the scaled loss",
+                        )
+                        return
+
+
+def rates(checked):
+    """A schedule by steps, of which there are fewer on more processes."""
+    ranks = replicas(checked)
+    one = checked["one"]
+    if ranks is None or not one.ranks:
+        return
+    ours = [s["rates"] for s in one.ranks[0].steps if s["optimizer"] == 0]
+    theirs = [s["rates"] for s in ranks[0].steps if s["optimizer"] == 0]
+    count = min(len(ours) // 2, len(theirs))
+    if count < 3 or not one.ranks[0].training or not ranks[0].training:
+        return
+    epochs = [rank.training[0]["sizes"][0] for rank in (one.ranks[0], ranks[0])]
+    varies = len({tuple(rate) for rate in ours[: 2 * count]}) > count // 2 + 1
+    if epochs[0] > 1.5 * epochs[1] > 0 and varies and ours[:count] == theirs[:count]:
+        yield Finding(
+            "rate-by-step",
+            where(ranks[0].steps[0]),
+            f"the rates of the first {count} steps are the same on one process ({epochs[0]} steps "
+            f"per epoch) and on two ({epochs[1]})",
+        )
+
+
+RULES = [scale, undivided, averaged, zeroed, clipped, rates]

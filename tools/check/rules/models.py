@@ -1,0 +1,201 @@
+"""Rules about models, optimizers and the calls that cost time."""
+
+from collections import Counter
+
+from tools.check.findings import Finding, NotChecked
+from tools.check.rules.common import replicas, two_ranks, where
+from tools.check.scenarios import UNUSED
+
+
+def start(checked):
+    """Models that differ between ranks before they are sharded: nothing broadcasts them."""
+    ranks = replicas(checked)
+    if ranks is None:
+        return
+    for ours, theirs in zip(ranks[0].of("shard"), ranks[1].of("shard"), strict=False):
+        if ours["checksums"] != theirs["checksums"]:
+            count = sum(
+                a != b for a, b in zip(ours["checksums"], theirs["checksums"], strict=False)
+            )
+            yield Finding(
+                "models-start-differently",
+                where(ours),
+                f"{count} of {len(ours['checksums'])} parameters differ between rank 0 and rank 1 "
+                "before they are sharded",
+            )
+            return
+
+
+def batch_norm(checked):
+    """BatchNorm with the statistics of one rank's share; frozen BatchNorm that learns."""
+    ranks = replicas(checked)
+    runs = [checked["one"], checked["two"]]
+    for run in filter(None, runs):
+        for rank in run.ranks[:1]:
+            for epoch in rank.training:
+                for forward in epoch["forwards"]:
+                    if forward["frozen_norm"]:
+                        yield Finding(
+                            "frozen-batchnorm-learns",
+                            where(forward),
+                            f"{forward['frozen_norm']} BatchNorm layers have frozen weights, but "
+                            "their running statistics change",
+                        )
+    if ranks is None:
+        return
+    # A SyncBatchNorm of somebody's own joins the statistics in its forward.
+    if any(
+        event["in_forward"] and ("REDUCE" in event["name"] or "GATHER" in event["name"])
+        for event in ranks[0].of("collective")
+    ):
+        return
+    for epoch in ranks[0].training:
+        for forward in epoch["forwards"]:
+            plain = forward["norm"] - forward["synced"]
+            if plain > 0 and not forward["frozen_norm"]:
+                yield Finding(
+                    "batchnorm-per-rank",
+                    where(forward),
+                    f"{plain} BatchNorm layers use the samples of one rank",
+                )
+                return
+
+
+def parameters(checked):
+    """Optimizers of parameters that are not the model's; parameters without a gradient."""
+    for run in filter(None, (checked["two"], checked["one"])):
+        for rank in run.ranks[:1]:
+            for step in rank.steps[:2]:
+                without = sum(g is None for g in step["gradients"])
+                if step["strangers"] == step["size"] > 0 == step["size"] - without:
+                    yield Finding(
+                        "wrong-parameters",
+                        where(step),
+                        f"none of the {step['size']} parameters of {step['type']} belongs to the "
+                        "model that is trained",
+                    )
+                    return
+    ranks = two_ranks(checked)
+    if ranks is None or not ranks[0].steps:
+        return
+    wrapped = ranks[0].first("wrap")
+    if wrapped and wrapped.get("find_unused"):
+        steps = ranks[0].steps
+        if all(gradient is not None for step in steps for gradient in step["gradients"]):
+            yield Finding(
+                "needless-find-unused",
+                where(wrapped),
+                f"all {steps[0]['size']} parameters got a gradient in all {len(steps)} steps",
+            )
+
+
+def synchronizations(checked):
+    """Reads of tensors by the host in each step."""
+    run = checked["one"]
+    for rank in run.ranks[:1]:
+        steps = rank.steps
+        if len(steps) < 3:
+            continue
+        counts, names = Counter(), {}
+        for step in steps:
+            for place, name, _ in step["syncs"]:
+                if place:
+                    counts[tuple(place)] += 1
+                    names[tuple(place)] = name
+        for place, count in counts.items():
+            if count >= 0.9 * len(steps) - 1:
+                name = {"__float__": "float()", "__int__": "int()", "__bool__": "bool()"}
+                yield Finding(
+                    "host-synchronization",
+                    place,
+                    f"{name.get(names[place], '.' + names[place] + '()')} of a tensor in "
+                    f"{count} of {len(steps)} steps",
+                )
+
+
+def failures(checked):
+    """Two processes that fail or hang where one does not; collectives that differ."""
+    two = checked["two"]
+    for run in filter(None, (checked["one"], two)):
+        if UNUSED in run.output:
+            missing = [
+                name
+                for name, crc in zip(
+                    run.ranks[0].steps[0]["names"], run.ranks[0].steps[0]["gradients"], strict=True
+                )
+                if crc is None
+            ]
+            yield Finding(
+                "unused-parameters",
+                where(run.ranks[0].first("wrap")),
+                f"no gradient came for {', '.join(filter(None, missing[:5])) or 'some parameters'}",
+            )
+            return
+    if two is None or two.world_size < 2 or (two.ended and not _lengths_differ(two)):
+        if two is not None and two.any("no_hooks"):
+            yield NotChecked("collectives", "this version of PyTorch has no hooks for them")
+        return
+    ranks = two.ranks
+    if len(ranks) == 2:
+        sequences = [rank.of("collective") for rank in ranks]
+        for number, (ours, theirs) in enumerate(zip(*sequences, strict=False)):
+            if ours["name"] != theirs["name"] or ours["sizes"] != theirs["sizes"]:
+                if "GATHER" in ours["name"] or "SCATTER" in ours["name"]:
+                    continue
+                yield Finding(
+                    "collectives-differ",
+                    where(ours) or where(theirs),
+                    f"collective {number + 1}: {_call(ours)} on rank 0, {_call(theirs)} on rank 1",
+                )
+                return
+        lengths = [len(sequence) for sequence in sequences]
+        if lengths[0] != lengths[1]:
+            more = 0 if lengths[0] > lengths[1] else 1
+            extra = sequences[more][min(lengths)]
+            yield Finding(
+                "collectives-differ",
+                where(extra),
+                f"rank {more} calls {_call(extra)}, and rank {1 - more} does not: it calls "
+                f"{min(lengths)} collectives in all",
+            )
+            return
+    if two.timed_out:
+        tops = [_top(text) for text in two.stacks.values()]
+        text = "; ".join(filter(None, tops)) or "no stacks"
+        yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
+    else:
+        lines = [line for line in two.output.strip().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line] or lines[-1:]
+        text = errors[0] if errors else f"exit code {two.code}"
+        yield Finding("fails-on-two", None, f"one process trains, two fail: {text}"[:600])
+
+
+def _lengths_differ(run):
+    if len(run.ranks) < 2 or run.world_size < 2:
+        return False
+    if any(rank.of("parts") for rank in run.ranks):
+        return False
+    names = [
+        [
+            e["name"]
+            for e in rank.of("collective")
+            if "SEND" not in e["name"] and "RECV" not in e["name"]
+        ]
+        for rank in run.ranks
+    ]
+    return abs(len(names[0]) - len(names[1])) > 0 and not run.ended
+
+
+def _call(event):
+    place = where(event)
+    return event["name"] + (f" (line {place[1]})" if place else "")
+
+
+def _top(stacks):
+    """The innermost frame of the user's code in a dump of stacks."""
+    lines = [line.strip() for line in stacks.splitlines() if line.strip().startswith("File")]
+    own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
+    return own[0] if own else None
+
+
+RULES = [start, batch_norm, parameters, synchronizations, failures]

@@ -1,0 +1,297 @@
+"""Runs a script under observation: on one process, on two, killed, and started again."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.check.events import Run
+from tools.check.mirror import mirror
+
+INSIDE = Path(__file__).parent / "inside"
+IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
+GRACE = 3.0
+UNUSED = "Expected to have finished reduction in the prior iteration"
+
+
+@dataclass
+class Options:
+    """What to run, and how."""
+
+    command: list  # after the interpreter: ["train.py", "--lr", "0.1"] or ["-m", "module"]
+    source: Path  # the folder in which the script runs
+    steps: int = 4
+    epochs: int = 2
+    timeout: float = 300.0
+    device: str = "mapped"
+    launch: str = "auto"
+    environment: dict = field(default_factory=dict)
+    resume_arguments: list = field(default_factory=list)
+    hidden: list = field(default_factory=list)
+
+
+class CannotRun(Exception):
+    """The script did not run by itself; the message holds its own traceback."""
+
+
+@dataclass
+class Checked:
+    """The runs of a check, by name; those that were not made are not there."""
+
+    options: Options
+    runs: dict
+    not_run: dict  # name -> reason
+    launch: str
+
+    def __getitem__(self, name):
+        return self.runs.get(name)
+
+
+def run_all(options, work, tell=lambda text: None):
+    """Run the script in all the ways that it can be run. Raises CannotRun if it fails by itself."""
+    runs, not_run = {}, {}
+
+    def run(name, launch, world, root=None, **plan):
+        tell(name)
+        runs[name] = run_script(options, work, name, launch, world, root, **plan)
+        return runs[name]
+
+    launch = "torchrun" if options.launch == "auto" else options.launch
+    one = run("one", launch, 1)
+    if options.launch == "auto" and one.spawned:
+        launch = "python"  # it starts its own processes
+    if UNUSED in one.output and one.any("step"):
+        reason = "DistributedDataParallel ended it on one process"
+        return Checked(options, runs, dict.fromkeys(("exact-two", "killed"), reason), launch)
+    if not one.ended:
+        raise CannotRun(_failure(one))
+    if not one.any("step"):
+        raise CannotRun(
+            "The script made no step of an optimizer on one process." + _already_done(one)
+        )
+    two = run("two", launch, 2)
+    distributed = two.world_size > 1
+    if distributed and two.ended:
+        _compare_exactly(run, runs, not_run, launch, work)
+    elif distributed:
+        not_run["exact-two"] = "the script did not end on two processes"
+    else:
+        not_run["exact-two"] = "the script joins no process group"
+    whole = two if distributed else one
+    if not whole.ended:
+        not_run["killed"] = "the script did not end on two processes"
+        return Checked(options, runs, not_run, launch)
+    saved = first_save(whole)
+    if saved is None:
+        not_run["killed"] = (
+            f"the script wrote no checkpoint in {options.epochs} epochs of {options.steps} steps"
+        )
+        return Checked(options, runs, not_run, launch)
+    world = 2 if distributed else 1
+    killed = run("killed", launch, world, kill_step=saved + 2, epochs=options.epochs + 2)
+    if not killed.any("killed"):
+        not_run["resumed"] = "the script ended before it could be killed after a checkpoint"
+    else:
+        arguments = options.resume_arguments
+        run("resumed", launch, world, root=killed.root, more=arguments, epochs=options.epochs)
+    return Checked(options, runs, not_run, launch)
+
+
+def _compare_exactly(run, runs, not_run, launch, work):
+    exact = work / "exact"
+    exact.mkdir()
+    two = run("exact-two", launch, 2, exact=str(exact), most_steps=3)
+    reasons = {event["why"] for event in two.any("not_exact")}
+    if not two.ended or not two.any("gradients"):
+        not_run["exact-one"] = next(iter(reasons), "the script made no comparable step")
+        return
+    turns = _accumulates_more(runs["one"], runs["two"])
+    run("exact-one", launch, 1, exact=str(exact), most_steps=3, ranks=2, turns=turns)
+
+
+def _accumulates_more(one, two):
+    """Whether one process reads as many batches per step as two do together."""
+
+    def batches(run):
+        counts = [sum(s["batches"].values()) for rank in run.ranks for s in rank.steps[:2]]
+        return max(counts, default=0)
+
+    return batches(one) == 2 * batches(two) > 0
+
+
+def first_save(run):
+    """The number of steps that had been made when the first checkpoint was written, or None."""
+    for rank in run.ranks:
+        steps = 0
+        for event in rank.events:
+            if event["kind"] == "step":
+                steps += 1
+            elif event["kind"] == "save" and steps:
+                return steps
+    return None
+
+
+def run_script(options, work, name, launch, world, root=None, more=(), **plan):
+    """Start the script's processes, and wait for them; none of them is left. Returns a Run."""
+    folder = work / f"{name}.events"
+    folder.mkdir()
+    if root is None:
+        root = work / name / options.source.name
+        mirror(options.source, root, options.hidden)
+    epochs = plan.get("epochs", options.epochs)
+    defaults = {
+        "run": name,
+        "folder": str(folder),
+        "root": os.path.realpath(root),
+        "steps": options.steps,
+        "epochs": epochs,
+        "most_steps": 3 * options.steps * epochs,
+        "kill_step": None,
+        "device": options.device,
+        "devices": world,
+        "world": world,
+        "exact": None,
+        "ranks": world,
+        "turns": False,
+    }
+    environment = os.environ | {
+        "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        **options.environment,
+    }
+    if options.device != "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, *options.command, *more]
+    started = time.monotonic()
+    if launch == "torchrun":
+        port, store = _store(world)
+        ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
+    else:
+        store = None
+        port, free = _store(1)
+        del free
+        ranks = [{"MASTER_PORT": str(port)} if "MASTER_PORT" in environment else {}]
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            environment.pop(variable, None)
+    logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
+    processes = [
+        _start(command, root, environment | variables, log)
+        for variables, log in zip(ranks, logs, strict=True)
+    ]
+    try:
+        timed_out = _wait(processes, folder, logs, options.timeout)
+        stacks = _stacks(folder) if timed_out else {}
+    finally:
+        for process in processes:
+            _kill_group(process)
+    del store
+    codes = [process.wait() for process in processes]
+    output = "\n".join(log.read_text(errors="replace") for log in logs)
+    code = next((code for code in codes if code), 0)
+    seconds = time.monotonic() - started
+    return Run(name, folder, Path(root), code, output, seconds, timed_out, stacks)
+
+
+def _store(world):
+    """A store as torchrun's agent has it, which outlives each rank. Returns its port and itself."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
+    return store.port, store
+
+
+def _torchrun_environment(rank, world, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "check",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _start(command, root, environment, log):
+    with open(log, "w") as output:
+        return subprocess.Popen(
+            command,
+            cwd=root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(processes, folder, logs, timeout):
+    """Wait until all have ended, or one has failed. Returns whether they hang."""
+    end = time.monotonic() + timeout
+    size, changed = None, time.monotonic()
+    failed = None
+    while any(process.poll() is None for process in processes):
+        now = time.monotonic()
+        new = sum(path.stat().st_size for path in [*folder.glob("*.jsonl"), *logs])
+        if new != size:
+            size, changed = new, now
+        if now > end or now - changed > IDLE:
+            return True
+        if any(process.poll() for process in processes):
+            failed = failed or now
+            if now - failed > GRACE:  # as torchrun does, the others are ended
+                return False
+        time.sleep(0.05)
+    return False
+
+
+def _stacks(folder):
+    """The stacks of processes that hang, by process id: PyTorch's main thread last."""
+    for path in folder.glob("*.stacks"):
+        try:
+            os.kill(int(path.stem), signal.SIGUSR2)
+        except ProcessLookupError:
+            continue
+    time.sleep(1.0)
+    return {int(path.stem): path.read_text() for path in folder.glob("*.stacks")}
+
+
+def _kill_group(process):
+    """End a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _failure(run):
+    if run.timed_out:
+        return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
+    return f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+
+
+def _already_done(run):
+    loaded = sorted({event["path"] for event in run.any("load")})
+    if loaded:
+        names = ", ".join(os.path.basename(path) for path in loaded[:3])
+        return f" It read {names}: if that ends it at once, hide it: --hide '{names}'."
+    return " Its output ends with:\n" + run.output[-1500:]
+
+
+def remove(work):
+    """Remove the copies and events of a check."""
+    shutil.rmtree(work, ignore_errors=True)
