@@ -15,6 +15,8 @@ from lab.bench import split as bench_split
 from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
 from lab.memory import table as memory
+from tools.check.advice import ADVICE
+from tools.check.report import ORDER
 from tools.closure import options, purpose, size, total
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
 from tools.markdown import markdown_table
@@ -211,6 +213,16 @@ def recipes():
     return "\n".join(rows)
 
 
+def rules():
+    """What tools.check reports, by severity."""
+    rows = []
+    for severity in ORDER:
+        for rule, advice in ADVICE.items():
+            if advice.severity == severity:
+                rows.append([f"`{rule}`", severity, advice.why])
+    return markdown_table(["rule", "", "why it matters"], rows)
+
+
 def _command(bug):
     return "`make verify`" if bug.task == "images" else f'`make verify ARGS="--task {bug.task}"`'
 
@@ -229,6 +241,7 @@ BLOCKS = {
     "beyond": beyond,
     "traps": traps,
     "recipes": recipes,
+    "rules": rules,
     "memory": memory,
     "split": split,
 }
