@@ -36,7 +36,7 @@ TOGETHER = [
     ["finetune: frozen BatchNorm learns", "finetune: writers", "finetune: validation augmented"],
     ["amp: clipped before unscale", "amp: scaler lost", "amp: padding counted"],
     ["by hand: seed per rank"],
-    ["by hand: parameters of another model"],
+    ["by hand: parameters of a different model"],
     ["stream: mean of means"],
     ["collective on rank 0"],
     ["spawn: no sampler", "spawn: BatchNorm per rank", "spawn: in place"],

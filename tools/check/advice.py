@@ -104,7 +104,7 @@ ADVICE = {
     ),
     "evaluation-augmented": Advice(
         "warning",
-        "The validation result is random, and of other data than the real one.",
+        "The validation result is random, and of different data than the real one.",
         "val_set = Dataset(val_folder, transform=without_augmentation)",
     ),
     "mean-of-means": Advice(

@@ -13,6 +13,7 @@ class Rank:
     """What one rank did. Events are dicts; `of(kind)` are those of a kind, in order."""
 
     number: int
+    pid: int
     events: list = field(default_factory=list)
     workers: list = field(default_factory=list)  # events of the processes of its loaders
     folder: Path | None = None
@@ -116,8 +117,7 @@ def read_ranks(folder):
             numbers = [e["rank"] for e in events if e["rank"] is not None]
             inits = [e["rank"] for e in events if e["kind"] == "init"]
             number = (inits or numbers or [0])[0]
-            ranks.append(Rank(number, events, folder=folder))
-            ranks[-1].pid = pid
+            ranks.append(Rank(number, pid, events, folder=folder))
     for rank in ranks:
         rank.workers = workers[rank.pid]
     return sorted(ranks, key=lambda rank: rank.number)

@@ -566,7 +566,7 @@ BUGS = [
         ),
     ),
     Bug(
-        "by hand: parameters of another model",
+        "by hand: parameters of a different model",
         "hand_all_reduce",
         "wrong-parameters",
         (

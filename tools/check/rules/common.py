@@ -27,6 +27,12 @@ def replicas(checked):
     return None if holds_parts(checked) else two_ranks(checked)
 
 
+def first_ranks(checked, *names):
+    """Rank 0 of each of these runs that was made, in this order."""
+    for run in filter(None, (checked[name] for name in names)):
+        yield from run.ranks[:1]
+
+
 def is_sharded(ranks):
     """Whether the ranks hold shards of the parameters."""
     return any(step["sharded"] for rank in ranks for step in rank.steps)

@@ -1,7 +1,7 @@
 """Rules about the samples that the ranks train on."""
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import holds_parts, replicas, where
+from tools.check.rules.common import first_ranks, holds_parts, replicas, where
 
 
 def same_samples(checked):
@@ -39,7 +39,7 @@ def same_samples(checked):
                 where(first),
                 f"rank 0 and rank 1 read {len(common)} equal samples of {len(set(ours))}",
             )
-        elif len(common) > _fillers(first, ranks) and not replaced and not first["iterable"]:
+        elif len(common) > _fillers(ranks) and not replaced and not first["iterable"]:
             length = first["dataset_len"]
             missing = length - len(set(ours) | set(theirs)) if length else 0
             yield Finding(
@@ -50,7 +50,7 @@ def same_samples(checked):
             )
 
 
-def _fillers(epoch, ranks):
+def _fillers(ranks):
     """How many samples may be in both shares so that these have the same length."""
     return len(ranks) * 2 - 1
 
@@ -109,30 +109,29 @@ def samples_left_out(checked):
 
 def no_set_epoch(checked):
     """The order of the first epoch comes again."""
-    for run in filter(None, (checked["two"], checked["one"])):
-        for rank in run.ranks[:1]:
-            by_loader = {}
-            for epoch in rank.training:
-                by_loader.setdefault(epoch["loader"], []).append(epoch)
-            for epochs in by_loader.values():
-                if len(epochs) < 2 or epochs[0]["iterable"]:
-                    continue
-                first, second = epochs[0]["samples"], epochs[1]["samples"]
-                if not first or first != second:
-                    continue
-                if first == sorted(first):
-                    yield Finding(
-                        "not-shuffled",
-                        where(epochs[0]),
-                        f"epochs 1 and 2 read the {len(first)} samples in the order of the dataset",
-                    )
-                else:
-                    yield Finding(
-                        "no-set-epoch",
-                        where(epochs[0]),
-                        f"epochs 1 and 2 read the {len(first)} samples in the same order",
-                    )
-                return
+    for rank in first_ranks(checked, "two", "one"):
+        by_loader = {}
+        for epoch in rank.training:
+            by_loader.setdefault(epoch["loader"], []).append(epoch)
+        for epochs in by_loader.values():
+            if len(epochs) < 2 or epochs[0]["iterable"]:
+                continue
+            first, second = epochs[0]["samples"], epochs[1]["samples"]
+            if not first or first != second:
+                continue
+            if first == sorted(first):
+                yield Finding(
+                    "not-shuffled",
+                    where(epochs[0]),
+                    f"epochs 1 and 2 read the {len(first)} samples in the order of the dataset",
+                )
+            else:
+                yield Finding(
+                    "no-set-epoch",
+                    where(epochs[0]),
+                    f"epochs 1 and 2 read the {len(first)} samples in the same order",
+                )
+            return
 
 
 def uneven_batches(checked):

@@ -3,14 +3,13 @@
 from collections import Counter
 
 from tools.check.findings import Finding
-from tools.check.rules.common import replicas, where
+from tools.check.rules.common import first_ranks, replicas, where
 
 
 def mode(checked):
     """Evaluation in training mode, with gradients; training in evaluation mode."""
-    for run in filter(None, (checked["one"], checked["two"])):
-        for rank in run.ranks[:1]:
-            yield from _mode(rank)
+    for rank in first_ranks(checked, "one", "two"):
+        yield from _mode(rank)
 
 
 def _mode(rank):
@@ -90,29 +89,16 @@ def _division(ranks, shares):
             f"each of the {len(ranks)} ranks evaluates the same {len(set(read[0]))} samples",
         )
         return
-    yield from _one_rank_metric(ranks, shares)
+    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
+    yield from _one_rank_metric(ranks, shares, calls)
     counts = Counter(sample for samples in read for sample in samples)
     extra = sum(counts.values()) - len(counts)
     if not extra or extra > 0.5 * len(counts):
         return
     total, distinct = sum(counts.values()), len(counts)
-    values = {
-        value
-        for rank in ranks
-        for event in _during(rank, shares[0]["loader"])
-        for value in event.get("values") or []
-    }
-    sums = {
-        sum(pair)
-        for pair in zip(
-            *(
-                [v for e in _during(rank, shares[0]["loader"]) for v in e.get("values") or []]
-                for rank in ranks
-            ),
-            strict=False,
-        )
-    }
-    if distinct in sums or distinct in values or any(rank.of("drops_padding") for rank in ranks):
+    values = [[value for call in own for value in call["values"] or []] for own in calls]
+    sums = [sum(pair) for pair in zip(*values, strict=False)]
+    if distinct in sum(values, sums) or any(rank.of("drops_padding") for rank in ranks):
         return
     yield Finding(
         "padding-counted",
@@ -135,13 +121,11 @@ def _during(rank, loader):
 JOINING = ("REDUCE", "GATHER", "SEND", "RECV", "ALLTOALL")
 
 
-def _one_rank_metric(ranks, shares):
+def _one_rank_metric(ranks, shares, calls):
     if any(rank.of("no_hooks") for rank in ranks):
         return
     joined = any(
-        any(name in event["name"].upper() for name in JOINING)
-        for rank in ranks
-        for event in _during(rank, shares[0]["loader"])
+        any(name in call["name"].upper() for name in JOINING) for own in calls for call in own
     )
     if not joined:
         yield Finding(
@@ -154,24 +138,23 @@ def _one_rank_metric(ranks, shares):
 
 def augmented(checked):
     """Evaluation that draws random numbers."""
-    for run in filter(None, (checked["one"], checked["two"])):
-        for rank in run.ranks[:1]:
-            trained = {epoch["dataset"] for epoch in rank.training}
-            for epoch in rank.evaluation:
-                for fetch in rank.fetches:
-                    if (
-                        fetch["dataset"] == epoch["dataset"]
-                        and fetch["dataset"] not in trained
-                        and fetch["drew"]
-                        and not fetch["reseeded"]
-                    ):
-                        yield Finding(
-                            "evaluation-augmented",
-                            where(epoch),
-                            "reading a validation sample draws random numbers from "
-                            + " and ".join(fetch["drew"]),
-                        )
-                        return
+    for rank in first_ranks(checked, "one", "two"):
+        trained = {epoch["dataset"] for epoch in rank.training}
+        for epoch in rank.evaluation:
+            for fetch in rank.fetches:
+                if (
+                    fetch["dataset"] == epoch["dataset"]
+                    and fetch["dataset"] not in trained
+                    and fetch["drew"]
+                    and not fetch["reseeded"]
+                ):
+                    yield Finding(
+                        "evaluation-augmented",
+                        where(epoch),
+                        "reading a validation sample draws random numbers from "
+                        + " and ".join(fetch["drew"]),
+                    )
+                    return
 
 
 RULES = [mode, division, augmented]

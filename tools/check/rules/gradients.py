@@ -3,7 +3,7 @@
 import math
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import holds_parts, replicas, where
+from tools.check.rules.common import first_ranks, holds_parts, is_sharded, replicas, where
 
 TOLERANCE = 2e-3
 
@@ -100,20 +100,19 @@ def _compare(ours, reference):
 
 def undivided(checked):
     """Accumulation of losses that are means, without a division by their number."""
-    for run in filter(None, (checked["one"], checked["two"])):
-        for rank in run.ranks[:1]:
-            for step in rank.steps:
-                times = len(step["backwards"])
-                most = max(step["batches"].values(), default=0) or _inputs(step)
-                are_means = all(is_mean for _, is_mean in step["backwards"])
-                if times >= 2 and most == times and not step["rescaled"] and are_means:
-                    place = step["backwards"][0][0]
-                    yield Finding(
-                        "loss-not-divided",
-                        place and tuple(place),
-                        f"{times} backwards of losses that are means are added up for one step",
-                    )
-                    return
+    for rank in first_ranks(checked, "one", "two"):
+        for step in rank.steps:
+            times = len(step["backwards"])
+            most = max(step["batches"].values(), default=0) or _inputs(step)
+            are_means = all(is_mean for _, is_mean in step["backwards"])
+            if times >= 2 and most == times and not step["rescaled"] and are_means:
+                place = step["backwards"][0][0]
+                yield Finding(
+                    "loss-not-divided",
+                    place and tuple(place),
+                    f"{times} backwards of losses that are means are added up for one step",
+                )
+                return
 
 
 def _inputs(step):
@@ -127,7 +126,7 @@ def _inputs(step):
 def averaged(checked):
     """Gradients that the ranks do not average; replicas that drift apart."""
     ranks = replicas(checked)
-    if ranks is None or is_partial(ranks):
+    if ranks is None or is_sharded(ranks):
         return
     for ours, theirs in zip(ranks[0].steps, ranks[1].steps, strict=False):
         if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
@@ -162,11 +161,6 @@ def averaged(checked):
             return
 
 
-def is_partial(ranks):
-    """Whether the ranks hold shards, whose values are different by design."""
-    return any(step["sharded"] for rank in ranks for step in rank.steps)
-
-
 def _names(rank, ours, theirs, what, names):
     differ = [
         i
@@ -181,31 +175,29 @@ def _names(rank, ours, theirs, what, names):
 
 def zeroed(checked):
     """Gradients of the step before that are still there."""
-    for run in filter(None, (checked["one"], checked["two"])):
-        for rank in run.ranks[:1]:
-            steps = [step for step in rank.steps if step["accumulated"]]
-            if steps:
-                yield Finding(
-                    "no-zero-grad",
-                    where(steps[0]),
-                    f"{len(steps)} of {len(rank.steps)} steps add to the gradients of the last one",
-                )
-                return
+    for rank in first_ranks(checked, "one", "two"):
+        steps = [step for step in rank.steps if step["accumulated"]]
+        if steps:
+            yield Finding(
+                "no-zero-grad",
+                where(steps[0]),
+                f"{len(steps)} of {len(rank.steps)} steps add to the gradients of the last one",
+            )
+            return
 
 
 def clipped(checked):
     """Gradients of a scaled loss are clipped."""
-    for run in filter(None, (checked["one"], checked["two"])):
-        for rank in run.ranks[:1]:
-            for step in rank.of("scaler_step"):
-                for clip in step["clips"]:
-                    if clip["scaled"]:
-                        yield Finding(
-                            "clip-before-unscale",
-                            where(clip),
-                            "gradients are clipped while they are those of the scaled loss",
-                        )
-                        return
+    for rank in first_ranks(checked, "one", "two"):
+        for step in rank.of("scaler_step"):
+            for clip in step["clips"]:
+                if clip["scaled"]:
+                    yield Finding(
+                        "clip-before-unscale",
+                        where(clip),
+                        "gradients are clipped while they are those of the scaled loss",
+                    )
+                    return
 
 
 def rates(checked):

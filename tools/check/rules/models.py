@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import replicas, two_ranks, where
+from tools.check.rules.common import first_ranks, replicas, two_ranks, where
 from tools.check.scenarios import UNUSED
 
 
@@ -29,18 +29,16 @@ def start(checked):
 def batch_norm(checked):
     """BatchNorm with the statistics of one rank's share; frozen BatchNorm that learns."""
     ranks = replicas(checked)
-    runs = [checked["one"], checked["two"]]
-    for run in filter(None, runs):
-        for rank in run.ranks[:1]:
-            for epoch in rank.training:
-                for forward in epoch["forwards"]:
-                    if forward["frozen_norm"]:
-                        yield Finding(
-                            "frozen-batchnorm-learns",
-                            where(forward),
-                            f"{forward['frozen_norm']} BatchNorm layers have frozen weights, but "
-                            "their running statistics change",
-                        )
+    for rank in first_ranks(checked, "one", "two"):
+        for epoch in rank.training:
+            for forward in epoch["forwards"]:
+                if forward["frozen_norm"]:
+                    yield Finding(
+                        "frozen-batchnorm-learns",
+                        where(forward),
+                        f"{forward['frozen_norm']} BatchNorm layers have frozen weights, but "
+                        "their running statistics change",
+                    )
     if ranks is None:
         return
     # A SyncBatchNorm of somebody's own joins the statistics in its forward.
@@ -63,18 +61,17 @@ def batch_norm(checked):
 
 def parameters(checked):
     """Optimizers of parameters that are not the model's; parameters without a gradient."""
-    for run in filter(None, (checked["two"], checked["one"])):
-        for rank in run.ranks[:1]:
-            for step in rank.steps[:2]:
-                without = sum(g is None for g in step["gradients"])
-                if step["strangers"] == step["size"] > 0 == step["size"] - without:
-                    yield Finding(
-                        "wrong-parameters",
-                        where(step),
-                        f"none of the {step['size']} parameters of {step['type']} belongs to the "
-                        "model that is trained",
-                    )
-                    return
+    for rank in first_ranks(checked, "two", "one"):
+        for step in rank.steps[:2]:
+            without = sum(g is None for g in step["gradients"])
+            if step["strangers"] == step["size"] > 0 == step["size"] - without:
+                yield Finding(
+                    "wrong-parameters",
+                    where(step),
+                    f"none of the {step['size']} parameters of {step['type']} belongs to the "
+                    "model that is trained",
+                )
+                return
     ranks = two_ranks(checked)
     if ranks is None or not ranks[0].steps:
         return

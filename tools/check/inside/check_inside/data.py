@@ -156,7 +156,7 @@ def install(name, torch):
 
 
 def begin(loader, iterator):
-    """The Epoch of a loader that starts now, or None in a worker of a loader."""
+    """The Epoch of a loader that starts now."""
     epoch = Epoch(len(_epochs), loader, iterator)
     _epochs.append(epoch)
     STATE.active.append(epoch)
@@ -170,7 +170,6 @@ def batch_of(epoch, batch):
     ordinal = STATE.loaders(epoch.loader)
     number = epoch.batches
     epoch.batches += 1
-    STATE.batches_of_run += 1
     STATE.batches[ordinal] = STATE.batches.get(ordinal, 0) + 1
     start = sum(epoch.sizes[:number])
     size = epoch.sizes[number] if number < len(epoch.sizes) else 0
@@ -234,8 +233,6 @@ def finish_epoch(epoch):
         backwards=epoch.backwards(),
         forwards=list(epoch.forwards.values()),
         iterable=epoch.is_iterable,
-        workers=loader.num_workers,
-        samplers=_samplers(loader),
         **_dataset(loader.dataset, epoch),
     )
 
@@ -244,17 +241,6 @@ def finish():
     """Record the epochs that are under way."""
     for epoch in list(STATE.active):
         finish_epoch(epoch)
-
-
-def _samplers(loader):
-    """The classes of the samplers, outermost first, with the ranks that they divide among."""
-    found = []
-    thing = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while thing is not None and len(found) < 5:
-        divided = getattr(thing, "num_replicas", None) or getattr(thing, "num_processes", None)
-        found.append([type(thing).__name__, divided])
-        thing = getattr(thing, "sampler", None) or getattr(thing, "batch_sampler", None)
-    return found
 
 
 def _dataset(dataset, epoch):
@@ -270,9 +256,7 @@ def _dataset(dataset, epoch):
     fields = {
         "dataset": STATE.datasets(dataset),
         "base": STATE.datasets(base),
-        "dataset_type": type(base).__name__,
         "dataset_len": len(dataset) if hasattr(dataset, "__len__") else None,
-        "subset": zlib.crc32(array("q", subset).tobytes()) if subset else None,
     }
     if subset:
         valid = [index for index in epoch.drawn if 0 <= index < len(subset)]
@@ -333,7 +317,6 @@ def _observe_fetch(original):
                 "fetch",
                 dataset=STATE.datasets(self.dataset),
                 worker=worker and worker.id,
-                seed=worker and worker.seed,
                 before=before,
                 drew=[name for name in before if before[name] != after[name]],
                 reseeded=_reseeds > reseeds,

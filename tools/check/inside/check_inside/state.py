@@ -33,7 +33,6 @@ class State:
     steps: int = 0  # of the outermost optimizers
     training_epochs: int = 0  # epochs of loaders within which a backward was run
     backwards_of_run: int = 0
-    batches_of_run: int = 0
     depth: int = 0  # of forwards within forwards
     fetching: bool = False  # inside of dataset[i]
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated

@@ -217,7 +217,6 @@ def _before_step(optimizer, args, kwargs):
         accumulated=ordinal in _accumulated,
         strangers=sum(id(p) not in trained for p in own) if trained else 0,
         size=len(own),
-        trainable=sum(p.requires_grad for m in STATE.models.objects for p in m.parameters()),
         place=place(),
     )
     exact.gradients_of(ordinal, own)
@@ -311,8 +310,7 @@ def _observe_unscale(original):
 
 def _observe_scaler_step(original):
     def step(self, optimizer, *args, **kwargs):
-        clipped = bool(STATE.clips)
-        record("scaler_step", scaled=STATE.is_scaled, clipped=clipped, clips=STATE.clips)
+        record("scaler_step", clips=STATE.clips)
         STATE.is_scaled = False
         return original(self, optimizer, *args, **kwargs)
 
