@@ -80,7 +80,10 @@ def trainer(monkeypatch):
                 tensor.detach().copy_(value)
 
         monkeypatch.setattr(torch.cuda, "graph", record)
-        numbers = []
+        numbers, flags = [], []
+        optimizer.register_step_pre_hook(
+            lambda *_: flags.append(optimizer.param_groups[0].get("capturable"))
+        )
         for _ in range(steps):
             images, labels = torch.randn(6, 3), torch.randint(2, (6,))
             loss_sum, outputs = train_step(images, labels)
@@ -89,6 +92,7 @@ def trainer(monkeypatch):
             assert outputs.shape == (6, 2)
             assert isinstance(optimizer.param_groups[0]["lr"], float)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        train_step.capturable = flags
         return state, numbers, train_step
 
     return train
@@ -112,6 +116,13 @@ def test_first_steps_are_not_captured(trainer):
     assert train_step.graph is None
     *_, train_step = trainer(CUDA, steps=graph.WARMUP_STEPS + 1)
     assert train_step.graph is not None
+
+
+def test_adam_is_capturable_while_it_is_captured(trainer):
+    """PyTorch refuses to capture it otherwise, and warns of it in steps that are not captured."""
+    *_, train_step = trainer(CUDA, optimizer="adamw")
+    assert train_step.capturable == [False] * graph.WARMUP_STEPS + [True]
+    assert train_step.optimizer.param_groups[0]["capturable"] is False
 
 
 def test_batches_of_different_shapes_are_refused(trainer):

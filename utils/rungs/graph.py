@@ -120,21 +120,21 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that pins batches for the loader may allocate memory meanwhile.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.results = self._run(*self.batch)
+            self.results = self._run(*self.batch, capturable=True)
         self.graph = graph
 
-    def _run(self, inputs, targets):
-        with self._rates_as_tensors():
+    def _run(self, inputs, targets, capturable=False):
+        with self._rates_as_tensors(capturable):
             return map_tensors(torch.detach, self.step(inputs, targets))
 
     @contextmanager
-    def _rates_as_tensors(self):
+    def _rates_as_tensors(self, capturable):
         groups = self.optimizer.param_groups
         numbers = [dict(group) for group in groups]
         for group, rate in zip(groups, self.rates, strict=True):
             group["lr"] = rate
-            if "capturable" in group:  # of Adam, which refuses to be captured without it
-                group["capturable"] = self.graph is not None  # and warns of it before the capture
+            if "capturable" in group:  # of Adam: captured only with it, and a warning otherwise
+                group["capturable"] = capturable
         try:
             yield
         finally:
