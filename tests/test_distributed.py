@@ -18,6 +18,7 @@ from utils.distributed import (
     available_cores,
     control_group,
     cores_per_rank,
+    data_parallel_group,
     die_with_parent,
     dp_rank,
     dp_world_size,
@@ -184,6 +185,27 @@ def test_mean_over_replicas():
     means = [2**24 + 3, 1.0, 1 / 3, 1.5, pytest.approx(0.2, abs=1e-16)]
     numbers = [7, 2**24 + 1, 2.5]
     assert run_ranks(body, 3) == [(means, numbers, 2**24 + 3)] * 3
+
+
+def test_one_replica_has_nothing_to_reduce(monkeypatch):
+    """The group of a rank that stands for it exists in name only: on GPUs, too, it is gloo's."""
+    monkeypatch.setattr(dist, "all_reduce", None)
+
+    def body(rank):
+        if dist.get_world_size() > 1:
+            hold_one_replica()
+        assert dist.get_backend(data_parallel_group()) == "gloo"
+        return all_reduce(torch.tensor(3.0)).item(), mean_over_replicas(torch.tensor(5)).item()
+
+    with pytest.MonkeyPatch.context() as patch:
+        new_group = dist.distributed_c10d.new_group
+        patch.setattr(  # as if the default were NCCL
+            dist.distributed_c10d,
+            "new_group",
+            lambda backend=None, **options: new_group(backend=backend or "nccl", **options),
+        )
+        assert run_ranks(body, 2) == [(3.0, 5.0)] * 2
+    assert run_ranks(body, 1) == [(3.0, 5.0)]
 
 
 def test_timeout_ends_a_collective_but_not_a_download(monkeypatch):

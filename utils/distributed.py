@@ -72,7 +72,7 @@ def is_main_process() -> bool:
 
 def all_reduce(tensor: Tensor) -> Tensor:
     """Reduce `tensor` in place over the data-parallel ranks, and return it."""
-    if dist.is_initialized():
+    if dp_world_size() > 1:
         dist.all_reduce(tensor, group=_data_parallel_group)
     return tensor
 

@@ -56,7 +56,7 @@ class PipelineSettings(Settings):
 def hold_one_replica() -> None:
     """Declare that all ranks together hold one replica, and train on the same batches."""
     require_gpu_per_rank()
-    group, _ = dist.new_subgroups(1)
+    group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
     set_data_parallel_group(group)
 
 
