@@ -16,6 +16,7 @@ from lab.gpu.__main__ import Results, plan, run_call
 from lab.gpu.jobs import Job, Jobs, dataset_flags
 from lab.gpu.report import Monitor, sections, speed_table
 from tests.test_preemption import wait_until
+from tools.findings import check
 from tools.lessons import ROOT
 from tools.runs import TooSlow, family, wait_for_family
 from utils.errors import UserError
@@ -238,6 +239,17 @@ def test_without_a_gpu_only_small_runs(tmp_path):
     environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
     run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("error: no GPU is visible")
+
+
+def test_small_shared_memory_is_named_before_the_first_job(tmp_path, monkeypatch, capsys):
+    findings = [check(True, "files", ""), check(False, "/dev/shm has 0.07 GB", "enlarge it")]
+    monkeypatch.setattr(command, "check_limits", lambda: findings)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Jobs, "all", lambda jobs: [])
+    monkeypatch.setattr(sys, "argv", ["lab.gpu", "--small", "--output", str(tmp_path)])
+    command.main()
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "FAILED   /dev/shm has 0.07 GB: enlarge it" and "files" not in str(others)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from pathlib import Path
 from lab.bench.runner import machine
 from lab.gpu.jobs import Jobs, dataset_flags
 from lab.gpu.report import Monitor, driver, write
+from tools.doctor import check_limits
 from tools.lessons import ROOT
 from tools.runs import TooSlow, last_line
 from utils.errors import UserError, report_errors
@@ -148,6 +149,9 @@ def main():
     start, facts = time.monotonic(), machine() | {"driver": driver()}
     if not facts["gpus"] and not args.small:
         raise UserError("no GPU is visible (nvidia-smi lists them); --small runs without one")
+    for finding in check_limits():  # too small a /dev/shm kills the loader workers of the peers
+        if finding.level != "ok":
+            print(finding, flush=True)
     default = "runs/gpu-small" if args.small else "runs/gpu"
     folder = Path(args.output or default).resolve()
     folder.mkdir(parents=True, exist_ok=True)
