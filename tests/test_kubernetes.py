@@ -105,6 +105,28 @@ def test_restricted_clusters_accept_the_pods():
     assert user and group == pod["securityContext"]["fsGroup"]  # a name would be refused
 
 
+def test_lines_for_rdma_only_have_to_lose_their_mark():
+    def changed(name):
+        text = (FOLDER / name).read_text()
+        assert text.count("# RDMA: ") == 6
+        return list(yaml.safe_load_all(text.replace("# RDMA: ", "")))[-1]
+
+    job = container(changed("job.yaml")["spec"]["template"]["spec"])
+    trainjob = changed("trainjob.yaml")["spec"]
+    (patch,) = trainjob["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    for security in (job["securityContext"], container(pod)["securityContext"]):
+        assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    for part, limits in (
+        (job, job["resources"]["limits"]),
+        (trainjob["trainer"], trainjob["trainer"]["resourcesPerNode"]["limits"]),
+    ):
+        names = [variable["name"] for variable in part["env"]]
+        assert names[-2:] == ["NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"]
+        assert limits["rdma/hca_shared_devices_a"] == limits["nvidia.com/gpu"]
+
+
 def test_restarts_count_for_each_pod_and_saved_runs_do_not_count():
     spec = JOB["spec"]
     assert "backoffLimit" not in spec and spec["backoffLimitPerIndex"] > 0
