@@ -217,11 +217,14 @@ for dtype, layout in (
     (torch.float64, torch.contiguous_format),
     (torch.float64, torch.channels_last),
     (torch.bfloat16, torch.channels_last),
+    (torch.bfloat16, torch.contiguous_format),
 ):
+  for momentum in (0.1, None):  # with the kernels of CUDA, and without
     torch.manual_seed(dp_rank())
     images, results = torch.randn(3 + dp_rank(), 4, 5, 5, dtype=dtype), []
     for kind in (torch.nn.SyncBatchNorm, SyncBatchNorm):
-        model = kind(4, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        model = kind(4, momentum=momentum, device=device)
+        model = model.to(torch.promote_types(dtype, torch.float32))
         x = images.to(device, memory_format=layout).detach().requires_grad_()
         outputs = model(x)
         (outputs * torch.arange(5.0, device=device)).square().sum().backward()
