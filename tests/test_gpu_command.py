@@ -8,17 +8,20 @@ import tarfile
 import time
 
 import pytest
+import torch
 
 import lab.gpu.__main__ as command
-from lab.bench import loader
+from lab.bench import batched, loader
 from lab.bench.rows import Row
 from lab.gpu.__main__ import Results, plan, run_call
 from lab.gpu.jobs import Job, Jobs, dataset_flags
 from lab.gpu.report import Monitor, sections, speed_table
+from tests.launch import SMALL
 from tests.test_preemption import wait_until
 from tools.findings import check
 from tools.lessons import ROOT
-from tools.runs import TooSlow, family, wait_for_family
+from tools.runs import TooSlow, family, finish_run, start_run, wait_for_family
+from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
 
@@ -118,11 +121,27 @@ def test_settings_of_all_jobs_are_known(tmp_path):
                 assert any(precision in name and name.endswith(mode) for name in speeds)
     rows = [job.run.args[1] for job in jobs if job.stage == "speed"]
     rows = [row for row in rows if isinstance(row, Row)]
-    assert len(rows) == 42
+    assert len(rows) == 42 + 2 * batched.is_available()
     for row in rows:
         row.load_config(row.flags)
     assert sum(job.seconds for job in jobs) < 66 * 60
     assert max(job.seconds for job in jobs) < 9 * 60
+
+
+@pytest.mark.skipif(not batched.is_available(), reason="torch 2.11 has no batched_grad_copy")
+def test_copying_gradients_in_batches_trains_the_same_weights(tmp_path):
+    flags = SMALL | {"dtype": "float64", "epochs": 1}
+    weights = []
+    for module in ("epochs", "batched"):
+        folder = tmp_path / module
+        folder.mkdir()
+        command = ["-m", f"lab.bench.{module}", folder, "train_ddp.py"]
+        process = start_run(command, 2, flags | {"output_dir": folder / "run"})
+        run = finish_run(process, folder / "run")
+        assert run.code == 0, run.stderr
+        weights.append(read_checkpoint(folder / "run" / "last.pt")["model"])
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_archive_is_extracted_once(tmp_path):
