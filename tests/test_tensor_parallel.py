@@ -167,6 +167,18 @@ def test_models_that_cannot_be_split_are_refused():
         divide_layers([], mesh=None)
 
 
+def test_all_ranks_get_the_same_bits_of_cudnn():
+    """For the layers that each of them computes whole."""
+
+    def body(rank):
+        cudnn = torch.backends.cudnn
+        cudnn.benchmark = True  # --cudnn-benchmark
+        divide(vit_tiny(10, image_size=8))
+        return cudnn.deterministic, cudnn.benchmark
+
+    assert run_ranks(body, 2) == [(True, False)] * 2
+
+
 def test_frozen_weights_stay_frozen():
     def body(rank):
         model = vit_tiny(10, image_size=8).requires_grad_(False)

@@ -39,13 +39,14 @@ def divide_layers(
 ) -> None:
     """parallelize_module() for each module of a task's plan.
 
-    Also makes cuDNN deterministic: each rank computes the gradients of what is not divided for
-    itself, and all must get the same bits (pytorch/pytorch#160169).
+    Also makes cuDNN deterministic, and lets it choose no algorithm by time: each rank computes the
+    gradients of what is not divided for itself, and all must get the same bits
+    (pytorch/pytorch#160169).
     Raises UserError if the plan is empty.
     """
     if not plan:
         raise UserError("the task's tensor_parallel_plan() names no module to divide")
-    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     for module, styles in plan:
         parallelize_module(module, mesh, styles)
 
