@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tools.changes import changed
 from tools.check.__main__ import parse, script_of
 from tools.check.advice import ADVICE
 from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
@@ -139,9 +140,7 @@ def together(names):
     text = (SCRIPTS / f"{bugs[0].script}.py").read_text()
     for bug in bugs:
         assert bug.script == bugs[0].script
-        for old, new in bug.changes:
-            assert text.count(old) == 1, (bug.name, old)
-            text = text.replace(old, new)
+        text = changed(text, bug.changes, bug.name)
     return script_named(bugs[0].script), text, {bug.finds for bug in bugs}
 
 
