@@ -13,7 +13,9 @@ count), 1 with findings, and 2 if the script could not be run.
 """
 
 import argparse
+import os
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -78,8 +80,17 @@ def parse(arguments):
     args.command = script_of(command)
     if not args.command:
         parser.error("what is to be checked? For example: -- train.py --its arguments")
-    if args.command[0] != "-m" and not Path(args.command[0]).is_file():
-        parser.error(f"there is no file {args.command[0]} in {Path.cwd()}")
+    if args.command[0] != "-m":
+        script = Path(args.command[0])
+        if not script.is_file():
+            parser.error(f"there is no file {script} in {Path.cwd()}")
+        paths = [Path(os.path.abspath(script)), script.resolve()]
+        inside = [path for path in paths if path.is_relative_to(Path.cwd())]
+        if not inside:
+            parser.error(
+                f"{script} is not in {Path.cwd()}: start the check in the project's folder"
+            )
+        args.command[0] = str(inside[0].relative_to(Path.cwd()))  # in a copy: that of the copy
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
     for variable in args.env:
@@ -105,6 +116,14 @@ def script_of(command):
     return command
 
 
+def script_file(command):
+    """The path of the script of a command, where a module is in a file or in a package."""
+    if command[0] != "-m":
+        return command[0]
+    path = Path(*command[1].split("."))
+    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+
+
 def main(arguments=None):
     """Check a script. Returns the exit code."""
     args = parse(arguments)
@@ -125,6 +144,7 @@ def main(arguments=None):
     if any(work.iterdir()):
         print(f"--keep {work}: the folder is not empty", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
@@ -135,13 +155,15 @@ def main(arguments=None):
         if args.json:
             _write(args.json, report.as_json(findings, not_checked, checked))
         if args.sarif:
-            _write(args.sarif, report.as_sarif(findings, args.command[0]))
+            _write(args.sarif, report.as_sarif(findings, script_file(args.command)))
         if args.json != "-":
             print(report.text(findings, not_checked, checked))
         return 1 if report.is_failure(findings) else 0
     except CannotRun as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         if not args.keep:
             remove(work)

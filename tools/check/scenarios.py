@@ -162,13 +162,14 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     }
     environment = os.environ | {
         "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",
         **options.environment,
     }
+    paths = [str(INSIDE), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if options.device != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *options.command, *more]
@@ -184,16 +185,16 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(variable, None)
     logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
-    processes = [
-        _start(command, root, environment | variables, log)
-        for variables, log in zip(ranks, logs, strict=True)
-    ]
+    processes = []
     try:
+        for variables, log in zip(ranks, logs, strict=True):
+            processes.append(_start(command, root, environment | variables, log))
         timed_out = _wait(processes, folder, logs, options.timeout)
         stacks = _stacks(folder) if timed_out else {}
     finally:
         for process in processes:
             _kill_group(process)
+        _kill_daemons(folder)
     del store
     codes = [process.wait() for process in processes]
     output = "\n".join(log.read_text(errors="replace") for log in logs)
@@ -276,6 +277,14 @@ def _kill_group(process):
     """End a process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_daemons(folder):
+    """End what has left the groups of the processes: /proc tells it by its environment."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            if json.dumps(str(folder)).encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _failure(run):
