@@ -106,13 +106,22 @@ def run_all(options, work, tell=lambda text: None):
 def _compare_exactly(run, runs, not_run, launch, work):
     exact = work / "exact"
     exact.mkdir()
-    two = run("exact-two", launch, 2, exact=str(exact), most_steps=3)
+    plan = {"exact": str(exact), "most_steps": 3}
+    plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
+    two = run("exact-two", launch, 2, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}
     if not two.ended or not two.any("gradients"):
         not_run["exact-one"] = next(iter(reasons), "the script made no comparable step")
         return
     turns = _accumulates_more(runs["one"], runs["two"])
-    run("exact-one", launch, 1, exact=str(exact), most_steps=3, ranks=2, turns=turns)
+    run("exact-one", launch, 1, **plan, ranks=2, turns=turns)
+
+
+def _joins_statistics(one, two):
+    """Whether two ranks have a SyncBatchNorm of the script's own, in place of BatchNorm."""
+    calls = [sum(step["batch_norms"] for step in run.any("step")) for run in (one, two)]
+    joins = any(event["in_forward"] for event in two.any("collective"))
+    return joins and calls[0] > 0 == calls[1]
 
 
 def _accumulates_more(one, two):
@@ -157,6 +166,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "devices": world,
         "world": world,
         "exact": None,
+        "joins_statistics": False,
         "ranks": world,
         "turns": False,
     }
@@ -290,7 +300,13 @@ def _kill_daemons(folder):
 def _failure(run):
     if run.timed_out:
         return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
-    return f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+    text = f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+    if "CUDA error" in run.output[-3000:]:
+        text += (
+            "\nCUDA graphs, for example, cannot run on a CPU: --device cpu takes the script's own "
+        )
+        text += "path for CPUs."
+    return text
 
 
 def _already_done(run):
