@@ -16,6 +16,7 @@ from tools.check.mirror import mirror
 from tools.check.report import as_sarif
 from tools.lessons import ROOT
 
+INSIDE = ROOT / "tools" / "check" / "inside"
 CHECK = [sys.executable, ROOT / "tools" / "check"]
 TRAINS = """
 import pathlib
@@ -126,6 +127,58 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def lengths(limit, source, folder):
+    """The numbers that a script prints with --limit-data."""
+    plan = {"folder": str(folder), "root": str(folder), "run": "one", "limit_data": limit}
+    plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
+    environment = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
+    command = [sys.executable, "-c", f"import torch\nfrom torch.utils.data import *\n{source}"]
+    text = subprocess.check_output(command, env=os.environ | environment, text=True)
+    return [int(word) for word in text.split()]
+
+
+def test_limited_lengths_agree(tmp_path):
+    source = """
+class Mixin:
+    def __len__(self): return 500
+class Own(Mixin, Dataset):
+    def __getitem__(self, index): return index
+own, tensors = Own(), TensorDataset(torch.zeros(100, 2))
+print(len(own), len(tensors), len(DistributedSampler(own, 2, 0)), len(DataLoader(own, 8)))
+print(*map(len, random_split(own, [450, 50])), *map(len, random_split(own, [0.9, 0.1])))
+print(len(Subset(own, range(400))), own[499])
+"""
+    assert lengths(33, source, tmp_path) == [33, 33, 17, 5, 29, 4, 30, 3, 33, 499]
+    assert lengths(0, source, tmp_path)[:4] == [500, 100, 250, 63]
+
+
+@pytest.mark.slow
+def test_limited_data_shows_a_hang_at_the_uneven_end(tmp_path):
+    """The shares of the first steps are even; 33 samples on two ranks make 3 and 2 batches."""
+    source = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Subset, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(6400, 4), torch.randn(6400, 1))
+share = Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for epoch in range(2):
+    for inputs, targets in DataLoader(share, 8, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+    folder = project(tmp_path, source)
+    code, stdout, _ = check(folder, "--json", "-", "--", "train.py")
+    assert "uneven-batches" not in {found["rule"] for found in json.loads(stdout)["findings"]}
+    code, stdout, _ = check(folder, "--limit-data", "33", "--json", "-", "--", "train.py")
+    assert code == 1
+    assert "uneven-batches" in {found["rule"] for found in json.loads(stdout)["findings"]}
 
 
 @pytest.mark.slow

@@ -55,6 +55,14 @@ def parse(arguments):
         default="auto",
         help="python: the script starts its own processes (default: found out by running it)",
     )
+    parser.add_argument(
+        "--limit-data",
+        type=int,
+        default=0,
+        metavar="N",
+        help="len() of each dataset is at most N, so that an epoch comes to its end; with an odd "
+        "number, the ranks cannot have equal shares",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--resume-args",
@@ -93,6 +101,8 @@ def parse(arguments):
         args.command[0] = str(inside[0].relative_to(Path.cwd()))  # in a copy: that of the copy
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
+    if args.limit_data < 0:
+        parser.error("--limit-data is a number of samples; 0: all")
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
@@ -138,6 +148,7 @@ def main(arguments=None):
         environment=dict(variable.split("=", 1) for variable in args.env),
         resume_arguments=shlex.split(args.resume_args),
         hidden=args.hide,
+        limit_data=args.limit_data,
     )
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ class Options:
     environment: dict = field(default_factory=dict)
     resume_arguments: list = field(default_factory=list)
     hidden: list = field(default_factory=list)
+    limit_data: int = 0  # samples per dataset; 0: all
 
 
 class CannotRun(Exception):
@@ -159,6 +160,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "folder": str(folder),
         "root": os.path.realpath(root),
         "steps": options.steps,
+        "limit_data": options.limit_data,
         "epochs": epochs,
         "most_steps": 3 * options.steps * epochs,
         "kill_step": None,

@@ -248,6 +248,14 @@ def _name(source):
     return f"rank {rank}" + ("" if worker is None else f", worker {worker},")
 
 
+def not_limited(checked):
+    """Datasets that --limit-data does not shorten."""
+    for rank in first_ranks(checked, "one"):
+        for epoch in rank.epochs:
+            if epoch["not_limited"]:
+                yield NotChecked("epochs of --limit-data samples", epoch["not_limited"])
+
+
 RULES = [
     same_samples,
     samples_left_out,
@@ -256,4 +264,5 @@ RULES = [
     validation_in_training,
     same_random_numbers,
     same_numbers_again,
+    not_limited,
 ]

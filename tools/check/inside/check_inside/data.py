@@ -10,7 +10,7 @@ from array import array
 from multiprocessing import util
 from pathlib import Path
 
-from check_inside import exact, limits
+from check_inside import exact, lengths, limits
 from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
@@ -290,6 +290,7 @@ def finish_epoch(epoch):
         backwards=epoch.backwards(),
         forwards=list(epoch.forwards.values()),
         iterable=epoch.is_iterable,
+        not_limited=lengths.why_not_limited(epoch),
         **_dataset(epoch.dataset, epoch),
     )
 
