@@ -592,6 +592,11 @@ PLANTS = BUGS + ONE_FILE_BUGS
 def planted_copy(bug, folder):
     """A copy of the scripts, utils/ and tasks/ with the bug in it, in `folder`. Returns that."""
     folder = project_with_task(bug.task, folder)
+    plant(bug, folder)
+    return folder
+
+
+def plant(bug, folder):
+    """Put a bug into a copy. Raises ValueError if its line does not occur exactly once."""
     path = folder / bug.file
     path.write_text(changed(path.read_text(), [(bug.line, bug.replacement)], bug.name))
-    return folder
