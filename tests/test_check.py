@@ -6,13 +6,17 @@ import sys
 
 import pytest
 
+from tools.changes import changed
 from tools.check.__main__ import parse, script_of
 from tools.check.advice import ADVICE
+from tools.check.corpus import own
+from tools.check.corpus.__main__ import check
 from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
 from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
 from tools.lessons import ROOT
+from tools.verify.plants import PLANTS
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
 NOT_PLANTED = {"fails-on-two", "hangs-on-two", "resume-fails", "written-by-every-rank"}
@@ -139,9 +143,7 @@ def together(names):
     text = (SCRIPTS / f"{bugs[0].script}.py").read_text()
     for bug in bugs:
         assert bug.script == bugs[0].script
-        for old, new in bug.changes:
-            assert text.count(old) == 1, (bug.name, old)
-            text = text.replace(old, new)
+        text = changed(text, bug.changes, bug.name)
     return script_named(bugs[0].script), text, {bug.finds for bug in bugs}
 
 
@@ -165,3 +167,31 @@ def test_finds(names, tmp_path):
 def test_no_false_alarm(script, tmp_path):
     _, alarms = check_source(tmp_path, (SCRIPTS / f"{script.name}.py").read_text(), script)
     assert not alarms
+
+
+OWN = {each.name: each for each in own.own_checks()}
+
+
+def test_own_bugs_are_all_planted_once(tmp_path):
+    planted = [bug.name for each in OWN.values() for bug in each.bugs]
+    assert sorted(planted) == sorted(bug.name for bug in PLANTS)
+    assert set(own.FINDS) | set(own.UNSEEN) <= set(planted)
+    assert set(own.FINDS.values()) <= set(ADVICE)
+    for number, each in enumerate(OWN.values()):
+        if len(each.bugs) > 1:  # each must find its line, which no other one has changed
+            own.options_of(each, tmp_path / str(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp x2", "accum x2", "fsdp x2", "one_file ddp x2"])
+def test_own_script_yields_no_alarm_and_is_checked(name):
+    """SyncBatchNorm, seeds in each step, lists of micro-batches, keys of (epoch, index), next()."""
+    row = own.row_of(OWN[f"images: {name}"], check)
+    assert row["verdicts"] == {f"images: {name}": "ok"} and not row["not_checked"], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [own.TOGETHER[0], own.TOGETHER[4]], ids=lambda names: names[0])
+def test_finds_bugs_in_own_scripts(names):
+    row = own.row_of(OWN[", ".join(names)], check)
+    assert {own.FINDS[name] for name in names if name in own.FINDS} <= set(row["rules"]), row

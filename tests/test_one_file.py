@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tools.changes import changed
 from tools.closure import size
 from tools.runs import ROOT, finish_run, start_run
 from tools.verify import one_file
@@ -32,10 +33,7 @@ def run(script, folder, old="", new="", stops=False, **flags):
 
     stops: one rank and its loader processes receive SIGTERM, as from torchrun.
     """
-    text = one_file.with_task(script)
-    if old:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
+    text = changed(one_file.with_task(script), [(old, new)] if old else [], script)
     copy = folder / script.name
     copy.write_text(text)
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, "READS": folder / "reads"}

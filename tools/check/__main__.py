@@ -13,7 +13,9 @@ count), 1 with findings, and 2 if the script could not be run.
 """
 
 import argparse
+import os
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -53,6 +55,14 @@ def parse(arguments):
         default="auto",
         help="python: the script starts its own processes (default: found out by running it)",
     )
+    parser.add_argument(
+        "--limit-data",
+        type=int,
+        default=0,
+        metavar="N",
+        help="len() of each dataset is at most N, so that an epoch comes to its end; with an odd "
+        "number, the ranks cannot have equal shares",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--resume-args",
@@ -78,10 +88,21 @@ def parse(arguments):
     args.command = script_of(command)
     if not args.command:
         parser.error("what is to be checked? For example: -- train.py --its arguments")
-    if args.command[0] != "-m" and not Path(args.command[0]).is_file():
-        parser.error(f"there is no file {args.command[0]} in {Path.cwd()}")
+    if args.command[0] != "-m":
+        script = Path(args.command[0])
+        if not script.is_file():
+            parser.error(f"there is no file {script} in {Path.cwd()}")
+        paths = [Path(os.path.abspath(script)), script.resolve()]
+        inside = [path for path in paths if path.is_relative_to(Path.cwd())]
+        if not inside:
+            parser.error(
+                f"{script} is not in {Path.cwd()}: start the check in the project's folder"
+            )
+        args.command[0] = str(inside[0].relative_to(Path.cwd()))  # in a copy: that of the copy
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
+    if args.limit_data < 0:
+        parser.error("--limit-data is a number of samples; 0: all")
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
@@ -105,6 +126,14 @@ def script_of(command):
     return command
 
 
+def script_file(command):
+    """The path of the script of a command, where a module is in a file or in a package."""
+    if command[0] != "-m":
+        return command[0]
+    path = Path(*command[1].split("."))
+    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+
+
 def main(arguments=None):
     """Check a script. Returns the exit code."""
     args = parse(arguments)
@@ -119,12 +148,14 @@ def main(arguments=None):
         environment=dict(variable.split("=", 1) for variable in args.env),
         resume_arguments=shlex.split(args.resume_args),
         hidden=args.hide,
+        limit_data=args.limit_data,
     )
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)
     if any(work.iterdir()):
         print(f"--keep {work}: the folder is not empty", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
@@ -135,13 +166,15 @@ def main(arguments=None):
         if args.json:
             _write(args.json, report.as_json(findings, not_checked, checked))
         if args.sarif:
-            _write(args.sarif, report.as_sarif(findings, args.command[0]))
+            _write(args.sarif, report.as_sarif(findings, script_file(args.command)))
         if args.json != "-":
             print(report.text(findings, not_checked, checked))
         return 1 if report.is_failure(findings) else 0
     except CannotRun as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         if not args.keep:
             remove(work)

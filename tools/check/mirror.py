@@ -25,6 +25,7 @@ def mirror(source, target, hidden=()):
             if name not in SKIPPED
             and not (Path(folder) / name / "pyvenv.cfg").exists()
             and not any(fnmatch.fnmatch(name, pattern) for pattern in hidden)
+            and not target.is_relative_to(Path(folder) / name)
         ]
         (target / relative).mkdir(parents=True, exist_ok=True)
         for name in list(folders):

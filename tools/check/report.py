@@ -1,6 +1,7 @@
 """Prints what a check has found: for people, as JSON, and as SARIF for code hosts."""
 
 import json
+from urllib.parse import quote
 
 from tools.check.advice import ADVICE
 
@@ -92,7 +93,9 @@ def as_sarif(findings, script):
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": finding.place[0] if finding.place else script},
+                        "artifactLocation": {
+                            "uri": quote(finding.place[0] if finding.place else script)
+                        },
                         "region": {"startLine": finding.place[1] if finding.place else 1},
                     }
                 }

@@ -34,6 +34,7 @@ class Options:
     environment: dict = field(default_factory=dict)
     resume_arguments: list = field(default_factory=list)
     hidden: list = field(default_factory=list)
+    limit_data: int = 0  # samples per dataset; 0: all
 
 
 class CannotRun(Exception):
@@ -106,13 +107,22 @@ def run_all(options, work, tell=lambda text: None):
 def _compare_exactly(run, runs, not_run, launch, work):
     exact = work / "exact"
     exact.mkdir()
-    two = run("exact-two", launch, 2, exact=str(exact), most_steps=3)
+    plan = {"exact": str(exact), "most_steps": 3}
+    plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
+    two = run("exact-two", launch, 2, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}
     if not two.ended or not two.any("gradients"):
         not_run["exact-one"] = next(iter(reasons), "the script made no comparable step")
         return
     turns = _accumulates_more(runs["one"], runs["two"])
-    run("exact-one", launch, 1, exact=str(exact), most_steps=3, ranks=2, turns=turns)
+    run("exact-one", launch, 1, **plan, ranks=2, turns=turns)
+
+
+def _joins_statistics(one, two):
+    """Whether two ranks have a SyncBatchNorm of the script's own, in place of BatchNorm."""
+    calls = [sum(step["batch_norms"] for step in run.any("step")) for run in (one, two)]
+    joins = any(event["in_forward"] for event in two.any("collective"))
+    return joins and calls[0] > 0 == calls[1]
 
 
 def _accumulates_more(one, two):
@@ -150,6 +160,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "folder": str(folder),
         "root": os.path.realpath(root),
         "steps": options.steps,
+        "limit_data": options.limit_data,
         "epochs": epochs,
         "most_steps": 3 * options.steps * epochs,
         "kill_step": None,
@@ -157,18 +168,20 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "devices": world,
         "world": world,
         "exact": None,
+        "joins_statistics": False,
         "ranks": world,
         "turns": False,
     }
     environment = os.environ | {
         "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",
         **options.environment,
     }
+    paths = [str(INSIDE), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if options.device != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *options.command, *more]
@@ -184,16 +197,16 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(variable, None)
     logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
-    processes = [
-        _start(command, root, environment | variables, log)
-        for variables, log in zip(ranks, logs, strict=True)
-    ]
+    processes = []
     try:
+        for variables, log in zip(ranks, logs, strict=True):
+            processes.append(_start(command, root, environment | variables, log))
         timed_out = _wait(processes, folder, logs, options.timeout)
         stacks = _stacks(folder) if timed_out else {}
     finally:
         for process in processes:
             _kill_group(process)
+        _kill_daemons(folder)
     del store
     codes = [process.wait() for process in processes]
     output = "\n".join(log.read_text(errors="replace") for log in logs)
@@ -278,10 +291,24 @@ def _kill_group(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def _kill_daemons(folder):
+    """End what has left the groups of the processes: /proc tells it by its environment."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is of another user
+            if json.dumps(str(folder)).encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+
+
 def _failure(run):
     if run.timed_out:
         return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
-    return f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+    text = f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+    if "CUDA error" in run.output[-3000:]:
+        text += (
+            "\nCUDA graphs, for example, cannot run on a CPU: --device cpu takes the script's own "
+        )
+        text += "path for CPUs."
+    return text
 
 
 def _already_done(run):

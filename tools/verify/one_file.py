@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from tools.changes import changed
 from tools.lessons import ROOT
 from tools.runs import last_line
 from tools.verify.judge import Evidence
@@ -29,24 +30,21 @@ NAMES = ("train_loss", "val_loss", "val_accuracy")
 def with_task(path):
     """The text of a script that trains one_file_task, as a user would edit it, prints all digits,
     and looks for signals after each step."""
-    text = path.read_text()
-    for place, replacement in {
+    changes = {
         "class EpochSampler(": f"{TASK}class EpochSampler(",
         "        scheduler.step()\n": '        one_file_task.end_step(run["epoch"], step)\n'
         "        scheduler.step()\n",
         "STEPS_BETWEEN_LOOKS = 10": "STEPS_BETWEEN_LOOKS = 1",
-    }.items():
-        assert text.count(place) == 1, f"{path} has not one place with {place!r}"
-        text = text.replace(place, replacement)
+    }
+    text = changed(path.read_text(), changes.items(), path)
     return text.replace(":.4f}", ":.17g}")
 
 
 def reference(folder):
     """train_1gpu.py with this task, in a folder. Returns its path."""
-    text, line = (ROOT / "train_1gpu.py").read_text(), "import tasks.images as task"
-    assert text.count(line) == 1
+    change = "import tasks.images as task", "import tools.verify.one_file_task as task"
     path = folder / "train_1gpu_one_file.py"
-    path.write_text(text.replace(line, "import tools.verify.one_file_task as task"))
+    path.write_text(changed((ROOT / "train_1gpu.py").read_text(), [change], "train_1gpu.py"))
     return path
 
 

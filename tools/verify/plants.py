@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from tools.changes import changed
 from tools.verify.judge import Problem
 from tools.verify.run import project_with_task
 
@@ -589,14 +590,13 @@ PLANTS = BUGS + ONE_FILE_BUGS
 
 
 def planted_copy(bug, folder):
-    """A copy of the scripts, utils/ and tasks/ in `folder`, with the bug in it. Returns the folder.
-
-    Raises AssertionError if the line to change does not occur exactly once.
-    """
+    """A copy of the scripts, utils/ and tasks/ with the bug in it, in `folder`. Returns that."""
     folder = project_with_task(bug.task, folder)
-    path = folder / bug.file
-    text = path.read_text()
-    count = text.count(bug.line)
-    assert count == 1, f"the line that {bug.name} changes occurs {count} times in {bug.file}"
-    path.write_text(text.replace(bug.line, bug.replacement))
+    plant(bug, folder)
     return folder
+
+
+def plant(bug, folder):
+    """Put a bug into a copy. Raises ValueError if its line does not occur exactly once."""
+    path = folder / bug.file
+    path.write_text(changed(path.read_text(), [(bug.line, bug.replacement)], bug.name))

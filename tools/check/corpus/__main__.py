@@ -1,6 +1,7 @@
 """Measure what tools.check finds, and what it reports although it is right.
 
     python -m tools.check.corpus [--only TEXT] [--markdown FILE]
+    python -m tools.check.corpus --own          the scripts of this project, and the bugs of verify
 
 Checks each script of scripts/ as it is, which must yield notes at most, and with each bug of
 bugs.py, which must be reported by its rule. The exit code is 1 if a bug is missed, or if there is a
@@ -18,29 +19,33 @@ from pathlib import Path
 import torch
 
 from tools.check.advice import ADVICE
+from tools.check.corpus import own
 from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
 from tools.check.rules import judge
 from tools.check.scenarios import CannotRun, Options, run_all
 
 
-def check(source, script):
-    """Check the text of a script. Returns the findings, what was not checked, and the seconds."""
+def check(make_options):
+    """Check a script. make_options(folder): writes the project there, and returns the Options.
+    Returns the findings, what was not checked, and the seconds."""
     work = Path(tempfile.mkdtemp(prefix="corpus-"))
     try:
-        folder = work / "project"
-        folder.mkdir()
-        (folder / "train.py").write_text(source)
-        options = Options(
-            ["train.py", *script.arguments],
-            folder,
-            resume_arguments=script.resume_arguments.split(),
-        )
+        options = make_options(work)
         (work / "runs").mkdir()
         start = time.monotonic()
         findings, not_checked = judge(run_all(options, work / "runs"))
         return findings, not_checked, time.monotonic() - start
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def options_of(folder, source, script):
+    """The Options of a check of the text of a script of the corpus."""
+    project = folder / "project"
+    project.mkdir()
+    (project / "train.py").write_text(source)
+    more = script.resume_arguments.split()
+    return Options(["train.py", *script.arguments], project, resume_arguments=more)
 
 
 def main():
@@ -50,7 +55,10 @@ def main():
     )
     parser.add_argument("--only", default="", help="only scripts and bugs whose name contains this")
     parser.add_argument("--markdown", help="write the table to this file")
+    parser.add_argument("--own", action="store_true", help="the scripts of this project")
     args = parser.parse_args()
+    if args.own:
+        return own.main(args.only, args.markdown, check)
     scripts = {script.name: script for script in CORRECT}
     cases = [(s.name, s, (SCRIPTS / f"{s.name}.py").read_text(), None) for s in CORRECT]
     cases += [(bug.name, scripts[bug.script], bug.source(), bug) for bug in BUGS]
@@ -71,7 +79,7 @@ def main():
 def judge_case(name, script, source, bug):
     """A row of the table: name, script, what was found, seconds, verdict."""
     try:
-        findings, not_checked, seconds = check(source, script)
+        findings, not_checked, seconds = check(lambda folder: options_of(folder, source, script))
     except CannotRun as error:
         return name, script.name, str(error)[-200:].replace("\n", " "), "", "could not run"
     rules = {finding.rule for finding in findings}

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.changes import changed
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -28,12 +30,7 @@ class Bug:
 
     def source(self):
         """The script with the bug in it."""
-        text = (SCRIPTS / f"{self.script}.py").read_text()
-        for old, new in self.changes:
-            if text.count(old) != 1:
-                raise ValueError(f"{self.name}: {text.count(old)} places in {self.script}: {old!r}")
-            text = text.replace(old, new)
-        return text
+        return changed((SCRIPTS / f"{self.script}.py").read_text(), self.changes, self.name)
 
 
 CORRECT = [

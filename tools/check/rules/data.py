@@ -21,6 +21,8 @@ def same_samples(checked):
     for first, second in _pairs(ranks):
         ours, theirs = first["samples"], second["samples"]
         if not ours or not theirs:
+            why = "the loader reads samples by keys, or yields batches, that cannot be compared"
+            yield NotChecked("samples per rank", why)
             continue
         count = min(len(ours), len(theirs))
         common = set(ours) & set(theirs)
@@ -93,7 +95,9 @@ def samples_left_out(checked):
     for first, second in _pairs(ranks):
         length = first["dataset_len"]
         ours, theirs = set(first["samples"]), set(second["samples"])
-        if first["iterable"] or not length or not ours or not theirs:
+        if first["iterable"] or not length or not first["whole"] or not second["whole"]:
+            continue
+        if not ours or not theirs:
             continue
         if len(ours) < 0.9 * len(first["samples"]) or ours & theirs:
             continue  # with replacement, or reported as an overlap
@@ -116,8 +120,8 @@ def no_set_epoch(checked):
         for epochs in by_loader.values():
             if len(epochs) < 2 or epochs[0]["iterable"]:
                 continue
-            first, second = epochs[0]["samples"], epochs[1]["samples"]
-            if not first or first != second:
+            first = epochs[0]["samples"]
+            if not _same_order(*epochs[:2]):
                 continue
             if first == sorted(first):
                 yield Finding(
@@ -134,6 +138,16 @@ def no_set_epoch(checked):
             return
 
 
+def _same_order(first, second):
+    """Whether two epochs have one order: of the samples, or of a DistributedSampler among them."""
+    orders = [
+        [crc for _, shuffles, crc in epoch["orders"] if shuffles] for epoch in (first, second)
+    ]
+    if any(orders):
+        return orders[0] == orders[1]
+    return bool(first["samples"]) and first["samples"] == second["samples"]
+
+
 def uneven_batches(checked):
     """Ranks with different numbers of batches wait for each other for ever."""
     ranks = replicas(checked)
@@ -144,6 +158,8 @@ def uneven_batches(checked):
         ours, theirs = first[key], second[key]
         if key == "sizes":
             ours, theirs = ours[0], theirs[0]
+            if not first["whole"] or not second["whole"]:
+                continue
         elif first["cut"] or second["cut"]:
             yield NotChecked(
                 "the same number of batches on all ranks",
@@ -211,9 +227,33 @@ def same_random_numbers(checked):
                     return
 
 
+def same_numbers_again(checked):
+    """Samples of one batch that draw the same numbers, since fork_rng restores the generator."""
+    for rank in first_ranks(checked, "one", "two"):
+        trained = {epoch["dataset"] for epoch in rank.training}
+        for fetch in rank.fetches:
+            times = max(map(fetch["forks"].count, fetch["forks"]), default=0)
+            if times > 1 and fetch["dataset"] in trained:
+                yield Finding(
+                    "same-augmentation",
+                    where(rank.training[0]),
+                    f"{times} samples of a batch draw the same numbers within fork_rng, which "
+                    "nothing seeds",
+                )
+                return
+
+
 def _name(source):
     rank, worker = source
     return f"rank {rank}" + ("" if worker is None else f", worker {worker},")
+
+
+def not_limited(checked):
+    """Datasets that --limit-data does not shorten."""
+    for rank in first_ranks(checked, "one"):
+        for epoch in rank.epochs:
+            if epoch["not_limited"]:
+                yield NotChecked("epochs of --limit-data samples", epoch["not_limited"])
 
 
 RULES = [
@@ -223,4 +263,6 @@ RULES = [
     uneven_batches,
     validation_in_training,
     same_random_numbers,
+    same_numbers_again,
+    not_limited,
 ]

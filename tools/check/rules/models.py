@@ -163,6 +163,7 @@ def failures(checked):
     else:
         lines = [line for line in two.output.strip().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line] or lines[-1:]
+        errors.sort(key=lambda line: "onnection" in line)  # of a rank that another has left
         text = errors[0] if errors else f"exit code {two.code}"
         yield Finding("fails-on-two", None, f"one process trains, two fail: {text}"[:600])
 

@@ -11,7 +11,17 @@ import sys
 
 # Module that the script imports -> the modules of this package that observe it.
 OBSERVERS = {
-    "torch": ["limits", "devices", "groups", "data", "training", "exact", "files", "output"],
+    "torch": [
+        "limits",
+        "lengths",
+        "devices",
+        "groups",
+        "data",
+        "training",
+        "exact",
+        "files",
+        "output",
+    ],
     "torch.distributed.fsdp": ["sharding"],
     "torch.distributed.tensor.parallel": ["parts"],
     "torch.distributed.pipelining": ["parts"],

@@ -1,13 +1,16 @@
 """Observes DataLoaders: which samples each rank gets, in which order, with which random numbers."""
 
+import contextlib
 import os
 import random
 import sys
+import weakref
 import zlib
 from array import array
+from multiprocessing import util
 from pathlib import Path
 
-from check_inside import exact, limits
+from check_inside import exact, lengths, limits
 from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
@@ -20,7 +23,10 @@ class Epoch:
 
     def __init__(self, number, loader, iterator):
         self.number = number
-        self.loader = loader
+        # The script frees loaders and their processes, which an iterator ends when it is freed.
+        self.loader = STATE.loaders(loader)
+        self.dataset = loader.dataset
+        self.makes_batches = loader.batch_sampler is not None
         self.is_iterable = not hasattr(loader.dataset, "__getitem__") or is_iterable(loader)
         self.drawn = array("q")  # indices, in the order of the sampler
         self.sizes = array("q")  # of the batches
@@ -29,8 +35,10 @@ class Epoch:
         self.backwards_before = STATE.backwards_of_run
         self.forwards = {}
         self.fingerprints = []
-        self.iterator = iterator
+        self.iterator = weakref.ref(iterator)
+        self.orders = []  # of the DistributedSamplers that are iterated
         self.is_cut = False
+        self.is_whole = False  # all indices have been drawn
         self.place = place()
 
     def backwards(self):
@@ -40,21 +48,46 @@ class Epoch:
         return STATE.steps - self.steps_before
 
     def draw(self, indices):
-        batch = list(indices) if isinstance(indices, list | tuple) else [indices]
-        if all(isinstance(index, int) for index in batch):
+        keys = indices if self.makes_batches else [indices]
+        batch = [sample for key in keys for sample in samples_of(key)]
+        if batch:
             self.drawn.extend(batch)
             self.sizes.append(len(batch))
 
     def drain(self):
         """Draw what the sampler still has, without reading the samples."""
+        iterator = self.iterator()
+        if iterator is None:
+            return
+        self.is_whole = True
         while len(self.drawn) < MOST_INDICES:
             try:
                 before = len(self.sizes)
-                self.draw(next(self.iterator._sampler_iter))
-            except StopIteration:
+                self.draw(next(iterator._sampler_iter))
+            except Exception:  # at its end, or because the script has freed what it reads
                 return
             if len(self.sizes) == before:
                 return
+
+
+def samples_of(key):
+    """A number for each sample that a key of a dataset stands for: the index itself, or a checksum
+    of a key with several parts, such as (epoch, index). A list or tensor of indices is a batch."""
+    import torch
+
+    parts = [key] if not isinstance(key, tuple) else list(key)
+    parts = [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+    size = max((len(part) for part in parts if isinstance(part, list)), default=1)
+    columns = [part if isinstance(part, list) else [part] * size for part in parts]
+    if any(len(column) != size for column in columns):
+        return []
+    leaves = torch.utils._pytree.tree_leaves(columns)
+    if not all(isinstance(leaf, int | str | bytes) for leaf in leaves):
+        return []
+    rows = list(zip(*columns, strict=True))
+    if len(parts) == 1 and all(isinstance(row[0], int) for row in rows):
+        return [row[0] for row in rows]
+    return [zlib.crc32(repr(row).encode()) for row in rows]
 
 
 def is_iterable(loader):
@@ -64,7 +97,8 @@ def is_iterable(loader):
     return isinstance(loader.dataset, IterableDataset)
 
 
-_epochs = []
+_epochs = 0
+_orders = []  # of samplers that were iterated since a loader has started
 
 
 def install(name, torch):
@@ -76,6 +110,9 @@ def install(name, torch):
 
     def make_iter(original):
         def __iter__(self):
+            _orders.clear()
+            for epoch in [epoch for epoch in STATE.active if epoch.loader == STATE.loaders(self)]:
+                finish_epoch(epoch)  # that was left by `break`, or after a number of next()
             iterator = original(self)
             iterator._check_epoch = begin(self, iterator)
             return iterator
@@ -101,12 +138,13 @@ def install(name, torch):
             epoch = self.__dict__.get("_check_epoch")
             if epoch is None:
                 return original(self)
-            if limits.cuts(epoch):
+            if limits.cuts(epoch) and limits.may_end(sys._getframe(1)):
                 cut(epoch)
                 raise StopIteration
             try:
                 batch = original(self)
             except StopIteration:
+                epoch.is_whole = True
                 finish_epoch(epoch)
                 raise
             return batch_of(epoch, batch)
@@ -122,6 +160,7 @@ def install(name, torch):
 
         return _reset
 
+    util.Finalize(None, finish, exitpriority=100)  # also at the end of a spawned process
     replace(loader_class, "__iter__", make_iter)
     replace(base, "_next_index", make_next_index)
     replace(base, "__next__", make_next)
@@ -143,6 +182,9 @@ def install(name, torch):
         replace(numpy.random, "seed", _observe_seed)
         replace(numpy.random, "set_state", _observe_seed)
 
+    for module in (torch, torch.random):
+        if hasattr(module, "fork_rng"):
+            replace(module, "fork_rng", _observe_fork)
     sampler = torch.utils.data.DistributedSampler
 
     def make_set_epoch(original):
@@ -152,13 +194,27 @@ def install(name, torch):
 
         return set_epoch
 
+    def make_order(original):
+        def __iter__(self):
+            indices = list(original(self))
+            order = [STATE.samplers(self), self.shuffle, zlib.crc32(array("q", indices).tobytes())]
+            _orders.append(order)
+            for epoch in STATE.active[-1:]:
+                epoch.orders.append(order)
+            return iter(indices)
+
+        return __iter__
+
     replace(sampler, "set_epoch", make_set_epoch)
+    replace(sampler, "__iter__", make_order)
 
 
 def begin(loader, iterator):
     """The Epoch of a loader that starts now."""
-    epoch = Epoch(len(_epochs), loader, iterator)
-    _epochs.append(epoch)
+    global _epochs
+    epoch = Epoch(_epochs, loader, iterator)
+    _epochs += 1
+    epoch.orders += _orders
     STATE.active.append(epoch)
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
@@ -167,7 +223,7 @@ def begin(loader, iterator):
 
 def batch_of(epoch, batch):
     """Record a batch that the loader hands out; returns the batch that the script gets."""
-    ordinal = STATE.loaders(epoch.loader)
+    ordinal = epoch.loader
     number = epoch.batches
     epoch.batches += 1
     STATE.batches[ordinal] = STATE.batches.get(ordinal, 0) + 1
@@ -215,31 +271,34 @@ def finish_epoch(epoch):
     STATE.active.remove(epoch)
     if epoch.backwards():
         STATE.training_epochs += 1
-    loader = epoch.loader
     path = Path(PLAN["folder"]) / f"indices-{os.getpid()}-{epoch.number}"
     path.write_bytes(epoch.drawn.tobytes())
     record(
         "epoch",
         epoch=epoch.number,
-        loader=STATE.loaders(loader),
+        loader=epoch.loader,
         place=epoch.place,
         indices=path.name,
         sizes=[len(epoch.sizes), max(epoch.sizes, default=0)],
         fingerprints=epoch.fingerprints,
+        orders=epoch.orders,
         batches=epoch.batches,
         cut=epoch.is_cut,
+        whole=epoch.is_whole,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),
         forwards=list(epoch.forwards.values()),
         iterable=epoch.is_iterable,
-        **_dataset(loader.dataset, epoch),
+        not_limited=lengths.why_not_limited(epoch),
+        **_dataset(epoch.dataset, epoch),
     )
 
 
 def finish():
-    """Record the epochs that are under way."""
+    """Record the epochs that are under way, when the process ends."""
     for epoch in list(STATE.active):
+        epoch.drain()
         finish_epoch(epoch)
 
 
@@ -267,6 +326,7 @@ def _dataset(dataset, epoch):
 
 
 _reseeds = 0
+_forks = []  # while samples are read: of the states from which numbers were drawn, and restored
 
 
 def _observe_seed(original):
@@ -276,6 +336,21 @@ def _observe_seed(original):
         return original(*args, **kwargs)
 
     return seed
+
+
+def _observe_fork(original):
+    @contextlib.contextmanager
+    def fork_rng(*args, **kwargs):
+        import torch
+
+        with original(*args, **kwargs):
+            before, seed = torch.random.get_rng_state(), torch.initial_seed()
+            yield
+            drew = not torch.equal(before, torch.random.get_rng_state())
+            if STATE.fetching and drew and torch.initial_seed() == seed:
+                _forks.append(checksum(before))
+
+    return fork_rng
 
 
 def random_states():
@@ -308,6 +383,7 @@ def _observe_fetch(original):
         before = random_states()
         reseeds = _reseeds
         STATE.fetching = True
+        _forks.clear()
         try:
             return original(self, indices)
         finally:
@@ -320,6 +396,7 @@ def _observe_fetch(original):
                 before=before,
                 drew=[name for name in before if before[name] != after[name]],
                 reseeded=_reseeds > reseeds,
+                forks=list(_forks),
             )
 
     return fetch

@@ -22,6 +22,7 @@ def install(name, torch):
     _map_tensors(torch)
     _map_cuda(torch)
     _map_accelerator(torch)
+    _map_mesh(torch)
     _map_amp(torch)
     _map_batch_norm(torch)
 
@@ -58,9 +59,20 @@ def _map_tensors(torch):
 
         return function
 
+    def make_constructor(original):
+        mapped = make(original)
+
+        def function(*args, **kwargs):
+            tensor = mapped(*args, **kwargs)
+            # Reading it makes no GPU wait. Operations do not pass this on.
+            tensor._check_on_cpu = kwargs.get("device") is None
+            return tensor
+
+        return function
+
     for function in _device_constructors():
         if getattr(torch, function.__name__, None) is function:
-            replace(torch, function.__name__, make)
+            replace(torch, function.__name__, make_constructor)
     for function in (
         "zeros_like",
         "ones_like",
@@ -80,13 +92,17 @@ def _map_tensors(torch):
                 args = (_device_or_index(args[0]), *args[1:])
             if "device" in kwargs:
                 kwargs["device"] = _device_or_index(kwargs["device"])
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            if isinstance(result, torch.Tensor):
+                result._check_on_cpu = False
+            return result
 
         return to
 
     for owner in (tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence):
         replace(owner, "to", make_to)
-    tensor.cuda = tensor.pin_memory = lambda self, *args, **kwargs: self
+    tensor.cuda = lambda self, *args, **kwargs: self.to("cuda")
+    tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.set_default_device = lambda device: None
 
@@ -140,9 +156,9 @@ def _map_cuda(torch):
     }
     for function, answer in answers.items():
         setattr(cuda, function, _answer(answer))
-    _answer_others(cuda, "is_available", lambda: True)
-    _answer_others(cuda, "is_initialized", lambda: True)
-    _answer_others(cuda, "device_count", lambda: PLAN["devices"])
+    answer_others(cuda, "is_available", lambda: True)
+    answer_others(cuda, "is_initialized", lambda: True)
+    answer_others(cuda, "device_count", lambda: PLAN["devices"])
     cuda.set_device = set_device
     cuda.current_device = lambda: _current
     cuda.get_rng_state = lambda device=None: torch.random.get_rng_state()
@@ -175,9 +191,9 @@ def _map_accelerator(torch):
     if not hasattr(torch, "accelerator"):
         return
     accelerator = torch.accelerator
-    _answer_others(accelerator, "is_available", lambda: True)
-    _answer_others(accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda"))
-    _answer_others(accelerator, "device_count", lambda: PLAN["devices"])
+    answer_others(accelerator, "is_available", lambda: True)
+    answer_others(accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda"))
+    answer_others(accelerator, "device_count", lambda: PLAN["devices"])
     accelerator.set_device_index = accelerator.set_device_idx = torch.cuda.set_device
     accelerator.current_device_index = accelerator.current_device_idx = torch.cuda.current_device
     accelerator.current_stream = lambda device=None: _Stream()
@@ -189,7 +205,22 @@ def _map_accelerator(torch):
         setattr(accelerator, function, _answer(None))
 
 
-def _answer_others(module, name, answer):
+def _map_mesh(torch):
+    """The mesh of a group of CPUs, from which fully_shard and DTensor take their device."""
+    if not torch.distributed.is_available():
+        return
+    mesh = torch.distributed.device_mesh.DeviceMesh
+
+    def make(original):
+        def __init__(self, device_type, *args, **kwargs):
+            original(self, _device(device_type), *args, **kwargs)
+
+        return __init__
+
+    replace(mesh, "__init__", make)
+
+
+def answer_others(module, name, answer):
     """Replace a function, but not for PyTorch itself, which would then use the GPU."""
     original = getattr(module, name)
 

@@ -2,7 +2,8 @@
 
 In the run "exact-two" each rank writes its first batches; in "exact-one" a single process gets the
 batches of all ranks, concatenated. Dropout, clipping, loss scaling and BatchNorm's batch statistics
-are off in both, so that the gradients of the first step are the same but for rounding.
+are off in both, so that the gradients of the first step are the same but for rounding. (The
+statistics are on if the script joins those of all ranks itself.)
 """
 
 import os
@@ -58,7 +59,8 @@ def install(name, torch):
 
         return batch_norm
 
-    _replace(functional, "batch_norm", make_batch_norm)
+    if not PLAN["joins_statistics"]:
+        _replace(functional, "batch_norm", make_batch_norm)
     scaler_init = torch.amp.GradScaler.__init__
 
     def __init__(self, *args, **kwargs):
@@ -104,6 +106,14 @@ def batch_of(loader, batch):
     return batch
 
 
+def _has_drawn(torch):
+    """Whether numbers were drawn since the last batch. A generator that was only seeded since then
+    is as a new one with that seed."""
+    seeded = torch.Generator().manual_seed(torch.initial_seed())
+    state = checksum(torch.random.get_rng_state())
+    return state not in (_state, checksum(seeded.get_state()))
+
+
 def _joined(folder, loader, number, batch):
     """The batches of all ranks as one; or in turns, if the script accumulates as many more."""
     import torch
@@ -131,6 +141,9 @@ def _concatenate(*leaves):
 
     if isinstance(leaves[0], torch.Tensor) and leaves[0].dim():
         return torch.cat(leaves)
+    if isinstance(leaves[0], list):  # of a class of the script's own
+        parts = torch.utils._pytree.tree_map(_concatenate, *map(list, leaves))
+        return type(leaves[0])(parts)
     if isinstance(leaves[0], torch.Tensor | int | float | str | bytes | bool | None):
         return leaves[0]
     raise TypeError(f"a batch with a {type(leaves[0]).__name__}")
@@ -147,7 +160,7 @@ def gradients_of(optimizer, parameters):
     if _state is None:
         record("not_exact", why="the script reads no DataLoader before its first step")
         return
-    if checksum(torch.random.get_rng_state()) != _state:
+    if _has_drawn(torch):
         record("not_exact", why="the step draws random numbers, of a different number on one rank")
         return
     total = sum(p.numel() for p in parameters)

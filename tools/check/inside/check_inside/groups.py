@@ -3,12 +3,14 @@
 import atexit
 import sys
 
+from check_inside.devices import answer_others
 from check_inside.record import PLAN, place, record, replace
 from check_inside.state import STATE
 
 MOST_COLLECTIVES = 20_000
 _hooks = 0
 _count = 0
+_asked = {}  # group -> the backend that the script has asked for
 
 
 def install(name, torch):
@@ -21,11 +23,13 @@ def install(name, torch):
 
     def make_init(original):
         def init_process_group(backend=None, *args, **kwargs):
+            asked = backend
             if PLAN["device"] == "mapped":
                 backend = "gloo"
                 kwargs.pop("device_id", None)
             result = original(backend, *args, **kwargs)
-            record("init", world=dist.get_world_size(), backend=dist.get_backend(), place=place())
+            _asked[dist.group.WORLD] = asked
+            record("init", world=dist.get_world_size(), place=place())
             _observe(dist.group.WORLD)
             return result
 
@@ -33,9 +37,11 @@ def install(name, torch):
 
     def make_new_group(original):
         def new_group(*args, **kwargs):
+            asked = kwargs.get("backend") or _asked.get(dist.group.WORLD)
             if PLAN["device"] == "mapped" and "nccl" in str(kwargs.get("backend")):
                 kwargs["backend"] = "gloo"
             group = original(*args, **kwargs)
+            _asked[group] = asked
             _observe(group)
             return group
 
@@ -46,6 +52,14 @@ def install(name, torch):
         for module in (c10d, dist):
             setattr(module, function, replacement)
 
+    if PLAN["device"] == "mapped":
+        original = dist.get_backend
+
+        def get_backend(group=None):
+            asked = _asked.get(group or dist.group.WORLD)
+            return "nccl" if asked == "nccl" else original(group)
+
+        answer_others(dist, "get_backend", get_backend)
     _observe_ddp(torch.nn.parallel.DistributedDataParallel)
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
 

@@ -1,14 +1,16 @@
 """Ends a run after a few steps of a few epochs, or kills it between two steps."""
 
 import atexit
+import dis
 import faulthandler
+import inspect
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-from check_inside.record import PLAN, record
+from check_inside.record import PLAN, is_user_file, record
 from check_inside.state import STATE
 
 EVALUATION_BATCHES = 50  # of a loader without a backward, its last batch included
@@ -32,6 +34,18 @@ def cuts(epoch):
             return epoch.steps() >= 10 * PLAN["steps"]
         return epoch.steps() >= PLAN["steps"] or epoch.batches >= BATCHES_PER_STEP * PLAN["steps"]
     return epoch.batches >= EVALUATION_BATCHES
+
+
+def may_end(frame):
+    """Whether the code of a frame, which asks for a batch, expects the end at any time. A script
+    that calls next() by itself may know the number of batches, and fail without them."""
+    loops = True
+    while frame is not None and loops and is_user_file(frame.f_code.co_filename):
+        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        loops = operation in ("FOR_ITER", "SEND")
+        # The caller of a generator decides: one may call next() of the other.
+        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
+    return loops
 
 
 def before_backward():

@@ -1,21 +1,28 @@
 """What the observers of one process share."""
 
+import weakref
 from dataclasses import dataclass, field
 
 # Dataset, model and optimizer -> ordinals, which are the same in all ranks that run the same code.
 
 
 class Ordinals:
-    """Numbers objects in the order in which they are first seen. The objects are kept alive."""
+    """Numbers objects in the order in which they are first seen. weak: does not keep them alive."""
 
-    def __init__(self):
+    def __init__(self, weak=False):
         self.numbers = {}
         self.objects = []
+        self.weak = weak
+        self.count = 0
 
     def __call__(self, thing):
         if id(thing) not in self.numbers:
-            self.numbers[id(thing)] = len(self.objects)
-            self.objects.append(thing)
+            self.numbers[id(thing)] = self.count
+            self.count += 1
+            if self.weak:
+                weakref.finalize(thing, self.numbers.pop, id(thing)).atexit = False
+            else:
+                self.objects.append(thing)
         return self.numbers[id(thing)]
 
 
@@ -24,7 +31,8 @@ class State:
     """Counters since the last step of an optimizer, and over the whole run."""
 
     datasets: Ordinals = field(default_factory=Ordinals)
-    loaders: Ordinals = field(default_factory=Ordinals)
+    loaders: Ordinals = field(default_factory=lambda: Ordinals(weak=True))
+    samplers: Ordinals = field(default_factory=Ordinals)
     models: Ordinals = field(default_factory=Ordinals)
     optimizers: Ordinals = field(default_factory=Ordinals)
     parameters: list = field(default_factory=list)  # of all optimizers, without repetitions
@@ -40,6 +48,7 @@ class State:
     batches: dict = field(default_factory=dict)  # since the last step, of each loader
     forwards: list = field(default_factory=list)  # since the last step, of models with parameters
     syncs: dict = field(default_factory=dict)  # since the last step: place -> number
+    batch_norms: int = 0  # since the last step, calls that compute statistics of a batch
     clips: list = field(default_factory=list)
     is_scaled: bool = False  # the gradients are those of a scaled loss
     scaler: object = None

@@ -40,6 +40,7 @@ def install(name, torch):
         replacement = _observe_clip(getattr(clip_grad, name))
         for module in (clip_grad, torch.nn.utils):
             setattr(module, name, replacement)
+    replace(torch.nn.functional, "batch_norm", _count_batch_norms)
     for loss in MEAN_LOSSES:
         replace(torch.nn.functional, loss, _mark_mean)
     for method in ("item", "tolist", "__float__", "__int__", "__bool__"):
@@ -102,6 +103,14 @@ def _root_forward(module, inputs):
     STATE.forwards.append(forward)
     for epoch in STATE.active:
         epoch.forwards.setdefault(key, forward)
+
+
+def _count_batch_norms(original):
+    def batch_norm(input, mean, var, weight=None, bias=None, training=False, *args, **kwargs):
+        STATE.batch_norms += training
+        return original(input, mean, var, weight, bias, training, *args, **kwargs)
+
+    return batch_norm
 
 
 # Losses and backwards.
@@ -212,6 +221,7 @@ def _before_step(optimizer, args, kwargs):
         batches=STATE.batches,
         forwards=STATE.forwards[:50],
         syncs=list(STATE.syncs.values()),
+        batch_norms=STATE.batch_norms,
         clips=STATE.clips,
         rescaled=rescaled and not STATE.clips and not STATE.is_scaled,
         accumulated=ordinal in _accumulated,
@@ -242,6 +252,7 @@ def _after_step(optimizer, args, kwargs):
     STATE.forwards = []
     STATE.syncs = {}
     STATE.clips = []
+    STATE.batch_norms = 0
     limits.after_step()
 
 
@@ -330,7 +341,8 @@ def _observe_clip(original):
 
 def _observe_sync(original):
     def read(self):
-        if called_by_user() and not STATE.fetching and STATE.active:
+        on_cpu = getattr(self, "_check_on_cpu", False)
+        if called_by_user() and not STATE.fetching and STATE.active and not on_cpu:
             where = place()
             entry = STATE.syncs.setdefault(str(where), [where, original.__name__, 0])
             entry[2] += 1

@@ -1,0 +1,200 @@
+"""tools.check as a user meets it: commands, folders, interrupts, and scripts that misbehave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.check.__main__ import parse, script_file
+from tools.check.findings import Finding
+from tools.check.mirror import mirror
+from tools.check.report import as_sarif
+from tools.lessons import ROOT
+
+INSIDE = ROOT / "tools" / "check" / "inside"
+CHECK = [sys.executable, ROOT / "tools" / "check"]
+TRAINS = """
+import pathlib
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+def project(folder, source, name="train.py"):
+    """Write a script into a folder. Returns the folder."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(source)
+    return folder
+
+
+def check(folder, *arguments):
+    """Check a script of a folder. Returns the exit code, stdout and stderr."""
+    done = subprocess.run(
+        [*CHECK, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_script_of_another_folder_is_refused(tmp_path, monkeypatch, capsys):
+    """It would run in its own folder, not in a copy."""
+    project(tmp_path, TRAINS)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(SystemExit):
+        parse(["--", "../train.py"])
+    assert "start the check in the project's folder" in capsys.readouterr().err
+
+
+def test_absolute_path_means_the_copy(tmp_path, monkeypatch):
+    project(tmp_path, TRAINS, "sub/train.py")
+    monkeypatch.chdir(tmp_path)
+    args = parse(["--", str(tmp_path / "sub" / "train.py"), "--lr", "1"])
+    assert args.command == ["sub/train.py", "--lr", "1"]
+
+
+def test_folder_that_keeps_the_copies_is_not_copied(tmp_path):
+    """Otherwise, a --keep within the project would have no end."""
+    source = project(tmp_path / "project", TRAINS)
+    mirror(source, source / "kept" / "one")
+    assert sorted(path.name for path in (source / "kept" / "one").iterdir()) == ["train.py"]
+
+
+def test_file_of_a_module(tmp_path, monkeypatch):
+    project(tmp_path, "", "package/train.py")
+    monkeypatch.chdir(tmp_path)
+    assert script_file(["train.py", "--x"]) == "train.py"
+    assert script_file(["-m", "package.train"]) == "package/train.py"
+    assert script_file(["-m", "package"]) == "package/__main__.py"
+
+
+def test_sarif_has_what_the_standard_requires():
+    """SARIF 2.1.0: 3.13 (log), 3.14 (run), 3.18 to 3.19 (tool), 3.27 (result), 3.49 (rule)."""
+    found = [
+        Finding("same-samples", ("a folder/train.py", 3), "x"),
+        Finding("fails-on-two", None, "y"),
+    ]
+    log = json.loads(as_sarif(found, "train.py"))
+    assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
+    (run,) = log["runs"]
+    assert run["tool"]["driver"]["name"]
+    rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
+    assert len(rules) == len(run["tool"]["driver"]["rules"])
+    for result, uri in zip(run["results"], ("a%20folder/train.py", "train.py"), strict=True):
+        assert result["level"] in ("none", "note", "warning", "error")
+        assert result["message"]["text"] and result["ruleId"] in rules
+        assert rules[result["ruleId"]]["help"]["text"]
+        place = result["locations"][0]["physicalLocation"]
+        assert place["artifactLocation"]["uri"] == uri and place["region"]["startLine"] >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
+    """Neither a process, one that has left its session included, nor a folder."""
+    source = (
+        "import os, signal, subprocess, sys, time, torch\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "daemon = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "open(sys.argv[1], 'w').write(f'{os.getpid()} {daemon.pid} ')\n"
+        "time.sleep(600)\n"
+    )
+    folder, pids = project(tmp_path / "a project", source), tmp_path / "pids"
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen([*CHECK, "--", "train.py", pids], cwd=folder, env=environment)
+    try:
+        end = time.monotonic() + 60
+        while not (pids.exists() and pids.read_text().endswith(" ")) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(20) == 128 + number
+    finally:
+        process.kill()
+    for pid in pids.read_text().split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def lengths(limit, source, folder):
+    """The numbers that a script prints with --limit-data."""
+    plan = {"folder": str(folder), "root": str(folder), "run": "one", "limit_data": limit}
+    plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
+    environment = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
+    command = [sys.executable, "-c", f"import torch\nfrom torch.utils.data import *\n{source}"]
+    text = subprocess.check_output(command, env=os.environ | environment, text=True)
+    return [int(word) for word in text.split()]
+
+
+def test_limited_lengths_agree(tmp_path):
+    source = """
+class Mixin:
+    def __len__(self): return 500
+class Own(Mixin, Dataset):
+    def __getitem__(self, index): return index
+own, tensors = Own(), TensorDataset(torch.zeros(100, 2))
+print(len(own), len(tensors), len(DistributedSampler(own, 2, 0)), len(DataLoader(own, 8)))
+print(*map(len, random_split(own, [450, 50])), *map(len, random_split(own, [0.9, 0.1])))
+print(len(Subset(own, range(400))), own[499])
+"""
+    assert lengths(33, source, tmp_path) == [33, 33, 17, 5, 29, 4, 30, 3, 33, 499]
+    assert lengths(0, source, tmp_path)[:4] == [500, 100, 250, 63]
+
+
+@pytest.mark.slow
+def test_limited_data_shows_a_hang_at_the_uneven_end(tmp_path):
+    """The shares of the first steps are even; 33 samples on two ranks make 3 and 2 batches."""
+    source = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Subset, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(6400, 4), torch.randn(6400, 1))
+share = Subset(data, range(dist.get_rank(), len(data), dist.get_world_size()))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for epoch in range(2):
+    for inputs, targets in DataLoader(share, 8, shuffle=True):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+    folder = project(tmp_path, source)
+    code, stdout, _ = check(folder, "--json", "-", "--", "train.py")
+    assert "uneven-batches" not in {found["rule"] for found in json.loads(stdout)["findings"]}
+    code, stdout, _ = check(folder, "--limit-data", "33", "--json", "-", "--", "train.py")
+    assert code == 1
+    assert "uneven-batches" in {found["rule"] for found in json.loads(stdout)["findings"]}
+
+
+@pytest.mark.slow
+def test_module_in_a_folder_with_a_space(tmp_path):
+    source = TRAINS + "pathlib.Path(__file__).with_name('written').touch()\n"
+    folder = project(tmp_path / "a folder", source, "package/train.py")
+    code, stdout, stderr = check(folder, "--sarif", "out.sarif", "--", "-m", "package.train")
+    assert code == 0, stdout + stderr
+    assert "all that concerns several ranks: the script joins no process group" in stdout
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    assert names == ["out.sarif", "package", "package/train.py"]
+
+
+@pytest.mark.slow
+def test_rank_that_fails_is_quoted(tmp_path):
+    source = RANKS + "if dist.get_rank() == 1: raise KeyError('of rank one')\n" + TRAINS
+    source += "dist.barrier()\n"
+    code, stdout, _ = check(project(tmp_path, source), "--", "train.py")
+    assert code == 1 and "[fails-on-two]" in stdout and "of rank one" in stdout
