@@ -176,6 +176,8 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     if launch == "torchrun":
         port, store = _store(world)
         ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
+        if world == 1:
+            store = None  # frees its port for that of the process itself
     else:
         store = None
         port, free = _store(1)
@@ -221,7 +223,8 @@ def _torchrun_environment(rank, world, port):
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # One process has no agent: it may be the parent of others, with an address of their own.
+        "TORCHELASTIC_USE_AGENT_STORE": str(world > 1),
         "TORCHELASTIC_RUN_ID": "check",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -367,6 +367,20 @@ BUGS = [
     ),
     Bug("spawn: no eval mode", "imagenet_style", "no-eval-mode", (("    model.eval()\n", ""),)),
     Bug(
+        "spawn: an address of its own, no eval mode",
+        "imagenet_style",
+        "no-eval-mode",
+        (
+            ("    model.eval()\n", ""),
+            (
+                'dist.init_process_group("nccl", init_method=args.dist_url, world_size=ngpus, rank=gpu)',
+                "port = args.dist_url.rpartition(':')[2]\n"
+                "    os.environ |= {'MASTER_ADDR': 'localhost', 'MASTER_PORT': port}\n"
+                '    dist.init_process_group("nccl", world_size=ngpus, rank=gpu)',
+            ),
+        ),
+    ),
+    Bug(
         "windows: same seed",
         "nanogpt_like",
         "same-samples",
