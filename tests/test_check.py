@@ -1,6 +1,7 @@
 """tools.check: bugs in other people's scripts are found, and scripts without a bug pass."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -116,6 +117,79 @@ def test_mirror_leaves_the_original_alone(tmp_path):
     names = {str(p.relative_to(tmp_path / "copy")) for p in (tmp_path / "copy").rglob("*")}
     assert names == {"package", "package/train.py", "large.bin"}
     assert (tmp_path / "copy" / "large.bin").is_symlink()
+
+
+READ_FAKE_DATA = """
+import sys, torch
+from torchvision import datasets
+from torchvision.transforms import ToTensor
+
+cifar = datasets.CIFAR10("nowhere", train=False, transform=ToTensor(), target_transform=str)
+image, target = cifar[3]
+assert image.shape == (3, 32, 32) and target == str(cifar.targets[3]) and "cat" in cifar.classes
+mnist = datasets.MNIST("nowhere", download=True)
+assert mnist.data.shape == (400, 28, 28) and mnist[0][0].size == (28, 28)
+folder = datasets.ImageFolder("nowhere/val", transform=ToTensor())
+assert len(folder) == 51 and len(folder.classes) == 5 and folder[0][0].shape[0] == 3
+masks = datasets.VOCSegmentation("nowhere", image_set="val")
+assert masks[0][0].size == masks[0][1].size and masks[0][1].mode == "P"
+print(torch.stack([image.mean(), folder[50][0].mean()]).tolist())
+"""
+
+READ_FAKE_TEXT = """
+from datasets import load_dataset
+
+parts = load_dataset("nyu-mll/glue", "mrpc")
+assert len(parts["train"]) == 400 and parts["validation"].features["label"].num_classes == 2
+own = load_dataset("my/own", split="train[:10%]+test", streaming=False)
+assert len(own) == 2 + 51 and len(own[0]["ids"]) == 8 and max(own[0]["ids"]) < 30
+assert next(iter(load_dataset("my/own", split="train", streaming=True)))["ids"] == own[0]["ids"]
+load_dataset("unknown")
+"""
+
+
+def read_fake_data(tmp_path, source, fake_data):
+    """Run a source with the observers of a check, but without a check."""
+    plan = dict.fromkeys(("exact", "kill_step"))
+    plan |= {"run": "one", "device": "cpu", "root": str(tmp_path), "folder": str(tmp_path)}
+    environment = os.environ | {
+        "TOOLS_CHECK_PLAN": json.dumps(plan | {"fake_data": fake_data}),
+        "PYTHONPATH": str(ROOT / "tools" / "check" / "inside"),
+    }
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
+def test_fake_images_are_the_same_in_each_process(tmp_path):
+    done = [
+        read_fake_data(tmp_path, READ_FAKE_DATA, {"ImageFolder": {"classes": "5"}})
+        for _ in range(2)
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout and done[0].stdout == done[1].stdout
+
+
+def test_fake_text_asks_for_columns_that_are_not_known(tmp_path):
+    pytest.importorskip("datasets")
+    columns = {"ids": "int30[8]", "label": "class3", "train": "20"}
+    done = read_fake_data(tmp_path, READ_FAKE_TEXT, {"my/own": columns})
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == (
+        "--fake-data: what columns does the dataset unknown have? "
+        "Tell: --fake-data 'unknown=text:str,label:class2'"
+    )
+
+
+def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert parse(["--", "train.py"]).fake_data is None
+    assert parse(["--fake-data", "--", "train.py"]).fake_data == {}
+    options = ["--fake-data", "a=x:str,y:int", "--fake-data=b=train:9"]
+    given = parse([*options, "--", "train.py"]).fake_data
+    assert given == {"a": {"x": "str", "y": "int"}, "b": {"train": "9"}}
+    with pytest.raises(SystemExit):
+        parse(["--fake-data", "a=x", "--", "train.py"])
+    assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
 
 
 def test_sarif_has_rules_and_places():

@@ -67,6 +67,16 @@ def parse(arguments):
         metavar="PATTERN",
         help="files that the script must not see, such as the checkpoints of a real run",
     )
+    parser.add_argument(
+        "--fake-data",
+        nargs="?",
+        action="append",
+        type=_fake_data,
+        metavar="NAME=KEY:VALUE,...",
+        help="small random data in place of the datasets of torchvision and of Hugging Face; "
+        "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
+        "other numbers of classes and samples",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
     parser.add_argument(
@@ -82,10 +92,21 @@ def parse(arguments):
         parser.error(f"there is no file {args.command[0]} in {Path.cwd()}")
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
+    if args.fake_data is not None:
+        args.fake_data = dict(filter(None, args.fake_data))
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
     return args
+
+
+def _fake_data(text):
+    """("name", {"column": "type"}) of an argument of --fake-data."""
+    name, _, columns = text.partition("=")
+    pairs = [column.split(":") for column in columns.split(",")]
+    if not name or any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text}: NAME=COLUMN:TYPE,... is expected")
+    return name, dict(pairs)
 
 
 def script_of(command):
@@ -119,6 +140,7 @@ def main(arguments=None):
         environment=dict(variable.split("=", 1) for variable in args.env),
         resume_arguments=shlex.split(args.resume_args),
         hidden=args.hide,
+        fake_data=args.fake_data,
     )
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ class Options:
     environment: dict = field(default_factory=dict)
     resume_arguments: list = field(default_factory=list)
     hidden: list = field(default_factory=list)
+    fake_data: dict | None = None  # name of a dataset -> its columns or sizes
 
 
 class CannotRun(Exception):
@@ -159,6 +160,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "exact": None,
         "ranks": world,
         "turns": False,
+        "fake_data": options.fake_data,
     }
     environment = os.environ | {
         "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),

@@ -22,6 +22,8 @@ OBSERVERS = {
     "wandb": ["loggers"],
     "mlflow": ["loggers"],
     "accelerate": ["libraries"],
+    "torchvision.datasets": ["fake_data"],
+    "datasets": ["fake_data"],
 }
 
 
