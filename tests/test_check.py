@@ -239,3 +239,46 @@ def test_finds(names, tmp_path):
 def test_no_false_alarm(script, tmp_path):
     _, alarms = check_source(tmp_path, (SCRIPTS / f"{script.name}.py").read_text(), script)
     assert not alarms
+
+
+NEEDS_TWO = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import CIFAR10
+from torchvision.transforms import ToTensor
+
+sys.path.append("..")
+from model import model
+
+dist.init_process_group("nccl")
+assert dist.get_world_size() == 2, "two processes are needed"
+train_set = CIFAR10("nowhere", transform=ToTensor())
+sampler = DistributedSampler(train_set)
+loader = DataLoader(train_set, 16, sampler=sampler)
+model = DistributedDataParallel(model.cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(3):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_needs_two_processes_data_and_the_folder_above(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(NEEDS_TWO)
+    (tmp_path / "model.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))\n"
+    )
+    options = ("--root", "..", "--fake-data", "--json", "-")
+    code, stdout, stderr = run_check(tmp_path / "scripts", *options)
+    assert code == 1, stderr
+    report = json.loads(stdout)
+    found = [(finding["rule"], finding["file"]) for finding in report["findings"]]
+    assert found == [("no-set-epoch", "scripts/train.py")]
+    assert "on several processes only" in str(report["not_checked"])

@@ -13,6 +13,7 @@ count), 1 with findings, and 2 if the script could not be run.
 """
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -53,6 +54,14 @@ def parse(arguments):
         default="auto",
         help="python: the script starts its own processes (default: found out by running it)",
     )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="the folder of which each run gets a copy, if the script needs more of it than the "
+        "one in which it runs",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--resume-args",
@@ -90,6 +99,8 @@ def parse(arguments):
         parser.error("what is to be checked? For example: -- train.py --its arguments")
     if args.command[0] != "-m" and not Path(args.command[0]).is_file():
         parser.error(f"there is no file {args.command[0]} in {Path.cwd()}")
+    if not Path.cwd().is_relative_to(args.root.resolve()):
+        parser.error(f"--root {args.root} does not contain {Path.cwd()}")
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
     if args.fake_data is not None:
@@ -131,7 +142,8 @@ def main(arguments=None):
     args = parse(arguments)
     options = Options(
         command=args.command,
-        source=Path.cwd(),
+        source=args.root.resolve(),
+        subfolder=os.path.relpath(Path.cwd(), args.root.resolve()),
         steps=args.steps,
         epochs=args.epochs,
         timeout=args.timeout,

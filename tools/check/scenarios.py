@@ -25,7 +25,8 @@ class Options:
     """What to run, and how."""
 
     command: list  # after the interpreter: ["train.py", "--lr", "0.1"] or ["-m", "module"]
-    source: Path  # the folder in which the script runs
+    source: Path  # the folder that is copied for each run
+    subfolder: str = "."  # of it, in which the script runs
     steps: int = 4
     epochs: int = 2
     timeout: float = 300.0
@@ -70,15 +71,16 @@ def run_all(options, work, tell=lambda text: None):
     if UNUSED in one.output and one.any("step"):
         reason = "DistributedDataParallel ended it on one process"
         return Checked(options, runs, dict.fromkeys(("exact-two", "killed"), reason), launch)
-    if not one.ended:
+    trains_alone = one.ended and one.any("step")
+    if one.timed_out or (launch == "python" and not trains_alone):
         raise CannotRun(_failure(one))
-    if not one.any("step"):
-        raise CannotRun(
-            "The script made no step of an optimizer on one process." + _already_done(one)
-        )
     two = run("two", launch, 2)
     distributed = two.world_size > 1
-    if distributed and two.ended:
+    if not trains_alone:
+        if not (distributed and two.ended and two.any("step")):
+            raise CannotRun(_failure(one))
+        not_run["exact-two"] = "the script trains on several processes only"
+    elif distributed and two.ended:
         _compare_exactly(run, runs, not_run, launch, work)
     elif distributed:
         not_run["exact-two"] = "the script did not end on two processes"
@@ -189,7 +191,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
             environment.pop(variable, None)
     logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
     processes = [
-        _start(command, root, environment | variables, log)
+        _start(command, root / options.subfolder, environment | variables, log)
         for variables, log in zip(ranks, logs, strict=True)
     ]
     try:
@@ -286,6 +288,8 @@ def _kill_group(process):
 def _failure(run):
     if run.timed_out:
         return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
+    if run.ended:
+        return "The script made no step of an optimizer on one process." + _already_done(run)
     return f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
 
 
