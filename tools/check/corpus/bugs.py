@@ -82,6 +82,25 @@ BUGS = [
         ),
     ),
     Bug(
+        "split by each rank",
+        "tutorial",
+        "validation-in-training",
+        (
+            (
+                "    train_set, val_set = make_dataset(200, 0), make_dataset(37, 1)\n",
+                "    generator = torch.Generator().manual_seed(rank)\n"
+                "    train_set, val_set = torch.utils.data.random_split(\n"
+                "        make_dataset(237, 0), [200, 37], generator\n"
+                "    )\n",
+            ),
+            (
+                "val_data = DataLoader(val_share, batch_size=16)",
+                "val_data = DataLoader(val_set, batch_size=16, sampler=DistributedSampler(val_set, shuffle=False))",
+            ),
+        ),
+        also=("shares-overlap",),
+    ),
+    Bug(
         "no all_reduce",
         "tutorial",
         "metric-of-one-rank",
