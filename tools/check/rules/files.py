@@ -159,12 +159,12 @@ def _epoch(before, after, index, place):
     if not old or not new or not new[0]:
         return
     steps = [step for step in before.steps[:index]]
-    expected = sum(max(step["batches"].values(), default=0) for step in steps)
+    expected = sum(max(step["batches"].values(), default=0) or len(_inputs(step)) for step in steps)
     if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
         yield Finding(
             "order-after-resume",
             place,
-            f"after {index} steps the run that was started again reads the first batch of the "
+            f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
 
@@ -173,13 +173,18 @@ def _batches(rank):
     """The samples of each batch of the first loader that is trained from, in order."""
     loaders = [list(step["batches"]) for step in rank.steps if step["batches"]]
     if not loaders:
-        return []
+        return [rows for step in rank.steps for rows in _inputs(step)]
     evaluated = {epoch["epoch"] for epoch in rank.evaluation}
     return [
         event["samples"]
         for event in rank.of("batch")
         if str(event["loader"]) == loaders[0][0] and event["epoch"] not in evaluated
     ]
+
+
+def _inputs(step):
+    """Checksums of what a step of a script without a DataLoader has put into its model."""
+    return [forward["rows"] for forward in step["forwards"] if forward.get("rows")]
 
 
 def _printed_epochs(rank):
