@@ -163,6 +163,12 @@ ADVICE = {
         "scaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), max_norm)",
         "scaled-gradients-clipped",
     ),
+    "zero-gradients": Advice(
+        "error",
+        "The loss does not depend on the parameters: nothing is trained.",
+        "# Is there a detach() too many? The cross entropy of a single class is always 0:\n"
+        "loss = F.cross_entropy(outputs, targets)  # outputs: one column per class",
+    ),
     "rate-by-step": Advice(
         "note",
         "With more processes an epoch has fewer steps. If the number of epochs is fixed, the "

@@ -118,6 +118,17 @@ BUGS = [
         ),
     ),
     Bug(
+        "one class",
+        "tutorial",
+        "zero-gradients",
+        (
+            (
+                "F.cross_entropy(output, targets)",
+                "F.cross_entropy(output[:, :1], torch.zeros_like(targets))",
+            ),
+        ),
+    ),
+    Bug(
         "saved by all",
         "tutorial",
         "saved-by-every-rank",

@@ -205,6 +205,7 @@ def _before_step(optimizer, args, kwargs):
         all_names=[STATE.names.get(id(p)) for p in STATE.parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
+        zero=not any(_has_gradient(p) for p in own),
         sharded=any(_is_sharded(p) for p in own),
         state=_state_checksum(optimizer),
         scaler=_scaler_state(),
@@ -253,6 +254,13 @@ def _is_initialization():
             return True
         frame = frame.f_back
     return False
+
+
+def _has_gradient(parameter):
+    gradient = parameter.grad
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return gradient is not None and bool(gradient.detach().any())
 
 
 def _is_sharded(parameter):
