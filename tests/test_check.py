@@ -10,9 +10,11 @@ import pytest
 from tools.check.__main__ import parse, script_of
 from tools.check.advice import ADVICE
 from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
+from tools.check.events import Run
 from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
+from tools.check.rules.common import failed_at
 from tools.lessons import ROOT
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
@@ -190,6 +192,21 @@ def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--fake-data", "a=x", "--", "train.py"])
     assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
+
+
+def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
+    output = (
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+        f'  File "{tmp_path}/package/load.py", line 7, in load\n'
+        '  File "/python/site-packages/torch/serialization.py", line 900, in load\n'
+        "ValueError: no\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+        "ConnectionError: the other rank has ended\n"
+    )
+    run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
+    assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
 
 
 def test_sarif_has_rules_and_places():

@@ -98,7 +98,7 @@ ADVICE = {
     ),
     "metric-of-one-rank": Advice(
         "error",
-        "The number is that of 1/N of the validation set, and it chooses the best model.",
+        "The result is that of 1/N of the validation set, also where it chooses the best model.",
         "sums = torch.stack([correct, count])\ndist.all_reduce(sums)\naccuracy = sums[0] / sums[1]",
         "rank-local-accuracy",
     ),

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import two_ranks, where
+from tools.check.rules.common import failed_at, two_ranks, where
 
 
 def writers(checked):
@@ -70,7 +70,8 @@ def resumed(checked):
     if not again.ended and not again.any("step"):
         lines = [line for line in again.output.strip().splitlines() if "Error" in line]
         text = lines[-1] if lines else f"exit code {again.code}"
-        yield Finding("resume-fails", None, f"started again, the script fails: {text}"[:500])
+        place = failed_at(again, text)
+        yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return
     written = {os.path.basename(event["path"]) for event in killed.any("save")}
     loads = again.any("load")

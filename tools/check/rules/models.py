@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import first_ranks, replicas, two_ranks, where
+from tools.check.rules.common import failed_at, first_ranks, replicas, two_ranks, where
 from tools.check.scenarios import UNUSED
 
 
@@ -164,7 +164,8 @@ def failures(checked):
         lines = [line for line in two.output.strip().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line] or lines[-1:]
         text = errors[0] if errors else f"exit code {two.code}"
-        yield Finding("fails-on-two", None, f"one process trains, two fail: {text}"[:600])
+        place = failed_at(two, text)
+        yield Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
 
 
 def _lengths_differ(run):
