@@ -171,6 +171,12 @@ BUGS = [
         ),
     ),
     Bug(
+        "epoch one too small",
+        "tutorial",
+        "epoch-not-restored",
+        (('"epochs_run": epoch + 1', '"epochs_run": epoch'),),
+    ),
+    Bug(
         "epoch lost",
         "tutorial",
         "epoch-not-restored",

@@ -92,13 +92,39 @@ def resumed(checked):
     if first["parameters"] not in states:
         yield NotChecked("resuming", "the parameters after the load are those of no step before")
         return
-    index = max(i for i, state in enumerate(states) if state == first["parameters"])
+    equal = [i for i, state in enumerate(states) if state == first["parameters"]]
+    saved = _steps_at_saves(before)
+    index = max([i for i in equal if i in saved] or equal)
     if index == 0:
         yield Finding(
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )
         return
     yield from _lost(before, after, index, place)
+
+
+def _steps_at_saves(rank):
+    """How many steps a rank had made at each of its saves."""
+    steps, counts = 0, set()
+    for event in rank.events:
+        if event["kind"] == "step":
+            steps += 1
+        elif event["kind"] == "save":
+            counts.add(steps)
+    return counts
+
+
+def _epoch_of(rank, index):
+    """The number that was last given to set_epoch before the step with this index, or None."""
+    number, steps = None, 0
+    for event in rank.events:
+        if event["kind"] == "set_epoch":
+            number = event["epoch"]
+        elif event["kind"] == "step":
+            if steps == index:
+                return number
+            steps += 1
+    return None
 
 
 def _lost(before, after, index, place):
@@ -137,19 +163,18 @@ def _close(first, second):
 
 def _epoch(before, after, index, place):
     """The epoch and the order of the samples go on."""
-    numbers = [e["epoch"] for e in after.of("set_epoch")[:1]]
-    earlier = [e["epoch"] for e in before.of("set_epoch")]
     printed = [_printed_epochs(rank) for rank in (before, after)]
-    if numbers and len(set(earlier)) > 1 and numbers[0] == earlier[0]:
+    expected, number = _epoch_of(before, index), _epoch_of(after, 0)
+    if expected is not None and number is not None and number < expected:
         yield Finding(
             "epoch-not-restored",
             place,
-            f"started again, the sampler is set to epoch {numbers[0]}, the first one; there were "
-            f"{len(set(earlier))} before",
+            f"step {index + 1} was in epoch {expected} of the sampler; after the load it is in "
+            f"epoch {number}",
         )
         return
     whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
-    if whole and not numbers and all(printed) and printed[1][0] == printed[0][0]:
+    if whole and number is None and all(printed) and printed[1][0] == printed[0][0]:
         yield Finding(
             "epoch-not-restored",
             place,
