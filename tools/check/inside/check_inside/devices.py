@@ -47,7 +47,7 @@ def _device(device):
 
 
 def _map_tensors(torch):
-    from torch.utils._device import _device_constructors
+    from torch.utils._device import DeviceContext, _device_constructors
 
     def make(original):
         def function(*args, **kwargs):
@@ -89,6 +89,14 @@ def _map_tensors(torch):
     tensor.cuda = tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.set_default_device = lambda device: None
+
+    def make_context(original):  # of `with torch.device("cuda"):`
+        def __init__(self, device):
+            original(self, _device(device))
+
+        return __init__
+
+    replace(DeviceContext, "__init__", make_context)
 
 
 def _device_or_index(device):
