@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
 from tools.check.rules.common import failed_at
+from tools.check.rules.data import samples_left_out
 from tools.lessons import ROOT
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
@@ -207,6 +209,21 @@ def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
     )
     run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
     assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
+
+
+def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
+    def missing(complete):
+        epochs = [
+            {"loader": 0, "samples": samples, "dataset_len": 100, "iterable": False, "place": None}
+            | {"sizes": [10, 1], "complete": complete}
+            for samples in (list(range(10)), list(range(10, 20)))
+        ]
+        ranks = [SimpleNamespace(training=[epoch]) for epoch in epochs]
+        two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
+        return [finding.rule for finding in samples_left_out({"two": two})]
+
+    assert missing(True) == ["samples-left-out"]
+    assert missing(False) == []
 
 
 def test_sarif_has_rules_and_places():

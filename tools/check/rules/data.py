@@ -93,7 +93,7 @@ def samples_left_out(checked):
     for first, second in _pairs(ranks):
         length = first["dataset_len"]
         ours, theirs = set(first["samples"]), set(second["samples"])
-        if first["iterable"] or not length or not ours or not theirs:
+        if first["iterable"] or not length or not ours or not theirs or not first["complete"]:
             continue
         if len(ours) < 0.9 * len(first["samples"]) or ours & theirs:
             continue  # with replacement, or reported as an overlap
@@ -140,6 +140,8 @@ def uneven_batches(checked):
     if ranks is None or ranks[0].of("join"):
         return
     for first, second in _pairs(ranks):
+        if not first["complete"]:
+            continue
         key = "batches" if first["iterable"] else "sizes"
         ours, theirs = first[key], second[key]
         if key == "sizes":

@@ -12,7 +12,7 @@ from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
-MOST_INDICES = 20_000_000  # of an epoch: infinite samplers never end
+MOST_INDICES = 3_000_000  # of an epoch: infinite samplers never end
 
 
 class Epoch:
@@ -31,6 +31,7 @@ class Epoch:
         self.fingerprints = []
         self.iterator = iterator
         self.is_cut = False
+        self.is_complete = True  # all indices of the epoch are known
         self.place = place()
 
     def backwards(self):
@@ -55,6 +56,7 @@ class Epoch:
                 return
             if len(self.sizes) == before:
                 return
+        self.is_complete = False
 
 
 def is_iterable(loader):
@@ -228,6 +230,7 @@ def finish_epoch(epoch):
         fingerprints=epoch.fingerprints,
         batches=epoch.batches,
         cut=epoch.is_cut,
+        complete=epoch.is_complete,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),
