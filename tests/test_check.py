@@ -124,7 +124,10 @@ def test_mirror_leaves_the_original_alone(tmp_path):
 
 
 READ_FAKE_DATA = """
-import sys, torch
+import importlib.util, sys
+
+importlib.util.find_spec("torchvision.datasets")  # as libraries do before they import it
+import torch
 from torchvision import datasets
 from torchvision.transforms import ToTensor
 
