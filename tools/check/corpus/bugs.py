@@ -107,6 +107,20 @@ BUGS = [
         (("        dist.all_reduce(sums)\n", ""),),
     ),
     Bug(
+        "counted batches, no all_reduce",
+        "tutorial",
+        "metric-of-one-rank",
+        (
+            ("        dist.all_reduce(sums)\n", ""),
+            (
+                "        for source, targets in self.train_data:\n",
+                "        batches = iter(self.train_data)\n"
+                "        for _ in range(len(self.train_data)):\n"
+                "            source, targets = next(batches)\n",
+            ),
+        ),
+    ),
+    Bug(
         "around the wrapper",
         "tutorial",
         "ddp-bypassed",

@@ -103,7 +103,7 @@ def install(name, torch):
             epoch = self.__dict__.get("_check_epoch")
             if epoch is None:
                 return original(self)
-            if limits.cuts(epoch):
+            if limits.cuts(epoch) and limits.expects_end():
                 cut(epoch)
                 raise StopIteration
             try:

@@ -1,6 +1,7 @@
 """Ends a run after a few steps of a few epochs, or kills it between two steps."""
 
 import atexit
+import dis
 import faulthandler
 import os
 import signal
@@ -32,6 +33,21 @@ def cuts(epoch):
             return epoch.steps() >= 10 * PLAN["steps"]
         return epoch.steps() >= PLAN["steps"] or epoch.batches >= BATCHES_PER_STEP * PLAN["steps"]
     return epoch.batches >= EVALUATION_BATCHES
+
+
+def expects_end():
+    """Whether the script takes the end of a loader as such: in a loop, or by StopIteration.
+
+    If it calls next() as often as the loader is long, an early end is an error.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        operation = dis.opname[code.co_code[frame.f_lasti]]
+        if operation == "FOR_ITER" or "StopIteration" in code.co_names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def before_backward():
