@@ -288,6 +288,7 @@ from torchvision.transforms import ToTensor
 
 sys.path.append("..")
 from model import model
+import helper
 
 dist.init_process_group("nccl")
 assert dist.get_world_size() == 2, "two processes are needed"
@@ -312,7 +313,9 @@ def test_needs_two_processes_data_and_the_folder_above(tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\nmodel = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))\n"
     )
-    options = ("--root", "..", "--fake-data", "--json", "-")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helper.py").write_text("")
+    options = ("--root", "..", "--fake-data", "--env", f"PYTHONPATH={tmp_path}/lib", "--json", "-")
     code, stdout, stderr = run_check(tmp_path / "scripts", *options)
     assert code == 1, stderr
     report = json.loads(stdout)

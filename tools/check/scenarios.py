@@ -165,14 +165,15 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "fake_data": options.fake_data,
     }
     environment = os.environ | {
-        "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(INSIDE), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",
         **options.environment,
     }
+    paths = [str(INSIDE), environment.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
     if options.device != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *options.command, *more]
