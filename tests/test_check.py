@@ -16,7 +16,7 @@ from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
 from tools.check.rules.common import failed_at
-from tools.check.rules.data import samples_left_out
+from tools.check.rules.data import same_samples, samples_left_out
 from tools.lessons import ROOT
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
@@ -214,19 +214,29 @@ def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
     assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
 
 
-def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
-    def missing(complete):
-        epochs = [
-            {"loader": 0, "samples": samples, "dataset_len": 100, "iterable": False, "place": None}
-            | {"sizes": [10, 1], "complete": complete}
-            for samples in (list(range(10)), list(range(10, 20)))
-        ]
-        ranks = [SimpleNamespace(training=[epoch]) for epoch in epochs]
-        two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
-        return [finding.rule for finding in samples_left_out({"two": two})]
+def two_ranks_read(rule, shares, **fields):
+    """The findings of a rule about two ranks, each with one epoch of these samples."""
+    epochs = [
+        {"loader": 0, "samples": samples, "iterable": False, "place": None} | fields
+        for samples in shares
+    ]
+    ranks = [SimpleNamespace(training=[epoch]) for epoch in epochs]
+    two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
+    return [finding.rule for finding in rule({"two": two})]
 
-    assert missing(True) == ["samples-left-out"]
-    assert missing(False) == []
+
+def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
+    shares = [list(range(10)), list(range(10, 20))]
+    epoch = {"dataset_len": 100, "sizes": [10, 1]}
+    assert two_ranks_read(samples_left_out, shares, **epoch, complete=True) == ["samples-left-out"]
+    assert not two_ranks_read(samples_left_out, shares, **epoch, complete=False)
+
+
+def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
+    shares = [list(range(48)), [*range(48, 80), *range(16)]]
+    epoch = {"sizes": [3, 16], "complete": True}
+    assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
+    assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
 
 
 def test_sarif_has_rules_and_places():
