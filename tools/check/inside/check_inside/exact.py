@@ -5,8 +5,10 @@ batches of all ranks, concatenated. Dropout, clipping, loss scaling and BatchNor
 are off in both, so that the gradients of the first step are the same but for rounding.
 """
 
+import copy
 import os
 import random
+from collections import UserDict
 from pathlib import Path
 
 from check_inside.record import PLAN, checksum, record
@@ -133,6 +135,11 @@ def _concatenate(*leaves):
         return torch.cat(leaves)
     if isinstance(leaves[0], torch.Tensor | int | float | str | bytes | bool | None):
         return leaves[0]
+    if isinstance(leaves[0], UserDict):  # such as a batch of transformers
+        joined = copy.copy(leaves[0])
+        for key in joined:
+            joined[key] = _concatenate(*(leaf[key] for leaf in leaves))
+        return joined
     raise TypeError(f"a batch with a {type(leaves[0]).__name__}")
 
 
