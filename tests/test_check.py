@@ -302,6 +302,7 @@ import helper
 
 dist.init_process_group("nccl")
 assert dist.get_world_size() == 2, "two processes are needed"
+assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
 train_set = CIFAR10("nowhere", transform=ToTensor())
 sampler = DistributedSampler(train_set)
 loader = DataLoader(train_set, 16, sampler=sampler)

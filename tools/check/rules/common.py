@@ -10,6 +10,12 @@ def where(event):
     return tuple(place) if place else None
 
 
+def errors(run):
+    """The lines of the output that name an error, without the rank that torchrun puts before it."""
+    lines = re.sub(r"\x1b\[[\d;]*m|\[rank\d+\]: ?", "", run.output).strip().splitlines()
+    return [line.strip() for line in lines if re.search(r"Error\b|Unpickler error", line)]
+
+
 def failed_at(run, error):
     """The innermost line of the user's code in the traceback that ends with this line, or None."""
     before = run.output[: run.output.rfind(error)]

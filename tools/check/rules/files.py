@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import failed_at, two_ranks, where
+from tools.check.rules.common import errors, failed_at, two_ranks, where
 
 
 def writers(checked):
@@ -68,8 +68,7 @@ def resumed(checked):
         yield NotChecked("resuming", why or "the script did not end on two processes")
         return
     if not again.ended and not again.any("step"):
-        lines = [line for line in again.output.strip().splitlines() if "Error" in line]
-        text = lines[-1] if lines else f"exit code {again.code}"
+        text = (errors(again) or [f"exit code {again.code}"])[-1]
         place = failed_at(again, text)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import failed_at, first_ranks, replicas, two_ranks, where
+from tools.check.rules.common import errors, failed_at, first_ranks, replicas, two_ranks, where
 from tools.check.scenarios import UNUSED
 
 
@@ -162,8 +162,7 @@ def failures(checked):
         yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
     else:
         lines = [line for line in two.output.strip().splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line] or lines[-1:]
-        text = errors[0] if errors else f"exit code {two.code}"
+        text = ((errors(two) or lines[-1:]) + [f"exit code {two.code}"])[0]
         place = failed_at(two, text)
         yield Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
 

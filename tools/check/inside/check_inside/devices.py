@@ -3,6 +3,7 @@
 Nothing of this is active with --device cpu, for a script's own CPU path, or with --device cuda.
 """
 
+import collections
 import contextlib
 import sys
 import types
@@ -132,7 +133,7 @@ def _map_cuda(torch):
         "reset_peak_memory_stats": None,
         "reset_max_memory_allocated": None,
         "memory_summary": "",
-        "memory_stats": {},
+        "memory_stats": collections.defaultdict(int),
         "mem_get_info": (80 * 2**30, 80 * 2**30),
         "utilization": 0,
         "get_device_name": properties.name,
