@@ -306,6 +306,7 @@ assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
 train_set = CIFAR10("nowhere", transform=ToTensor())
 sampler = DistributedSampler(train_set)
 loader = DataLoader(train_set, 16, sampler=sampler)
+torch.jit.trace(model, torch.zeros(1, 3, 32, 32))  # as SummaryWriter.add_graph does
 model = DistributedDataParallel(model.cuda())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for epoch in range(3):

@@ -69,6 +69,8 @@ def _root_forward(module, inputs):
 
     if next(module.parameters(), None) is None:
         return
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return  # what is observed would be part of the trace
     if id(module) not in STATE.models.numbers:
         for name, parameter in module.named_parameters():
             name = name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
