@@ -89,7 +89,11 @@ def resumed(checked):
     first = after.steps[0]
     states = [step["parameters"] for step in before.steps]
     if first["parameters"] not in states:
-        yield NotChecked("resuming", "the parameters after the load are those of no step before")
+        yield NotChecked(
+            "resuming",
+            "the parameters after the load are those of no step before: they may be rounded, as by "
+            "half(), or an average",
+        )
         return
     equal = [i for i, state in enumerate(states) if state == first["parameters"]]
     saved = _steps_at_saves(before)
