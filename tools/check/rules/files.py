@@ -185,17 +185,23 @@ def _epoch(before, after, index, place):
         )
         return
     old, new = _batches(before), _batches(after)
-    if not old or not new or not new[0]:
+    first, again = _skipped(before.steps[0]), _skipped(after.steps[0])
+    if len(old) <= first or len(new) <= again or not new[again]:
         return
     steps = [step for step in before.steps[:index]]
     expected = sum(max(step["batches"].values(), default=0) or len(_inputs(step)) for step in steps)
-    if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+    if len(old) > expected and old[first] != old[expected] and new[again] == old[first]:
         yield Finding(
             "order-after-resume",
             place,
             f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
+
+
+def _skipped(step):
+    """How many batches were read before those of this step, which goes on within an epoch."""
+    return max(0, max(step["batches"].values(), default=0) - len(step["backwards"]))
 
 
 def _batches(rank):
