@@ -241,9 +241,9 @@ def finish_epoch(epoch):
 
 
 def finish():
-    """Record the epochs that are under way."""
+    """Record the epochs that are under way, with the order to their ends."""
     for epoch in list(STATE.active):
-        finish_epoch(epoch)
+        cut(epoch)
 
 
 def _dataset(dataset, epoch):

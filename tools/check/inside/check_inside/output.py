@@ -24,7 +24,7 @@ def install(name, torch):
 
     def make_emit(original):
         def emit(self, entry):
-            _record(" ", [entry.getMessage()])
+            _record(" ", [self.format(entry)])
             return original(self, entry)
 
         return emit
