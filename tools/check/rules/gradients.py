@@ -42,8 +42,8 @@ def scale(checked):
             yield NotChecked(what, "the optimizer has different parameters on one process")
             return
         step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
-        initial = [run.ranks[0].steps[0]["parameters"] for run in (one, two)]
-        if initial[0] != initial[1] and not step["sharded"]:
+        ranks_event = next(e for e in two.ranks[0].of("gradients") if e["optimizer"] == optimizer)
+        if event["initial"] != ranks_event["initial"]:
             yield NotChecked(
                 what,
                 "the models start differently: the script sets no seed, or one "

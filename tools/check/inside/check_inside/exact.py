@@ -164,9 +164,12 @@ def gradients_of(optimizer, parameters):
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros(parameter.shape)
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
-        parts.append(gradient.detach().cpu().double().reshape(-1)[::every])
+        parts.append(_whole(gradient).detach().cpu().double().reshape(-1)[::every])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.save(parts, f"{path}{rank}.pt")
-    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt")
+    initial = [checksum(_whole(parameter)) for parameter in parameters]
+    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt", initial=initial)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
