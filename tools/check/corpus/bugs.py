@@ -185,6 +185,22 @@ BUGS = [
         ),
     ),
     Bug(
+        "optimizer lost, sharded by ZeRO",
+        "tutorial",
+        "optimizer-not-restored",
+        (
+            (
+                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n",
+                "    from torch.distributed.optim import ZeroRedundancyOptimizer\n\n"
+                "    optimizer = ZeroRedundancyOptimizer(\n"
+                "        model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9\n"
+                "    )\n",
+            ),
+            ('            "optimizer": self.optimizer.state_dict(),\n', ""),
+            ('        self.optimizer.load_state_dict(snapshot["optimizer"])\n', ""),
+        ),
+    ),
+    Bug(
         "epoch one too small",
         "tutorial",
         "epoch-not-restored",
