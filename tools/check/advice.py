@@ -245,6 +245,11 @@ ADVICE = {
         "The checkpoint is read, but the training starts from the beginning.",
         "model.load_state_dict(checkpoint['model'])  # before the wrapper, or into it",
     ),
+    "model-rounded": Advice(
+        "warning",
+        "Updates that are smaller than the precision of the checkpoint are lost at each restart.",
+        "checkpoint = {'model': model.state_dict()}  # half() for a copy that is not trained on",
+    ),
     "optimizer-not-restored": Advice(
         "error",
         "Momentum and Adam's averages start from zero: the loss jumps after each restart.",

@@ -218,6 +218,17 @@ BUGS = [
         "model-not-restored",
         (('        self.model.load_state_dict(snapshot["model"])\n', ""),),
     ),
+    Bug(
+        "model rounded",
+        "tutorial",
+        "model-rounded",
+        (
+            (
+                '"model": self.model.module.state_dict(),',
+                '"model": {k: v.half() for k, v in self.model.module.state_dict().items()},',
+            ),
+        ),
+    ),
     Bug("no eval mode", "tutorial", "no-eval-mode", (("        self.model.eval()\n", ""),)),
     Bug("no train mode", "tutorial", "no-train-mode", (("        self.model.train()\n", ""),)),
     Bug("no no_grad", "tutorial", "no-no-grad", (("    @torch.no_grad()\n", ""),)),

@@ -88,11 +88,15 @@ def resumed(checked):
     place = where(loads[0])
     first = after.steps[0]
     states = [step["parameters"] for step in before.steps]
+    if first["rounded"] and not before.steps[0]["rounded"]:
+        yield Finding(
+            "model-rounded", place, f"all parameters after the load are {first['rounded']} numbers"
+        )
+        return
     if first["parameters"] not in states:
         yield NotChecked(
             "resuming",
-            "the parameters after the load are those of no step before: they may be rounded, as by "
-            "half(), or an average",
+            "the parameters after the load are those of no step before; they may be an average",
         )
         return
     equal = [i for i, state in enumerate(states) if state == first["parameters"]]

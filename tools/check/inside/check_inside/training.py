@@ -207,6 +207,7 @@ def _before_step(optimizer, args, kwargs):
         all_names=[STATE.names.get(id(p)) for p in STATE.parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
+        rounded=_rounded() if STATE.steps == 0 else None,
         zero=not any(_has_gradient(p) for p in own),
         sharded=any(_is_sharded(p) for p in own),
         state=_state_checksum(optimizer),
@@ -256,6 +257,18 @@ def _is_initialization():
             return True
         frame = frame.f_back
     return False
+
+
+def _rounded():
+    """The lower precision in which all parameters could be stored without a loss, or None."""
+    import torch
+
+    parameters = [p.detach() for p in STATE.parameters if p.dtype == torch.float32]
+    parameters = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    for dtype in (torch.float16, torch.bfloat16):
+        if parameters and all(torch.equal(p.to(dtype).float(), p) for p in parameters):
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def _has_gradient(parameter):
