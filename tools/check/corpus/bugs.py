@@ -199,6 +199,7 @@ BUGS = [
             ('            "optimizer": self.optimizer.state_dict(),\n', ""),
             ('        self.optimizer.load_state_dict(snapshot["optimizer"])\n', ""),
         ),
+        also=("scheduler-not-restored",),
     ),
     Bug(
         "epoch one too small",
