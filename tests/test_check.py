@@ -1,8 +1,10 @@
 """tools.check: bugs in other people's scripts are found, and scripts without a bug pass."""
 
 import json
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +14,12 @@ from tools.check.advice import ADVICE
 from tools.check.corpus import own
 from tools.check.corpus.__main__ import check
 from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
+from tools.check.events import Run
 from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
+from tools.check.rules.common import failed_at
+from tools.check.rules.data import same_samples, samples_left_out
 from tools.lessons import ROOT
 from tools.verify.plants import PLANTS
 
@@ -122,6 +127,122 @@ def test_mirror_leaves_the_original_alone(tmp_path):
     assert (tmp_path / "copy" / "large.bin").is_symlink()
 
 
+READ_FAKE_DATA = """
+import importlib.util, sys
+
+importlib.util.find_spec("torchvision.datasets")  # as libraries do before they import it
+import torch
+from torchvision import datasets
+from torchvision.transforms import ToTensor
+
+cifar = datasets.CIFAR10("nowhere", train=False, transform=ToTensor(), target_transform=str)
+image, target = cifar[3]
+assert image.shape == (3, 32, 32) and target == str(cifar.targets[3]) and "cat" in cifar.classes
+mnist = datasets.MNIST("nowhere", download=True)
+assert mnist.data.shape == (400, 28, 28) and mnist[0][0].size == (28, 28)
+folder = datasets.ImageFolder("nowhere/val", transform=ToTensor())
+assert len(folder) == 51 and len(folder.classes) == 5 and folder[0][0].shape[0] == 3
+masks = datasets.VOCSegmentation("nowhere", image_set="val")
+assert masks[0][0].size == masks[0][1].size and masks[0][1].mode == "P"
+print(torch.stack([image.mean(), folder[50][0].mean()]).tolist())
+"""
+
+READ_FAKE_TEXT = """
+from datasets import load_dataset
+
+parts = load_dataset("nyu-mll/glue", "mrpc")
+assert len(parts["train"]) == 400 and parts["validation"].features["label"].num_classes == 2
+own = load_dataset("my/own", split="train[:10%]+test", streaming=False)
+assert len(own) == 2 + 51 and len(own[0]["ids"]) == 8 and max(own[0]["ids"]) < 30
+assert next(iter(load_dataset("my/own", split="train", streaming=True)))["ids"] == own[0]["ids"]
+load_dataset("unknown")
+"""
+
+
+def read_fake_data(tmp_path, source, fake_data):
+    """Run a source with the observers of a check, but without a check."""
+    plan = dict.fromkeys(("exact", "kill_step"))
+    plan |= {"run": "one", "device": "cpu", "root": str(tmp_path), "folder": str(tmp_path)}
+    environment = os.environ | {
+        "TOOLS_CHECK_PLAN": json.dumps(plan | {"fake_data": fake_data}),
+        "PYTHONPATH": str(ROOT / "tools" / "check" / "inside"),
+    }
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+
+def test_fake_images_are_the_same_in_each_process(tmp_path):
+    done = [
+        read_fake_data(tmp_path, READ_FAKE_DATA, {"ImageFolder": {"classes": "5"}})
+        for _ in range(2)
+    ]
+    assert done[0].returncode == 0, done[0].stderr
+    assert done[0].stdout and done[0].stdout == done[1].stdout
+
+
+def test_fake_text_asks_for_columns_that_are_not_known(tmp_path):
+    pytest.importorskip("datasets")
+    columns = {"ids": "int30[8]", "label": "class3", "train": "20"}
+    done = read_fake_data(tmp_path, READ_FAKE_TEXT, {"my/own": columns})
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == (
+        "--fake-data: what columns does the dataset unknown have? "
+        "Tell: --fake-data 'unknown=text:str,label:class2'"
+    )
+
+
+def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert parse(["--", "train.py"]).fake_data is None
+    assert parse(["--fake-data", "--", "train.py"]).fake_data == {}
+    options = ["--fake-data", "a=x:str,y:int", "--fake-data=b=train:9"]
+    given = parse([*options, "--", "train.py"]).fake_data
+    assert given == {"a": {"x": "str", "y": "int"}, "b": {"train": "9"}}
+    with pytest.raises(SystemExit):
+        parse(["--fake-data", "a=x", "--", "train.py"])
+    assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
+
+
+def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
+    output = (
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+        f'  File "{tmp_path}/package/load.py", line 7, in load\n'
+        '  File "/python/site-packages/torch/serialization.py", line 900, in load\n'
+        "ValueError: no\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
+        "ConnectionError: the other rank has ended\n"
+    )
+    run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
+    assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
+
+
+def two_ranks_read(rule, shares, **fields):
+    """The findings of a rule about two ranks, each with one epoch of these samples."""
+    epochs = [
+        {"loader": 0, "samples": samples, "iterable": False, "place": None} | fields
+        for samples in shares
+    ]
+    ranks = [SimpleNamespace(training=[epoch]) for epoch in epochs]
+    two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
+    return [finding.rule for finding in rule({"two": two})]
+
+
+def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
+    shares = [list(range(10)), list(range(10, 20))]
+    epoch = {"dataset_len": 100, "sizes": [10, 1]}
+    assert two_ranks_read(samples_left_out, shares, **epoch, complete=True) == ["samples-left-out"]
+    assert not two_ranks_read(samples_left_out, shares, **epoch, complete=False)
+
+
+def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
+    shares = [list(range(48)), [*range(48, 80), *range(16)]]
+    epoch = {"sizes": [3, 16], "complete": True}
+    assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
+    assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
+
+
 def test_sarif_has_rules_and_places():
     findings = [Finding("no-set-epoch", ("train.py", 7), "the same order")]
     run = json.loads(as_sarif(findings, "train.py"))["runs"][0]
@@ -195,3 +316,51 @@ def test_own_script_yields_no_alarm_and_is_checked(name):
 def test_finds_bugs_in_own_scripts(names):
     row = own.row_of(OWN[", ".join(names)], check)
     assert {own.FINDS[name] for name in names if name in own.FINDS} <= set(row["rules"]), row
+
+
+NEEDS_TWO = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import CIFAR10
+from torchvision.transforms import ToTensor
+
+sys.path.append("..")
+from model import model
+import helper
+
+dist.init_process_group("nccl")
+assert dist.get_world_size() == 2, "two processes are needed"
+assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
+train_set = CIFAR10("nowhere", transform=ToTensor())
+sampler = DistributedSampler(train_set)
+loader = DataLoader(train_set, 16, sampler=sampler)
+torch.jit.trace(model, torch.zeros(1, 3, 32, 32))  # as SummaryWriter.add_graph does
+model = DistributedDataParallel(model.cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(3):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images.cuda()), labels.cuda()).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_needs_two_processes_data_and_the_folder_above(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(NEEDS_TWO)
+    (tmp_path / "model.py").write_text(
+        "import torch\nmodel = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))\n"
+    )
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helper.py").write_text("")
+    options = ("--root", "..", "--fake-data", "--env", f"PYTHONPATH={tmp_path}/lib", "--json", "-")
+    code, stdout, stderr = run_check(tmp_path / "scripts", *options)
+    assert code == 1, stderr
+    report = json.loads(stdout)
+    found = [(finding["rule"], finding["file"]) for finding in report["findings"]]
+    assert found == [("no-set-epoch", "scripts/train.py")]
+    assert "on several processes only" in str(report["not_checked"])

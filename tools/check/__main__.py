@@ -63,6 +63,14 @@ def parse(arguments):
         help="len() of each dataset is at most N, so that an epoch comes to its end; with an odd "
         "number, the ranks cannot have equal shares",
     )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="the folder of which each run gets a copy, if the script needs more of it than the "
+        "one in which it runs",
+    )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--resume-args",
@@ -76,6 +84,16 @@ def parse(arguments):
         default=[],
         metavar="PATTERN",
         help="files that the script must not see, such as the checkpoints of a real run",
+    )
+    parser.add_argument(
+        "--fake-data",
+        nargs="?",
+        action="append",
+        type=_fake_data,
+        metavar="NAME=KEY:VALUE,...",
+        help="small random data in place of the datasets of torchvision and of Hugging Face; "
+        "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
+        "other numbers of classes and samples",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
@@ -93,20 +111,34 @@ def parse(arguments):
         if not script.is_file():
             parser.error(f"there is no file {script} in {Path.cwd()}")
         paths = [Path(os.path.abspath(script)), script.resolve()]
-        inside = [path for path in paths if path.is_relative_to(Path.cwd())]
+        inside = [path for path in paths if path.is_relative_to(args.root.resolve())]
         if not inside:
             parser.error(
-                f"{script} is not in {Path.cwd()}: start the check in the project's folder"
+                f"{script} is not in {args.root.resolve()}: start the check in the project's "
+                "folder, or name it with --root"
             )
-        args.command[0] = str(inside[0].relative_to(Path.cwd()))  # in a copy: that of the copy
+        args.command[0] = os.path.relpath(inside[0])  # in a copy: that of the copy
+    if not Path.cwd().is_relative_to(args.root.resolve()):
+        parser.error(f"--root {args.root} does not contain {Path.cwd()}")
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
     if args.limit_data < 0:
         parser.error("--limit-data is a number of samples; 0: all")
+    if args.fake_data is not None:
+        args.fake_data = dict(filter(None, args.fake_data))
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
     return args
+
+
+def _fake_data(text):
+    """("name", {"column": "type"}) of an argument of --fake-data."""
+    name, _, columns = text.partition("=")
+    pairs = [column.split(":") for column in columns.split(",")]
+    if not name or any(len(pair) != 2 for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text}: NAME=COLUMN:TYPE,... is expected")
+    return name, dict(pairs)
 
 
 def script_of(command):
@@ -139,7 +171,8 @@ def main(arguments=None):
     args = parse(arguments)
     options = Options(
         command=args.command,
-        source=Path.cwd(),
+        source=args.root.resolve(),
+        subfolder=os.path.relpath(Path.cwd(), args.root.resolve()),
         steps=args.steps,
         epochs=args.epochs,
         timeout=args.timeout,
@@ -149,6 +182,7 @@ def main(arguments=None):
         resume_arguments=shlex.split(args.resume_args),
         hidden=args.hide,
         limit_data=args.limit_data,
+        fake_data=args.fake_data,
     )
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)

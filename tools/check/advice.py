@@ -98,7 +98,7 @@ ADVICE = {
     ),
     "metric-of-one-rank": Advice(
         "error",
-        "The number is that of 1/N of the validation set, and it chooses the best model.",
+        "The result is that of 1/N of the validation set, also where it chooses the best model.",
         "sums = torch.stack([correct, count])\ndist.all_reduce(sums)\naccuracy = sums[0] / sums[1]",
         "rank-local-accuracy",
     ),
@@ -162,6 +162,12 @@ ADVICE = {
         "The norm is up to 65,536 times too large: almost nothing of each gradient is left.",
         "scaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), max_norm)",
         "scaled-gradients-clipped",
+    ),
+    "zero-gradients": Advice(
+        "error",
+        "The loss does not depend on the parameters: nothing is trained.",
+        "# Is there a detach() too many? The cross entropy of a single class is always 0:\n"
+        "loss = F.cross_entropy(outputs, targets)  # outputs: one column per class",
     ),
     "rate-by-step": Advice(
         "note",
@@ -238,6 +244,11 @@ ADVICE = {
         "error",
         "The checkpoint is read, but the training starts from the beginning.",
         "model.load_state_dict(checkpoint['model'])  # before the wrapper, or into it",
+    ),
+    "model-rounded": Advice(
+        "warning",
+        "Updates that are smaller than the precision of the checkpoint are lost at each restart.",
+        "checkpoint = {'model': model.state_dict()}  # half() for a copy that is not trained on",
     ),
     "optimizer-not-restored": Advice(
         "error",

@@ -25,7 +25,8 @@ class Options:
     """What to run, and how."""
 
     command: list  # after the interpreter: ["train.py", "--lr", "0.1"] or ["-m", "module"]
-    source: Path  # the folder in which the script runs
+    source: Path  # the folder that is copied for each run
+    subfolder: str = "."  # of it, in which the script runs
     steps: int = 4
     epochs: int = 2
     timeout: float = 300.0
@@ -35,6 +36,7 @@ class Options:
     resume_arguments: list = field(default_factory=list)
     hidden: list = field(default_factory=list)
     limit_data: int = 0  # samples per dataset; 0: all
+    fake_data: dict | None = None  # name of a dataset -> its columns or sizes
 
 
 class CannotRun(Exception):
@@ -70,15 +72,16 @@ def run_all(options, work, tell=lambda text: None):
     if UNUSED in one.output and one.any("step"):
         reason = "DistributedDataParallel ended it on one process"
         return Checked(options, runs, dict.fromkeys(("exact-two", "killed"), reason), launch)
-    if not one.ended:
+    trains_alone = one.ended and one.any("step")
+    if one.timed_out or (launch == "python" and not trains_alone):
         raise CannotRun(_failure(one))
-    if not one.any("step"):
-        raise CannotRun(
-            "The script made no step of an optimizer on one process." + _already_done(one)
-        )
     two = run("two", launch, 2)
     distributed = two.world_size > 1
-    if distributed and two.ended:
+    if not trains_alone:
+        if not (distributed and two.ended and two.any("step")):
+            raise CannotRun(_failure(one))
+        not_run["exact-two"] = "the script trains on several processes only"
+    elif distributed and two.ended:
         _compare_exactly(run, runs, not_run, launch, work)
     elif distributed:
         not_run["exact-two"] = "the script did not end on two processes"
@@ -171,9 +174,9 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "joins_statistics": False,
         "ranks": world,
         "turns": False,
+        "fake_data": options.fake_data,
     }
     environment = os.environ | {
-        "TOOLS_CHECK_PLAN": json.dumps(defaults | plan),
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
@@ -182,6 +185,7 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     }
     paths = [str(INSIDE), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
     if options.device != "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, *options.command, *more]
@@ -189,6 +193,8 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     if launch == "torchrun":
         port, store = _store(world)
         ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
+        if world == 1:
+            store = None  # frees its port for that of the process itself
     else:
         store = None
         port, free = _store(1)
@@ -200,7 +206,8 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     processes = []
     try:
         for variables, log in zip(ranks, logs, strict=True):
-            processes.append(_start(command, root, environment | variables, log))
+            folder_of_run = root / options.subfolder
+            processes.append(_start(command, folder_of_run, environment | variables, log))
         timed_out = _wait(processes, folder, logs, options.timeout)
         stacks = _stacks(folder) if timed_out else {}
     finally:
@@ -234,7 +241,8 @@ def _torchrun_environment(rank, world, port):
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # One process has no agent: it may be the parent of others, with an address of their own.
+        "TORCHELASTIC_USE_AGENT_STORE": str(world > 1),
         "TORCHELASTIC_RUN_ID": "check",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -302,6 +310,8 @@ def _kill_daemons(folder):
 def _failure(run):
     if run.timed_out:
         return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
+    if run.ended:
+        return "The script made no step of an optimizer on one process." + _already_done(run)
     text = f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
     if "CUDA error" in run.output[-3000:]:
         text += (

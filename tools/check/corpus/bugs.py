@@ -79,10 +79,43 @@ BUGS = [
         ),
     ),
     Bug(
+        "split by each rank",
+        "tutorial",
+        "validation-in-training",
+        (
+            (
+                "    train_set, val_set = make_dataset(200, 0), make_dataset(37, 1)\n",
+                "    generator = torch.Generator().manual_seed(rank)\n"
+                "    train_set, val_set = torch.utils.data.random_split(\n"
+                "        make_dataset(237, 0), [200, 37], generator\n"
+                "    )\n",
+            ),
+            (
+                "val_data = DataLoader(val_share, batch_size=16)",
+                "val_data = DataLoader(val_set, batch_size=16, sampler=DistributedSampler(val_set, shuffle=False))",
+            ),
+        ),
+        also=("shares-overlap",),
+    ),
+    Bug(
         "no all_reduce",
         "tutorial",
         "metric-of-one-rank",
         (("        dist.all_reduce(sums)\n", ""),),
+    ),
+    Bug(
+        "counted batches, no all_reduce",
+        "tutorial",
+        "metric-of-one-rank",
+        (
+            ("        dist.all_reduce(sums)\n", ""),
+            (
+                "        for source, targets in self.train_data:\n",
+                "        batches = iter(self.train_data)\n"
+                "        for _ in range(len(self.train_data)):\n"
+                "            source, targets = next(batches)\n",
+            ),
+        ),
     ),
     Bug(
         "around the wrapper",
@@ -92,6 +125,17 @@ BUGS = [
             (
                 "        output = self.model(source)\n",
                 "        output = self.model.module(source)\n",
+            ),
+        ),
+    ),
+    Bug(
+        "one class",
+        "tutorial",
+        "zero-gradients",
+        (
+            (
+                "F.cross_entropy(output, targets)",
+                "F.cross_entropy(output[:, :1], torch.zeros_like(targets))",
             ),
         ),
     ),
@@ -138,6 +182,29 @@ BUGS = [
         ),
     ),
     Bug(
+        "optimizer lost, sharded by ZeRO",
+        "tutorial",
+        "optimizer-not-restored",
+        (
+            (
+                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n",
+                "    from torch.distributed.optim import ZeroRedundancyOptimizer\n\n"
+                "    optimizer = ZeroRedundancyOptimizer(\n"
+                "        model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9\n"
+                "    )\n",
+            ),
+            ('            "optimizer": self.optimizer.state_dict(),\n', ""),
+            ('        self.optimizer.load_state_dict(snapshot["optimizer"])\n', ""),
+        ),
+        also=("scheduler-not-restored",),
+    ),
+    Bug(
+        "epoch one too small",
+        "tutorial",
+        "epoch-not-restored",
+        (('"epochs_run": epoch + 1', '"epochs_run": epoch'),),
+    ),
+    Bug(
         "epoch lost",
         "tutorial",
         "epoch-not-restored",
@@ -148,6 +215,17 @@ BUGS = [
         "tutorial",
         "model-not-restored",
         (('        self.model.load_state_dict(snapshot["model"])\n', ""),),
+    ),
+    Bug(
+        "model rounded",
+        "tutorial",
+        "model-rounded",
+        (
+            (
+                '"model": self.model.module.state_dict(),',
+                '"model": {k: v.half() for k, v in self.model.module.state_dict().items()},',
+            ),
+        ),
     ),
     Bug("no eval mode", "tutorial", "no-eval-mode", (("        self.model.eval()\n", ""),)),
     Bug("no train mode", "tutorial", "no-train-mode", (("        self.model.train()\n", ""),)),
@@ -364,6 +442,20 @@ BUGS = [
     ),
     Bug("spawn: no eval mode", "imagenet_style", "no-eval-mode", (("    model.eval()\n", ""),)),
     Bug(
+        "spawn: an address of its own, no eval mode",
+        "imagenet_style",
+        "no-eval-mode",
+        (
+            ("    model.eval()\n", ""),
+            (
+                'dist.init_process_group("nccl", init_method=args.dist_url, world_size=ngpus, rank=gpu)',
+                "port = args.dist_url.rpartition(':')[2]\n"
+                "    os.environ |= {'MASTER_ADDR': 'localhost', 'MASTER_PORT': port}\n"
+                '    dist.init_process_group("nccl", world_size=ngpus, rank=gpu)',
+            ),
+        ),
+    ),
+    Bug(
         "windows: same seed",
         "nanogpt_like",
         "same-samples",
@@ -416,6 +508,13 @@ BUGS = [
         "nanogpt_like",
         "scheduler-not-restored",
         (('    iter_num = checkpoint["iter_num"]\n', ""),),
+        also=("order-after-resume",),
+    ),
+    Bug(
+        "windows: the same ones after a restart",
+        "nanogpt_like",
+        "order-after-resume",
+        (("    torch.manual_seed(1337 + seed_offset + 1000 * iter_num)\n", ""),),
     ),
     Bug(
         "windows: no zero_grad",

@@ -1,10 +1,30 @@
 """What several rules ask of the runs."""
 
+import os
+import re
+
 
 def where(event):
     """The place of an event as a tuple, or None."""
     place = event and event.get("place")
     return tuple(place) if place else None
+
+
+def errors(run):
+    """The lines of the output that name an error, without the rank that torchrun puts before it."""
+    lines = re.sub(r"\x1b\[[\d;]*m|\[rank\d+\]: ?", "", run.output).strip().splitlines()
+    return [line.strip() for line in lines if re.search(r"Error\b|Unpickler error", line)]
+
+
+def failed_at(run, error):
+    """The innermost line of the user's code in the traceback that ends with this line, or None."""
+    before = run.output[: run.output.rfind(error)]
+    traceback = before[before.rfind("Traceback (most recent call last)") :]
+    root = str(run.root.resolve()) + os.sep
+    for path, line in reversed(re.findall(r'File "(.+?)", line (\d+)', traceback)):
+        if os.path.realpath(path).startswith(root) and "site-packages" not in path:
+            return os.path.relpath(os.path.realpath(path), root), int(line)
+    return None
 
 
 def two_ranks(checked):

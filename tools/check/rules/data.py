@@ -41,9 +41,11 @@ def same_samples(checked):
                 where(first),
                 f"rank 0 and rank 1 read {len(common)} equal samples of {len(set(ours))}",
             )
-        elif len(common) > _fillers(ranks) and not replaced and not first["iterable"]:
+        elif not replaced and not first["iterable"]:
             length = first["dataset_len"]
             missing = length - len(set(ours) | set(theirs)) if length else 0
+            if len(common) <= _fillers(ranks, first, missing):
+                continue
             yield Finding(
                 "shares-overlap",
                 where(first),
@@ -52,9 +54,9 @@ def same_samples(checked):
             )
 
 
-def _fillers(ranks):
-    """How many samples may be in both shares so that these have the same length."""
-    return len(ranks) * 2 - 1
+def _fillers(ranks, epoch, missing):
+    """How many samples may be in both shares so that these have the same number of batches."""
+    return max(len(ranks) * 2 - 1, 0 if missing else len(ranks) * epoch["sizes"][1])
 
 
 def _pairs(ranks):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import two_ranks, where
+from tools.check.rules.common import errors, failed_at, two_ranks, where
 
 
 def writers(checked):
@@ -68,9 +68,9 @@ def resumed(checked):
         yield NotChecked("resuming", why or "the script did not end on two processes")
         return
     if not again.ended and not again.any("step"):
-        lines = [line for line in again.output.strip().splitlines() if "Error" in line]
-        text = lines[-1] if lines else f"exit code {again.code}"
-        yield Finding("resume-fails", None, f"started again, the script fails: {text}"[:500])
+        text = (errors(again) or [f"exit code {again.code}"])[-1]
+        place = failed_at(again, text)
+        yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return
     written = {os.path.basename(event["path"]) for event in killed.any("save")}
     loads = again.any("load")
@@ -88,16 +88,50 @@ def resumed(checked):
     place = where(loads[0])
     first = after.steps[0]
     states = [step["parameters"] for step in before.steps]
-    if first["parameters"] not in states:
-        yield NotChecked("resuming", "the parameters after the load are those of no step before")
+    if first["rounded"] and not before.steps[0]["rounded"]:
+        yield Finding(
+            "model-rounded", place, f"all parameters after the load are {first['rounded']} numbers"
+        )
         return
-    index = max(i for i, state in enumerate(states) if state == first["parameters"])
+    if first["parameters"] not in states:
+        yield NotChecked(
+            "resuming",
+            "the parameters after the load are those of no step before; they may be an average",
+        )
+        return
+    equal = [i for i, state in enumerate(states) if state == first["parameters"]]
+    saved = _steps_at_saves(before)
+    index = max([i for i in equal if i in saved] or equal)
     if index == 0:
         yield Finding(
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )
         return
     yield from _lost(before, after, index, place)
+
+
+def _steps_at_saves(rank):
+    """How many steps a rank had made at each of its saves."""
+    steps, counts = 0, set()
+    for event in rank.events:
+        if event["kind"] == "step":
+            steps += 1
+        elif event["kind"] == "save":
+            counts.add(steps)
+    return counts
+
+
+def _epoch_of(rank, index):
+    """The number that was last given to set_epoch before the step with this index, or None."""
+    number, steps = None, 0
+    for event in rank.events:
+        if event["kind"] == "set_epoch":
+            number = event["epoch"]
+        elif event["kind"] == "step":
+            if steps == index:
+                return number
+            steps += 1
+    return None
 
 
 def _lost(before, after, index, place):
@@ -136,19 +170,18 @@ def _close(first, second):
 
 def _epoch(before, after, index, place):
     """The epoch and the order of the samples go on."""
-    numbers = [e["epoch"] for e in after.of("set_epoch")[:1]]
-    earlier = [e["epoch"] for e in before.of("set_epoch")]
     printed = [_printed_epochs(rank) for rank in (before, after)]
-    if numbers and len(set(earlier)) > 1 and numbers[0] == earlier[0]:
+    expected, number = _epoch_of(before, index), _epoch_of(after, 0)
+    if expected is not None and number is not None and number < expected:
         yield Finding(
             "epoch-not-restored",
             place,
-            f"started again, the sampler is set to epoch {numbers[0]}, the first one; there were "
-            f"{len(set(earlier))} before",
+            f"step {index + 1} was in epoch {expected} of the sampler; after the load it is in "
+            f"epoch {number}",
         )
         return
     whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
-    if whole and not numbers and all(printed) and printed[1][0] == printed[0][0]:
+    if whole and number is None and all(printed) and printed[1][0] == printed[0][0]:
         yield Finding(
             "epoch-not-restored",
             place,
@@ -156,30 +189,41 @@ def _epoch(before, after, index, place):
         )
         return
     old, new = _batches(before), _batches(after)
-    if not old or not new or not new[0]:
+    first, again = _skipped(before.steps[0]), _skipped(after.steps[0])
+    if len(old) <= first or len(new) <= again or not new[again]:
         return
     steps = [step for step in before.steps[:index]]
-    expected = sum(max(step["batches"].values(), default=0) for step in steps)
-    if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+    expected = sum(max(step["batches"].values(), default=0) or len(_inputs(step)) for step in steps)
+    if len(old) > expected and old[first] != old[expected] and new[again] == old[first]:
         yield Finding(
             "order-after-resume",
             place,
-            f"after {index} steps the run that was started again reads the first batch of the "
+            f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
+
+
+def _skipped(step):
+    """How many batches were read before those of this step, which goes on within an epoch."""
+    return max(0, max(step["batches"].values(), default=0) - len(step["backwards"]))
 
 
 def _batches(rank):
     """The samples of each batch of the first loader that is trained from, in order."""
     loaders = [list(step["batches"]) for step in rank.steps if step["batches"]]
     if not loaders:
-        return []
+        return [rows for step in rank.steps for rows in _inputs(step)]
     evaluated = {epoch["epoch"] for epoch in rank.evaluation}
     return [
         event["samples"]
         for event in rank.of("batch")
         if str(event["loader"]) == loaders[0][0] and event["epoch"] not in evaluated
     ]
+
+
+def _inputs(step):
+    """Checksums of what a step of a script without a DataLoader has put into its model."""
+    return [forward["rows"] for forward in step["forwards"] if forward.get("rows")]
 
 
 def _printed_epochs(rank):

@@ -42,8 +42,8 @@ def scale(checked):
             yield NotChecked(what, "the optimizer has different parameters on one process")
             return
         step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
-        initial = [run.ranks[0].steps[0]["parameters"] for run in (one, two)]
-        if initial[0] != initial[1] and not step["sharded"]:
+        ranks_event = next(e for e in two.ranks[0].of("gradients") if e["optimizer"] == optimizer)
+        if event["initial"] != ranks_event["initial"]:
             yield NotChecked(
                 what,
                 "the models start differently: the script sets no seed, or one "
@@ -56,6 +56,7 @@ def scale(checked):
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
     for ratio, rest, step in rates.values():
         if math.isnan(ratio):
+            yield NotChecked(what, "all gradients of one process are zero")
             continue
         if rest > 0.02:
             yield Finding(
@@ -186,6 +187,23 @@ def zeroed(checked):
             return
 
 
+def zero(checked):
+    """Gradients that are all zero, in all steps."""
+    for rank in first_ranks(checked, "one", "two"):
+        by_optimizer = {}
+        for step in rank.steps:
+            by_optimizer.setdefault(step["optimizer"], []).append(step)
+        for steps in by_optimizer.values():
+            got = sum(gradient is not None for gradient in steps[0]["gradients"])
+            if len(steps) > 2 and got and all(step["zero"] for step in steps):
+                yield Finding(
+                    "zero-gradients",
+                    where(steps[0]),
+                    f"the gradients of all {got} parameters are zero in all {len(steps)} steps",
+                )
+                return
+
+
 def clipped(checked):
     """Gradients of a scaled loss are clipped."""
     for rank in first_ranks(checked, "one", "two"):
@@ -222,4 +240,4 @@ def rates(checked):
         )
 
 
-RULES = [scale, undivided, averaged, zeroed, clipped, rates]
+RULES = [scale, undivided, averaged, zeroed, zero, clipped, rates]

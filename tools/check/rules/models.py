@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import first_ranks, replicas, two_ranks, where
+from tools.check.rules.common import errors, failed_at, first_ranks, replicas, two_ranks, where
 from tools.check.scenarios import UNUSED
 
 
@@ -162,10 +162,11 @@ def failures(checked):
         yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
     else:
         lines = [line for line in two.output.strip().splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line] or lines[-1:]
-        errors.sort(key=lambda line: "onnection" in line)  # of a rank that another has left
-        text = errors[0] if errors else f"exit code {two.code}"
-        yield Finding("fails-on-two", None, f"one process trains, two fail: {text}"[:600])
+        # Errors of a connection are those of a rank that another has left.
+        named = sorted(errors(two), key=lambda line: "onnection" in line)
+        text = ((named or lines[-1:]) + [f"exit code {two.code}"])[0]
+        place = failed_at(two, text)
+        yield Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
 
 
 def _lengths_differ(run):

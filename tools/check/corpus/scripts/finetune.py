@@ -89,7 +89,9 @@ def main(args):
         worker_init_fn=seed_worker,
     )
     val_loader = DataLoader(Subset(val_ds, range(rank, len(val_ds), world)), batch_size=16)
-    model = DDP(Classifier().to(device), device_ids=[device.index])
+    with device:
+        model = Classifier()
+    model = DDP(model, device_ids=[device.index])
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=args.lr, weight_decay=0.01
     )

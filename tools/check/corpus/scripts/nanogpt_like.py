@@ -72,6 +72,7 @@ if os.path.exists("ckpt.pt"):
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     iter_num = checkpoint["iter_num"]
+    torch.manual_seed(1337 + seed_offset + 1000 * iter_num)
 model = torch.compile(model)
 if ddp:
     model = DDP(model, device_ids=[ddp_local_rank])

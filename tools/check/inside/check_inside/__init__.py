@@ -32,6 +32,8 @@ OBSERVERS = {
     "wandb": ["loggers"],
     "mlflow": ["loggers"],
     "accelerate": ["libraries"],
+    "torchvision.datasets": ["fake_data"],
+    "datasets": ["fake_data"],
 }
 
 
@@ -56,15 +58,17 @@ class _Finder:
     """Finds what the other finders find, with a loader that installs observers."""
 
     def __init__(self):
-        self.found = set()
+        self.asked = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name not in OBSERVERS or name in self.found:
+        if name not in OBSERVERS or name in self.asked:
             return None
-        self.found.add(name)
-        spec = importlib.util.find_spec(name)
+        self.asked.add(name)  # not for ever: a library may ask, and import it later
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asked.discard(name)
         if spec is None or spec.loader is None:
-            self.found.discard(name)
             return None
         spec.loader = _Loader(name, spec.loader)
         return spec

@@ -15,7 +15,7 @@ from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
-MOST_INDICES = 20_000_000  # of an epoch: infinite samplers never end
+MOST_INDICES = 3_000_000  # of an epoch: infinite samplers never end
 
 
 class Epoch:
@@ -59,12 +59,12 @@ class Epoch:
         iterator = self.iterator()
         if iterator is None:
             return
-        self.is_whole = True
         while len(self.drawn) < MOST_INDICES:
             try:
                 before = len(self.sizes)
                 self.draw(next(iterator._sampler_iter))
             except Exception:  # at its end, or because the script has freed what it reads
+                self.is_whole = True
                 return
             if len(self.sizes) == before:
                 return
@@ -296,10 +296,9 @@ def finish_epoch(epoch):
 
 
 def finish():
-    """Record the epochs that are under way, when the process ends."""
+    """Record the epochs that are under way, with their orders to the end."""
     for epoch in list(STATE.active):
-        epoch.drain()
-        finish_epoch(epoch)
+        cut(epoch)
 
 
 def _dataset(dataset, epoch):

@@ -3,6 +3,7 @@
 Nothing of this is active with --device cpu, for a script's own CPU path, or with --device cuda.
 """
 
+import collections
 import contextlib
 import sys
 import types
@@ -48,7 +49,7 @@ def _device(device):
 
 
 def _map_tensors(torch):
-    from torch.utils._device import _device_constructors
+    from torch.utils._device import DeviceContext, _device_constructors
 
     def make(original):
         def function(*args, **kwargs):
@@ -106,6 +107,14 @@ def _map_tensors(torch):
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.set_default_device = lambda device: None
 
+    def make_context(original):  # of `with torch.device("cuda"):`
+        def __init__(self, device):
+            original(self, _device(device))
+
+        return __init__
+
+    replace(DeviceContext, "__init__", make_context)
+
 
 def _device_or_index(device):
     """As PyTorch does, a number stands for the accelerator with that index."""
@@ -140,7 +149,7 @@ def _map_cuda(torch):
         "reset_peak_memory_stats": None,
         "reset_max_memory_allocated": None,
         "memory_summary": "",
-        "memory_stats": {},
+        "memory_stats": collections.defaultdict(int),
         "mem_get_info": (80 * 2**30, 80 * 2**30),
         "utilization": 0,
         "get_device_name": properties.name,

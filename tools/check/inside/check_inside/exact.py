@@ -6,8 +6,10 @@ are off in both, so that the gradients of the first step are the same but for ro
 statistics are on if the script joins those of all ranks itself.)
 """
 
+import copy
 import os
 import random
+from collections import UserDict
 from pathlib import Path
 
 from check_inside.record import PLAN, checksum, record
@@ -146,6 +148,11 @@ def _concatenate(*leaves):
         return type(leaves[0])(parts)
     if isinstance(leaves[0], torch.Tensor | int | float | str | bytes | bool | None):
         return leaves[0]
+    if isinstance(leaves[0], UserDict):  # such as a batch of transformers
+        joined = copy.copy(leaves[0])
+        for key in joined:
+            joined[key] = _concatenate(*(leaf[key] for leaf in leaves))
+        return joined
     raise TypeError(f"a batch with a {type(leaves[0]).__name__}")
 
 
@@ -170,9 +177,12 @@ def gradients_of(optimizer, parameters):
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros(parameter.shape)
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
-        parts.append(gradient.detach().cpu().double().reshape(-1)[::every])
+        parts.append(_whole(gradient).detach().cpu().double().reshape(-1)[::every])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.save(parts, f"{path}{rank}.pt")
-    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt")
+    initial = [checksum(_whole(parameter)) for parameter in parameters]
+    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt", initial=initial)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

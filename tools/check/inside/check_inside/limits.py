@@ -37,15 +37,17 @@ def cuts(epoch):
 
 
 def may_end(frame):
-    """Whether the code of a frame, which asks for a batch, expects the end at any time. A script
-    that calls next() by itself may know the number of batches, and fail without them."""
-    loops = True
-    while frame is not None and loops and is_user_file(frame.f_code.co_filename):
-        operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        loops = operation in ("FOR_ITER", "SEND")
+    """Whether the code of a frame, which asks for a batch, expects the end at any time: it loops
+    over the loader, or knows StopIteration. One that calls next() by itself may know the number of
+    batches, and fail without them."""
+    while frame is not None and is_user_file(frame.f_code.co_filename):
+        code = frame.f_code
+        is_loop = dis.opname[code.co_code[frame.f_lasti]] in ("FOR_ITER", "SEND")
+        if not is_loop and "StopIteration" not in code.co_names:
+            return False
         # The caller of a generator decides: one may call next() of the other.
-        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
-    return loops
+        frame = frame.f_back if code.co_flags & inspect.CO_GENERATOR else None
+    return True
 
 
 def before_backward():

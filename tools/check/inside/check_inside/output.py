@@ -1,6 +1,7 @@
 """Observes what each rank prints."""
 
 import builtins
+import io
 import logging
 import sys
 
@@ -14,7 +15,8 @@ def install(name, torch):
 
     def make_print(original):
         def print(*args, **kwargs):
-            if kwargs.get("file") in (None, sys.stdout, sys.stderr):
+            stream = kwargs.get("file") or sys.stdout
+            if stream in (sys.stdout, sys.stderr) and not isinstance(stream, io.StringIO):
                 _record(kwargs.get("sep", " ") or "", args)
             return original(*args, **kwargs)
 
@@ -22,7 +24,7 @@ def install(name, torch):
 
     def make_emit(original):
         def emit(self, entry):
-            _record(" ", [entry.getMessage()])
+            _record(" ", [self.format(entry)])
             return original(self, entry)
 
         return emit

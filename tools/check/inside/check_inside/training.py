@@ -70,6 +70,8 @@ def _root_forward(module, inputs):
 
     if next(module.parameters(), None) is None:
         return
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        return  # what is observed would be part of the trace
     if id(module) not in STATE.models.numbers:
         for name, parameter in module.named_parameters():
             name = name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", "")
@@ -214,6 +216,8 @@ def _before_step(optimizer, args, kwargs):
         all_names=[STATE.names.get(id(p)) for p in STATE.parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
+        rounded=_rounded() if STATE.steps == 0 else None,
+        zero=not any(_has_gradient(p) for p in own),
         sharded=any(_is_sharded(p) for p in own),
         state=_state_checksum(optimizer),
         scaler=_scaler_state(),
@@ -266,6 +270,25 @@ def _is_initialization():
     return False
 
 
+def _rounded():
+    """The lower precision in which all parameters could be stored without a loss, or None."""
+    import torch
+
+    parameters = [p.detach() for p in STATE.parameters if p.dtype == torch.float32]
+    parameters = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    for dtype in (torch.float16, torch.bfloat16):
+        if parameters and all(torch.equal(p.to(dtype).float(), p) for p in parameters):
+            return str(dtype).removeprefix("torch.")
+    return None
+
+
+def _has_gradient(parameter):
+    gradient = parameter.grad
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return gradient is not None and bool(gradient.detach().any())
+
+
 def _is_sharded(parameter):
     if type(parameter).__name__ == "FlatParameter":
         return True
@@ -277,6 +300,9 @@ def _state_checksum(optimizer):
     """[number of tensors and numbers, their checksum] of the state of the optimizer."""
     import torch
 
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        optimizer = optimizer.optim  # of this rank's part, which has the state
     count = crc = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
