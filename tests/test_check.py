@@ -161,7 +161,7 @@ load_dataset("unknown")
 
 def read_fake_data(tmp_path, source, fake_data):
     """Run a source with the observers of a check, but without a check."""
-    plan = dict.fromkeys(("exact", "kill_step"))
+    plan = {"exact": None, "kill_step": None, "limit_data": 0}
     plan |= {"run": "one", "device": "cpu", "root": str(tmp_path), "folder": str(tmp_path)}
     environment = os.environ | {
         "TOOLS_CHECK_PLAN": json.dumps(plan | {"fake_data": fake_data}),
@@ -232,13 +232,13 @@ def two_ranks_read(rule, shares, **fields):
 def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
     shares = [list(range(10)), list(range(10, 20))]
     epoch = {"dataset_len": 100, "sizes": [10, 1]}
-    assert two_ranks_read(samples_left_out, shares, **epoch, complete=True) == ["samples-left-out"]
-    assert not two_ranks_read(samples_left_out, shares, **epoch, complete=False)
+    assert two_ranks_read(samples_left_out, shares, **epoch, whole=True) == ["samples-left-out"]
+    assert not two_ranks_read(samples_left_out, shares, **epoch, whole=False)
 
 
 def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
     shares = [list(range(48)), [*range(48, 80), *range(16)]]
-    epoch = {"sizes": [3, 16], "complete": True}
+    epoch = {"sizes": [3, 16], "whole": True}
     assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
     assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
 
