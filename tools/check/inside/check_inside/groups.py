@@ -46,6 +46,12 @@ def install(name, torch):
         for module in (c10d, dist):
             setattr(module, function, replacement)
 
+    if PLAN["device"] == "mapped":
+        for function in ("all_gather_into_tensor", "all_gather_single"):
+            if hasattr(c10d, function):
+                replacement = _of_any_shape(getattr(c10d, function))
+                for module in (c10d, dist):
+                    setattr(module, function, replacement)
     _observe_ddp(torch.nn.parallel.DistributedDataParallel)
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
 
@@ -60,6 +66,15 @@ def install(name, torch):
     for module in (spawning, torch.multiprocessing):
         module.start_processes = replacement
     replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+
+def _of_any_shape(original):
+    """NCCL only asks for the right number of elements, but gloo also for certain shapes."""
+
+    def all_gather(output_tensor, input_tensor, *args, **kwargs):
+        return original(output_tensor.view(-1), input_tensor.view(-1), *args, **kwargs)
+
+    return all_gather
 
 
 def _observe(group):
