@@ -26,7 +26,13 @@ class Rank:
 
     @cached_property
     def steps(self):
-        return self.of("step")
+        """The steps, with the state of the optimizer that makes them."""
+        steps = self.of("step")
+        by_number = {step["step"]: step for step in steps}
+        for event in self.of("inner_step"):
+            if event["step"] in by_number:
+                by_number[event["step"]]["state"] = event["state"]
+        return steps
 
     @cached_property
     def epochs(self):

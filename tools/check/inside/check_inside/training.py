@@ -184,7 +184,10 @@ _step_depth = 0
 def _before_step(optimizer, args, kwargs):
     global _step_depth
     _step_depth += 1
-    if _step_depth > 1 or _is_initialization():  # or an optimizer in an optimizer, such as ZeRO's
+    if _is_initialization():
+        return
+    if _step_depth > 1:  # of an optimizer in an optimizer, such as ZeRO's, which has the state
+        record("inner_step", step=STATE.steps, state=_state_checksum(optimizer))
         return
     ordinal = STATE.optimizers(optimizer)
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -269,7 +272,7 @@ def _state_checksum(optimizer):
     count = crc = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            values = optimizer.state.get(parameter, {})
+            values = optimizer.state.get(parameter) or {}  # None in a ZeroRedundancyOptimizer
             for key in sorted(values, key=str):
                 if isinstance(values[key], torch.Tensor):
                     count += 1
