@@ -128,13 +128,14 @@ def _observe_ddp(ddp):
     replace(ddp, "__init__", make)
 
     def make_join(original):
-        def join(self, *args, **kwargs):
+        def __init__(self, *args, **kwargs):
             record("join", place=place())
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
 
-        return join
+        return __init__
 
-    replace(ddp, "join", make_join)
+    # Also what DistributedDataParallel.join() uses.
+    replace(sys.modules["torch.distributed.algorithms.join"].Join, "__init__", make_join)
 
 
 def _observe_data_parallel(original):
