@@ -29,7 +29,9 @@ def _path(target):
     """The path of a file, as the script would find it from its own folder."""
     target = getattr(target, "name", target)
     if not isinstance(target, str | os.PathLike):
-        return None
+        target = getattr(target, "name", None)  # of an open file; that of a Path is its last part
+        if not isinstance(target, str | os.PathLike):
+            return None
     return os.path.realpath(target)
 
 
