@@ -53,7 +53,8 @@ def loggers(checked):
     """Several runs of a logger for one job."""
     ranks = two_ranks(checked) or []
     logging = [rank for rank in ranks if rank.of("logger")]
-    if len(logging) > 1:
+    folders = [rank.first("logger")["folder"] for rank in logging]
+    if len(logging) > 1 and (None in folders or len(set(folders)) < len(folders)):
         event = logging[0].first("logger")
         yield Finding(
             "several-loggers", where(event), f"{len(logging)} ranks start {event['what']}"
