@@ -14,15 +14,14 @@ def writers(checked):
     ranks = two_ranks(checked)
     if ranks is not None:
         by_path = {}
+        saved = {event["path"] for rank in ranks for event in _saves(rank, checked)}
         for rank in ranks:
-            for event in rank.of("save", "write"):
-                if event["kind"] == "save" and "distributed" in event["function"]:
-                    continue
+            for event in [*_saves(rank, checked), *rank.of("write", "dump")]:
                 by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
         for path, events in by_path.items():
             if len(events) > 1 and os.path.basename(path) != "null":
                 event = events[0] if 0 in events else next(iter(events.values()))
-                rule = "saved-by-every-rank" if event["kind"] == "save" else "written-by-every-rank"
+                rule = "saved-by-every-rank" if path in saved else "written-by-every-rank"
                 yield Finding(
                     rule,
                     where(event),
@@ -31,7 +30,7 @@ def writers(checked):
     for run in filter(None, (two, checked["one"])):
         for rank in run.ranks:
             renamed = {event["source"] for event in rank.of("rename")}
-            saves = [e for e in rank.of("save") if "distributed" not in e["function"]]
+            saves = _saves(rank, checked)
             counts = Counter(event["path"] for event in saves)
             for path, count in counts.items():
                 if count > 1 and not any(_covers(source, path) for source in renamed):
@@ -43,6 +42,19 @@ def writers(checked):
                         "broken if the job is killed meanwhile",
                     )
                     return
+
+
+def _saves(rank, checked):
+    """The checkpoints that a rank writes by itself: also by pickle and NumPy, if the run that was
+    started again reads a file of that name."""
+    again = checked["resumed"]
+    loaded = {os.path.basename(event["path"]) for event in again.any("load")} if again else set()
+    return [
+        event
+        for event in rank.of("save", "dump")
+        if "distributed" not in event["function"]
+        and (event["kind"] == "save" or os.path.basename(event["path"]) in loaded)
+    ]
 
 
 def _covers(source, path):
@@ -73,8 +85,9 @@ def resumed(checked):
         text = lines[-1] if lines else f"exit code {again.code}"
         yield Finding("resume-fails", None, f"started again, the script fails: {text}"[:500])
         return
-    written = {os.path.basename(event["path"]) for event in killed.any("save")}
-    loads = again.any("load")
+    written = {os.path.basename(event["path"]) for event in killed.any("save", "dump")}
+    source = checked.options.source
+    loads = [event for event in again.any("load") if _is_new(event["path"], killed, source)]
     if not loads:
         yield NotChecked(
             "resuming",
@@ -99,6 +112,15 @@ def resumed(checked):
         )
         return
     yield from _lost(before, after, index, place)
+
+
+def _is_new(path, killed, source):
+    """Whether the killed run has written this, and not somebody before: data, other weights."""
+    written = {event["path"] for event in killed.any("save", "dump", "write", "rename")}
+    if any(other == path or other.startswith(path + os.sep) for other in written):
+        return True
+    root = os.path.realpath(killed.root)
+    return path.startswith(root + os.sep) and not (source / os.path.relpath(path, root)).exists()
 
 
 def _lost(before, after, index, place):
