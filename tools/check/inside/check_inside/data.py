@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import weakref
 import zlib
 from array import array
 from pathlib import Path
@@ -29,7 +30,7 @@ class Epoch:
         self.backwards_before = STATE.backwards_of_run
         self.forwards = {}
         self.fingerprints = []
-        self.iterator = iterator
+        self.iterator = weakref.ref(iterator)
         self.is_cut = False
         self.place = place()
 
@@ -47,10 +48,11 @@ class Epoch:
 
     def drain(self):
         """Draw what the sampler still has, without reading the samples."""
+        sampler = self.iterator()._sampler_iter
         while len(self.drawn) < MOST_INDICES:
             try:
                 before = len(self.sizes)
-                self.draw(next(self.iterator._sampler_iter))
+                self.draw(next(sampler))
             except StopIteration:
                 return
             if len(self.sizes) == before:
@@ -116,6 +118,8 @@ def install(name, torch):
     def make_reset(original):
         def _reset(self, loader, first_iter=False):
             if not first_iter:
+                if self._check_epoch is not None:
+                    finish_epoch(self._check_epoch)
                 self._check_epoch = None
                 self._check_early = []
             return original(self, loader, first_iter)
@@ -160,6 +164,8 @@ def begin(loader, iterator):
     epoch = Epoch(len(_epochs), loader, iterator)
     _epochs.append(epoch)
     STATE.active.append(epoch)
+    # A loop that is left by `break` drops the iterator: the epoch has ended then.
+    weakref.finalize(iterator, finish_epoch, epoch).atexit = False
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
     return epoch
