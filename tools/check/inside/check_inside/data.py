@@ -219,8 +219,9 @@ def finish_epoch(epoch):
     if epoch not in STATE.active:
         return
     STATE.active.remove(epoch)
-    if epoch.backwards():
-        STATE.training_epochs += 1
+    if epoch.backwards() and epoch.steps_before >= STATE.steps_of_epochs:
+        STATE.training_epochs += 1  # loaders that are read in turns have one epoch together
+        STATE.steps_of_epochs = STATE.steps
     loader = epoch.loader
     path = Path(PLAN["folder"]) / f"indices-{os.getpid()}-{epoch.number}"
     path.write_bytes(epoch.drawn.tobytes())

@@ -32,6 +32,7 @@ class State:
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     steps: int = 0  # of the outermost optimizers
     training_epochs: int = 0  # epochs of loaders within which a backward was run
+    steps_of_epochs: int = 0  # at the end of the last one
     backwards_of_run: int = 0
     depth: int = 0  # of forwards within forwards
     fetching: bool = False  # inside of dataset[i]
