@@ -310,23 +310,27 @@ def _observe_fetch(original):
         worker = torch.utils.data.get_worker_info()
         key = (STATE.datasets(self.dataset), STATE.training_epochs)
         _fetches[key] = _fetches.get(key, 0) + 1
-        if _fetches[key] > 2:  # the first two of each epoch show it
-            return original(self, indices)
-        before = random_states()
+        is_recorded = _fetches[key] <= 2  # the first two of each epoch show it
+        before = random_states() if is_recorded else None
         reseeds = _reseeds
         STATE.fetching = True
         try:
             return original(self, indices)
         finally:
             STATE.fetching = False
-            after = random_states()
-            record(
-                "fetch",
-                dataset=STATE.datasets(self.dataset),
-                worker=worker and worker.id,
-                before=before,
-                drew=[name for name in before if before[name] != after[name]],
-                reseeded=_reseeds > reseeds,
-            )
+            if is_recorded:
+                _record_fetch(self.dataset, worker, before, reseeds)
 
     return fetch
+
+
+def _record_fetch(dataset, worker, before, reseeds):
+    after = random_states()
+    record(
+        "fetch",
+        dataset=STATE.datasets(dataset),
+        worker=worker and worker.id,
+        before=before,
+        drew=[name for name in before if before[name] != after[name]],
+        reseeded=_reseeds > reseeds,
+    )
