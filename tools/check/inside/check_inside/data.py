@@ -188,7 +188,17 @@ def batch_of(epoch, batch):
         batch=number,
         samples=list(epoch.drawn[start : start + size])[:SAMPLES_PER_EVENT] or rows,
     )
-    return exact.batch_of(ordinal, batch)
+    return exact.batch_of(ordinal, batch, size)
+
+
+def contents(batch, size):
+    """For each tensor of a batch, a checksum of each sample."""
+    import torch
+    from torch.utils import _pytree
+
+    tensors = [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    count = min(size, SAMPLES_PER_EVENT)
+    return [[checksum(x[i]) for i in range(count)] for x in tensors if len(x) == size]
 
 
 def fingerprints(batch):
