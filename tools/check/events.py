@@ -42,7 +42,19 @@ class Rank:
             epoch["samples"] = self._numbers(epoch["indices"]) or epoch["fingerprints"]
             base = epoch.get("base_indices")
             epoch["base_samples"] = self._numbers(base) if base else epoch["samples"]
+            epoch["contents"] = self._contents(epoch)
         return epochs
+
+    def _contents(self, epoch):
+        """For the samples of the first batches: a checksum of each of their tensors."""
+        contents = {}
+        position = 0
+        for event in self.of("batch"):
+            if event["epoch"] == epoch["epoch"]:
+                rows = zip(*event["leaves"], strict=True)
+                contents |= dict(zip(epoch["base_samples"][position:], rows, strict=False))
+                position += event["size"]
+        return contents
 
     def _numbers(self, name):
         numbers = array("q")

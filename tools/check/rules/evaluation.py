@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding
-from tools.check.rules.common import first_ranks, replicas, where
+from tools.check.rules.common import first_ranks, replicas, same_data, where
 
 
 def mode(checked):
@@ -82,6 +82,10 @@ def _division(ranks, shares):
     read = [share["base_samples"] for share in shares]
     if not all(read):
         return
+    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
+    if not same_data(ranks, *shares[:2]):
+        yield from _one_rank_metric(ranks, shares, calls)
+        return
     if all(set(samples) == set(read[0]) for samples in read[1:]):
         yield Finding(
             "evaluation-repeated",
@@ -89,7 +93,6 @@ def _division(ranks, shares):
             f"each of the {len(ranks)} ranks evaluates the same {len(set(read[0]))} samples",
         )
         return
-    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
     yield from _one_rank_metric(ranks, shares, calls)
     counts = Counter(sample for samples in read for sample in samples)
     extra = sum(counts.values()) - len(counts)

@@ -13,6 +13,7 @@ from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
+CONTENTS = 8  # batches of an epoch, whose contents are compared between ranks
 MOST_INDICES = 20_000_000  # of an epoch: infinite samplers never end
 
 
@@ -181,12 +182,15 @@ def batch_of(epoch, batch):
     size = epoch.sizes[number] if number < len(epoch.sizes) else 0
     rows = fingerprints(batch) if epoch.is_iterable else []
     epoch.fingerprints += rows
+    is_compared = size and number < CONTENTS
     record(
         "batch",
         epoch=epoch.number,
         loader=ordinal,
         batch=number,
+        size=size,
         samples=list(epoch.drawn[start : start + size])[:SAMPLES_PER_EVENT] or rows,
+        leaves=contents(batch, size) if is_compared else [],
     )
     return exact.batch_of(ordinal, batch, size)
 
