@@ -98,6 +98,9 @@ def _division(ranks, shares):
     extra = sum(counts.values()) - len(counts)
     if not extra or extra > 0.5 * len(counts):
         return
+    is_one_set = len({share["dataset"] for share in shares}) == 1
+    if is_one_set and len(counts) < (shares[0]["dataset_len"] or 0):
+        return  # nobody fills anything up: each rank evaluates samples of its own choice
     total, distinct = sum(counts.values()), len(counts)
     values = [[value for call in own for value in call["values"] or []] for own in calls]
     sums = [sum(pair) for pair in zip(*values, strict=False)]
@@ -111,12 +114,16 @@ def _division(ranks, shares):
 
 
 def _during(rank, loader):
-    """The collectives from the first batch of an evaluation to the next one of training."""
+    """The collectives from the first batch of an evaluation to the next one of training: there may
+    be one for the results of several loaders."""
     inside = False
     evaluated = {e["epoch"] for e in rank.evaluation if e["loader"] == loader}
+    training = {e["epoch"] for e in rank.training}
     for event in rank.events:
-        if event["kind"] == "batch":
-            inside = event["epoch"] in evaluated
+        if event["kind"] == "batch" and event["epoch"] in evaluated:
+            inside = True
+        elif event["kind"] == "batch" and event["epoch"] in training:
+            inside = False
         elif event["kind"] == "collective" and inside:
             yield event
 
