@@ -99,8 +99,11 @@ class Run:
 
     @property
     def ended(self):
-        """Whether it came to its end, or to the end that the check set."""
-        return self.code == 0 and not self.timed_out
+        """Whether it came to its end, or to the end that the check set: where one stage of a
+        pipeline ends, the others fail."""
+        is_pipeline = any(event["how"] == "pipeline" for event in self.any("parts"))
+        is_cut = is_pipeline and bool(self.any("end"))
+        return (self.code == 0 or is_cut) and not self.timed_out
 
     @property
     def world_size(self):

@@ -36,6 +36,8 @@ class State:
     backwards_of_run: int = 0
     depth: int = 0  # of forwards within forwards
     fetching: bool = False  # inside of dataset[i]
+    is_stage: bool = False  # this process holds a stage of a pipeline
+    calibrating: bool = False  # inside of update_bn, which is no evaluation
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
     backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
     batches: dict = field(default_factory=dict)  # since the last step, of each loader
