@@ -29,6 +29,12 @@ ADVICE = {
         "DistributedSampler(train_set, seed=0)",
         "seed-per-rank",
     ),
+    "different-samples": Advice(
+        "error",
+        "The activations of one batch meet the weights, or the targets, of a different one.",
+        "# Tensor and pipeline parallelism: the order must not depend on the rank.\n"
+        "DistributedSampler(train_set, num_replicas=1, rank=0)",
+    ),
     "samples-left-out": Advice(
         "warning",
         "Part of the data is paid for, but never trained on.",

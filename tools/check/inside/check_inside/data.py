@@ -24,6 +24,7 @@ class Epoch:
         self.number = number
         self.loader = loader
         self.is_iterable = not hasattr(loader.dataset, "__getitem__") or is_iterable(loader)
+        self.is_endless = not self.is_iterable and not _has_length(loader)
         self.drawn = array("q")  # indices, in the order of the sampler
         self.sizes = array("q")  # of the batches
         self.batches = 0
@@ -33,6 +34,7 @@ class Epoch:
         self.fingerprints = []
         self.iterator = weakref.ref(iterator)
         self.is_cut = False
+        self.has_ended = False  # its sampler has no more indices
         self.place = place()
 
     def backwards(self):
@@ -55,6 +57,7 @@ class Epoch:
                 before = len(self.sizes)
                 self.draw(next(sampler))
             except StopIteration:
+                self.has_ended = True
                 return
             if len(self.sizes) == before:
                 return
@@ -65,6 +68,15 @@ def is_iterable(loader):
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
+
+
+def _has_length(loader):
+    """Whether the loader ends: a sampler without a length may yield indices for ever."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
 
 
 _epochs = []
@@ -110,6 +122,7 @@ def install(name, torch):
             try:
                 batch = original(self)
             except StopIteration:
+                epoch.has_ended = True
                 finish_epoch(epoch)
                 raise
             return batch_of(epoch, batch)
@@ -249,6 +262,7 @@ def finish_epoch(epoch):
         fingerprints=epoch.fingerprints,
         batches=epoch.batches,
         cut=epoch.is_cut,
+        ended=epoch.has_ended,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),

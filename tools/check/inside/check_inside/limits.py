@@ -26,6 +26,8 @@ def install(name, torch):
 
 def cuts(epoch):
     """Whether the epoch of a loader has had its share of this run: no more of its batches."""
+    if epoch.is_endless:
+        return False  # the script does not expect it to end: the number of steps ends the run
     if epoch.backwards():
         if epoch.is_iterable and PLAN["run"] in ("one", "two"):
             # The number of batches is not known otherwise, and ranks may have different ones.
