@@ -44,6 +44,7 @@ def install(name, torch):
         replace(torch.nn.functional, loss, _mark_mean)
     for method in ("item", "tolist", "__float__", "__int__", "__bool__"):
         replace(torch.Tensor, method, _observe_sync)
+    replace(torch.optim.swa_utils, "update_bn", _observe_update_bn)
     scaler = torch.amp.GradScaler
     replace(scaler, "scale", _observe_scale)
     replace(scaler, "unscale_", _observe_unscale)
@@ -67,7 +68,7 @@ def _root_forward(module, inputs):
     """A forward that the script calls itself: of the model, or of its wrapper."""
     import torch
 
-    if next(module.parameters(), None) is None:
+    if next(module.parameters(), None) is None or STATE.calibrating:
         return
     if id(module) not in STATE.models.numbers:
         for name, parameter in module.named_parameters():
@@ -102,6 +103,17 @@ def _root_forward(module, inputs):
     STATE.forwards.append(forward)
     for epoch in STATE.active:
         epoch.forwards.setdefault(key, forward)
+
+
+def _observe_update_bn(original):
+    def update_bn(*args, **kwargs):
+        STATE.calibrating = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            STATE.calibrating = False
+
+    return update_bn
 
 
 # Losses and backwards.
