@@ -252,12 +252,16 @@ def _after_step(optimizer, args, kwargs):
     _stale[ordinal] = [(p, checksum(p.grad)) for p in small[:3]]
     _accumulated.discard(ordinal)
     STATE.steps += 1
+    _start_step()
+    limits.after_step()
+
+
+def _start_step():
     STATE.backwards = []
     STATE.batches = {}
     STATE.forwards = []
     STATE.syncs = {}
     STATE.clips = []
-    limits.after_step()
 
 
 def _is_initialization():
@@ -327,7 +331,11 @@ def _observe_scaler_step(original):
     def step(self, optimizer, *args, **kwargs):
         record("scaler_step", clips=STATE.clips)
         STATE.is_scaled = False
-        return original(self, optimizer, *args, **kwargs)
+        before = STATE.steps
+        result = original(self, optimizer, *args, **kwargs)
+        if STATE.steps == before:  # an overflow: what was counted belongs to no step
+            _start_step()
+        return result
 
     return step
 
