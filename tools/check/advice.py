@@ -272,6 +272,13 @@ ADVICE = {
         "After each restart the same samples come first; those at the end come less often.",
         "train_loader.sampler.set_epoch(epoch)  # the epoch of the checkpoint",
     ),
+    "epoch-repeated": Advice(
+        "note",
+        "After a restart within an epoch its first samples come again, and so less often those at "
+        "the end. It may be intended.",
+        "# Also save the position, and skip what has been trained on:\n"
+        "batches = itertools.islice(train_loader, position, None)",
+    ),
     "printed-by-every-rank": Advice(
         "note", "The log has each line N times.", "if dist.get_rank() == 0:\n    print(...)"
     ),

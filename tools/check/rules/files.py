@@ -187,8 +187,10 @@ def _epoch(before, after, index, place):
     steps = [step for step in before.steps[:index]]
     expected = sum(max(step["batches"].values(), default=0) for step in steps)
     if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+        # Within the first epoch this is also what a script does that repeats the epoch on purpose.
+        ends = all(epoch["ended"] or epoch["iterable"] for epoch in after.training)
         yield Finding(
-            "order-after-resume",
+            "epoch-repeated" if not whole and after.training and ends else "order-after-resume",
             place,
             f"after {index} steps the run that was started again reads the first batch of the "
             "first epoch",
