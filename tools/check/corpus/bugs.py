@@ -8,12 +8,27 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class Script:
-    """A correct script. notes: rules of severity note that rightly apply to it."""
+    """A correct script. notes: rules of severity note that rightly apply to it; needs: packages
+    without which it is not run; is_module: it is started as `-m train`."""
 
     name: str
     arguments: tuple = ()
     resume_arguments: str = ""
     notes: tuple = ()
+    needs: tuple = ()
+    is_module: bool = False
+
+    def source(self):
+        """The text of the script."""
+        return (SCRIPTS / f"{self.name}.py").read_text()
+
+    def style(self):
+        """The first line of the script: what it is an example of."""
+        return self.source().split('"""')[1].splitlines()[0].rstrip(".")
+
+    def command(self):
+        """What follows the name of the interpreter."""
+        return ["-m", "train"] if self.is_module else ["train.py"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +60,29 @@ CORRECT = [
     Script("fsdp2"),
     Script("gan"),
     Script("one_process"),
-    Script("finetune", resume_arguments="--resume"),
+    Script("finetune", resume_arguments="--resume", needs=("tensorboard",)),
     Script("stream"),
+    Script("accelerate_loop", resume_arguments="--resume_from_checkpoint", needs=("accelerate",)),
+    Script("fabric_loop", needs=("lightning",)),
+    Script("hf_trainer", needs=("transformers", "accelerate")),
+    Script("contrastive"),
+    Script("distillation"),
+    Script("detection", notes=("rate-by-step",)),
+    Script("imbalanced"),
+    Script("join_uneven"),
+    Script("fsdp_dcp"),
+    Script("tensor_parallel"),
+    Script("pipeline"),
+    Script("lora", needs=("safetensors",), is_module=True),
+    Script("wgan"),
+    Script(
+        "timm_like",
+        ("--resume", "output/last.pth.tar"),
+        notes=("batchnorm-per-rank", "host-synchronization"),
+    ),
+    Script("lbfgs"),
+    Script("reinforce", needs=("tensorboard",)),
+    Script("within_epoch", notes=("rate-by-step",)),
 ]
 
 BUGS = [
