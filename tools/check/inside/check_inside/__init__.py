@@ -46,15 +46,18 @@ class _Finder:
     """Finds what the other finders find, with a loader that installs observers."""
 
     def __init__(self):
-        self.found = set()
+        self.asked = set()  # of the other finders, which is done by way of this one
 
     def find_spec(self, name, path=None, target=None):
-        if name not in OBSERVERS or name in self.found:
+        if name not in OBSERVERS or name in self.asked:
             return None
-        self.found.add(name)
-        spec = importlib.util.find_spec(name)
+        self.asked.add(name)
+        try:
+            # Libraries also ask, before they import it, whether a module is there.
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asked.discard(name)
         if spec is None or spec.loader is None:
-            self.found.discard(name)
             return None
         spec.loader = _Loader(name, spec.loader)
         return spec
