@@ -67,8 +67,15 @@ class Rank:
 
     @property
     def evaluation(self):
-        """The passes without a backward, with at least one forward of a model."""
-        return [e for e in self.epochs if not e["backwards"] and e["forwards"] and e["batches"]]
+        """The passes without a backward, with at least one forward of a model. If one is left and
+        nothing follows, the script has failed, maybe before a backward."""
+        last = max((e["number"] for e in self.of("batch", "step")), default=0)
+        return [
+            e
+            for e in self.epochs
+            if not e["backwards"] and e["forwards"] and e["batches"]
+            if not e["left"] or e["number"] < last
+        ]
 
     @property
     def fetches(self):

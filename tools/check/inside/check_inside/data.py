@@ -35,6 +35,7 @@ class Epoch:
         self.iterator = weakref.ref(iterator)
         self.is_cut = False
         self.has_ended = False  # its sampler has no more indices
+        self.is_left = False  # before its end
         self.place = place()
 
     def backwards(self):
@@ -178,8 +179,7 @@ def begin(loader, iterator):
     epoch = Epoch(len(_epochs), loader, iterator)
     _epochs.append(epoch)
     STATE.active.append(epoch)
-    # A loop that is left by `break` drops the iterator: the epoch has ended then.
-    weakref.finalize(iterator, finish_epoch, epoch).atexit = False
+    weakref.finalize(iterator, leave, epoch).atexit = False
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
     return epoch
@@ -241,6 +241,12 @@ def cut(epoch):
     finish_epoch(epoch)
 
 
+def leave(epoch):
+    """A loop that is left by `break`, or by an error, drops the iterator: the epoch has ended."""
+    epoch.is_left = True
+    finish_epoch(epoch)
+
+
 def finish_epoch(epoch):
     """Record the whole epoch."""
     if epoch not in STATE.active:
@@ -263,6 +269,7 @@ def finish_epoch(epoch):
         batches=epoch.batches,
         cut=epoch.is_cut,
         ended=epoch.has_ended,
+        left=epoch.is_left,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),
