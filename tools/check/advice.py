@@ -29,6 +29,12 @@ ADVICE = {
         "DistributedSampler(train_set, seed=0)",
         "seed-per-rank",
     ),
+    "different-samples": Advice(
+        "error",
+        "The activations of one batch meet the weights, or the targets, of a different one.",
+        "# Tensor and pipeline parallelism: the order must not depend on the rank.\n"
+        "DistributedSampler(train_set, num_replicas=1, rank=0)",
+    ),
     "samples-left-out": Advice(
         "warning",
         "Part of the data is paid for, but never trained on.",
@@ -276,6 +282,13 @@ ADVICE = {
         "warning",
         "After each restart the same samples come first; those at the end come less often.",
         "train_loader.sampler.set_epoch(epoch)  # the epoch of the checkpoint",
+    ),
+    "epoch-repeated": Advice(
+        "note",
+        "After a restart within an epoch its first samples come again, and so less often those at "
+        "the end. It may be intended.",
+        "# Also save the position, and skip what has been trained on:\n"
+        "batches = itertools.islice(train_loader, position, None)",
     ),
     "printed-by-every-rank": Advice(
         "note", "The log has each line N times.", "if dist.get_rank() == 0:\n    print(...)"

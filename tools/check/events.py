@@ -26,7 +26,13 @@ class Rank:
 
     @cached_property
     def steps(self):
-        return self.of("step")
+        """The steps, with the state of the optimizer that makes them."""
+        steps = self.of("step")
+        by_number = {step["step"]: step for step in steps}
+        for event in self.of("inner_step"):
+            if event["step"] in by_number:
+                by_number[event["step"]]["state"] = event["state"]
+        return steps
 
     @cached_property
     def epochs(self):
@@ -36,7 +42,19 @@ class Rank:
             epoch["samples"] = self._numbers(epoch["indices"]) or epoch["fingerprints"]
             base = epoch.get("base_indices")
             epoch["base_samples"] = self._numbers(base) if base else epoch["samples"]
+            epoch["contents"] = self._contents(epoch)
         return epochs
+
+    def _contents(self, epoch):
+        """For the samples of the first batches: a checksum of each of their tensors."""
+        contents = {}
+        position = 0
+        for event in self.of("batch"):
+            if event["epoch"] == epoch["epoch"]:
+                rows = zip(*event["leaves"], strict=True)
+                contents |= dict(zip(epoch["base_samples"][position:], rows, strict=False))
+                position += event["size"]
+        return contents
 
     def _numbers(self, name):
         numbers = array("q")
@@ -49,8 +67,15 @@ class Rank:
 
     @property
     def evaluation(self):
-        """The passes without a backward, with at least one forward of a model."""
-        return [e for e in self.epochs if not e["backwards"] and e["forwards"] and e["batches"]]
+        """The passes without a backward, with at least one forward of a model. If one is left and
+        nothing follows, the script has failed, maybe before a backward."""
+        last = max((e["number"] for e in self.of("batch", "step")), default=0)
+        return [
+            e
+            for e in self.epochs
+            if not e["backwards"] and e["forwards"] and e["batches"]
+            if not e["left"] or e["number"] < last
+        ]
 
     @property
     def fetches(self):
@@ -81,8 +106,11 @@ class Run:
 
     @property
     def ended(self):
-        """Whether it came to its end, or to the end that the check set."""
-        return self.code == 0 and not self.timed_out
+        """Whether it came to its end, or to the end that the check set: where one stage of a
+        pipeline ends, the others fail."""
+        is_pipeline = any(event["how"] == "pipeline" for event in self.any("parts"))
+        is_cut = is_pipeline and bool(self.any("end"))
+        return (self.code == 0 or is_cut) and not self.timed_out
 
     @property
     def world_size(self):

@@ -52,9 +52,10 @@ def written_outside(checked):
     """Paths that the script wrote, other than in the copy of its folder."""
     for run in checked.runs.values():
         root = str(run.root.resolve())
+        renamed = {event["source"] for event in run.any("rename")}
         for event in run.any("save", "write"):
             path = event["path"]
-            if not path.startswith((root, "/tmp/torchinductor", "/dev")):
+            if not path.startswith((root, "/tmp/torchinductor", "/dev")) and path not in renamed:
                 yield path
 
 

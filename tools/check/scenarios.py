@@ -140,13 +140,14 @@ def _accumulates_more(one, two):
 
 def first_save(run):
     """The number of steps that had been made when the first checkpoint was written, or None."""
-    for rank in run.ranks:
-        steps = 0
-        for event in rank.events:
-            if event["kind"] == "step":
-                steps += 1
-            elif event["kind"] == "save" and steps:
-                return steps
+    for kind in ("save", "dump"):
+        for rank in run.ranks:
+            steps = 0
+            for event in rank.events:
+                if event["kind"] == "step":
+                    steps += 1
+                elif event["kind"] == kind and steps:
+                    return steps
     return None
 
 

@@ -1,28 +1,37 @@
 """Measure what tools.check finds, and what it reports although it is right.
 
-    python -m tools.check.corpus [--only TEXT] [--markdown FILE]
+    python -m tools.check.corpus [--only TEXT] [--results FILE] [--markdown FILE]
     python -m tools.check.corpus --own          the scripts of this project, and the bugs of verify
 
 Checks each script of scripts/ as it is, which must yield notes at most, and with each bug of
 bugs.py, which must be reported by its rule. The exit code is 1 if a bug is missed, or if there is a
-false alarm.
+false alarm. Scripts that need a package that is not installed are not checked, and the output says
+so.
+
+--results keeps what each case has yielded. The same command then goes on where an interrupted one
+has ended: a case is checked again only if its script, or the code of tools.check, has changed.
 """
 
 import argparse
+import importlib.util
+import json
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import time
+import zlib
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
-from tools.check.advice import ADVICE
 from tools.check.corpus import own
-from tools.check.corpus.bugs import BUGS, CORRECT, SCRIPTS
+from tools.check.corpus.bugs import BUGS, CORRECT
+from tools.check.corpus.page import page, verdict
 from tools.check.rules import judge
 from tools.check.scenarios import CannotRun, Options, run_all
+
+CHECK = Path(__file__).parents[1]
 
 
 def check(make_options):
@@ -45,7 +54,59 @@ def options_of(folder, source, script):
     project.mkdir()
     (project / "train.py").write_text(source)
     more = script.resume_arguments.split()
-    return Options(["train.py", *script.arguments], project, resume_arguments=more)
+    return Options([*script.command(), *script.arguments], project, resume_arguments=more)
+
+
+def missing(script):
+    """Why a script cannot run here: the packages that it needs and that fail to import, or ""."""
+    absent = []
+    for name in script.needs:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            absent.append(f"{name} ({error})")
+    return ", ".join(absent)
+
+
+def measure(source, script):
+    """What a check of this text yields, as it is kept in a file of results."""
+    absent = missing(script)
+    if absent:
+        return {"skipped": absent}
+    try:
+        findings, not_checked, seconds = check(lambda folder: options_of(folder, source, script))
+    except CannotRun as error:
+        return {"failed": str(error)[-2000:]}
+    return {
+        "found": [[f.rule, f.place and f.place[1], f.observed] for f in findings],
+        "not_checked": [[item.what, item.why] for item in not_checked],
+        "seconds": round(seconds, 1),
+    }
+
+
+def digest(source, script, code):
+    """Changes with the script, its arguments, and the code of the check."""
+    text = repr((source, script.command(), script.arguments, script.resume_arguments, script.needs))
+    return zlib.crc32(text.encode(), code)
+
+
+def code_of_check():
+    """A checksum of all modules of tools.check but for the corpus."""
+    crc = 0
+    for path in sorted(CHECK.rglob("*.py")):
+        if "corpus" not in path.relative_to(CHECK).parts:
+            crc = zlib.crc32(path.read_bytes(), crc)
+    return crc
+
+
+def versions():
+    """The versions of Python, torch, and the packages that scripts of the corpus need."""
+    names = dict.fromkeys(name for script in CORRECT for name in script.needs)
+    found = [f"Python {platform.python_version()}", f"torch {version('torch')}"]
+    for name in names:
+        if importlib.util.find_spec(name):
+            found.append(f"{name} {version(name)}")
+    return [*found, f"{os.cpu_count()} CPU cores"]
 
 
 def main():
@@ -54,81 +115,53 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="only scripts and bugs whose name contains this")
-    parser.add_argument("--markdown", help="write the table to this file")
+    parser.add_argument("--results", type=Path, help="keep the results of each case in this file")
+    parser.add_argument("--markdown", type=Path, help="write the page of results to this file")
     parser.add_argument("--own", action="store_true", help="the scripts of this project")
     args = parser.parse_args()
     if args.own:
         return own.main(args.only, args.markdown, check)
     scripts = {script.name: script for script in CORRECT}
-    cases = [(s.name, s, (SCRIPTS / f"{s.name}.py").read_text(), None) for s in CORRECT]
-    cases += [(bug.name, scripts[bug.script], bug.source(), bug) for bug in BUGS]
-    rows, failed = [], 0
-    for name, script, source, bug in cases:
+    cases = [(script.name, script, None) for script in CORRECT]
+    cases += [(bug.name, scripts[bug.script], bug) for bug in BUGS]
+    results = {}
+    if args.results and args.results.exists():
+        results = json.loads(args.results.read_text())
+    code = code_of_check()
+    rows = []
+    for name, script, bug in cases:
         if args.only not in name and args.only != script.name:
             continue
-        row = judge_case(name, script, source, bug)
-        failed += row[-1] != "ok"
-        rows.append(row)
-        print(" | ".join(row), flush=True)
+        source = bug.source() if bug else script.source()
+        mark = digest(source, script, code)
+        if results.get(name, {}).get("digest") != mark or "skipped" in results[name]:
+            results[name] = measure(source, script) | {"digest": mark}
+            if args.results:
+                new = args.results.with_suffix(".new")
+                new.write_text(json.dumps(results, indent=1) + "\n")
+                new.replace(args.results)
+        rows.append((name, script, bug, results[name]))
+        _tell(*rows[-1])
     if args.markdown:
-        Path(args.markdown).write_text(table(rows))
-    print(f"{len(rows)} checks, {failed} wrong")
-    return 1 if failed else 0
+        args.markdown.write_text(page(rows, versions()))
+    wrong = sum(verdict(*row) not in ("ok", "not run") for row in rows)
+    skipped = sum(verdict(*row) == "not run" for row in rows)
+    print(f"{len(rows) - skipped} checks, {wrong} wrong; {skipped} not run")
+    return 1 if wrong else 0
 
 
-def judge_case(name, script, source, bug):
-    """A row of the table: name, script, what was found, seconds, verdict."""
-    try:
-        findings, not_checked, seconds = check(lambda folder: options_of(folder, source, script))
-    except CannotRun as error:
-        return name, script.name, str(error)[-200:].replace("\n", " "), "", "could not run"
-    rules = {finding.rule for finding in findings}
-    alarms = {rule for rule in rules if ADVICE[rule].severity != "note"}
-    verdict = "ok"
-    if bug is None:
-        if alarms:
-            verdict = "false alarm"
-    elif bug.finds not in rules:
-        verdict = f"missed {bug.finds}"
-    elif alarms - {bug.finds, *bug.also}:
-        verdict = "false alarm: " + ", ".join(sorted(alarms - {bug.finds, *bug.also}))
-    found = ", ".join(sorted(rules)) or "nothing"
-    if verdict != "ok":
-        for finding in findings:
-            print("   ", finding.rule, finding.place, finding.observed)
-        for item in not_checked:
-            print("   ", "not checked:", item.what, "-", item.why)
-    return name, script.name, found, f"{seconds:.0f}", verdict
-
-
-def table(rows):
-    """The page of results."""
-    correct = {script.name for script in CORRECT}
-    right = [row for row in rows if row[0] in correct]
-    bugs = [row for row in rows if row[0] not in correct]
-    found = sum(not row[-1].startswith(("missed", "could")) for row in bugs)
-    clean = sum(row[-1] == "ok" for row in rows)
-    seconds = sorted(float(row[3]) for row in rows if row[3])
-    middle = seconds[len(seconds) // 2] if seconds else 0
-    lines = [
-        "# What tools.check finds",
-        "",
-        f"`python -m tools.check.corpus`, torch {torch.__version__}, Python "
-        f"{platform.python_version()}, two CPU cores.",
-        "",
-        f"- {found} of {len(bugs)} planted bugs are reported by their rule.",
-        f"- {sum(row[-1] == 'ok' for row in right)} of {len(right)} correct scripts yield no error "
-        f"and no warning; {clean} of all {len(rows)} checks yield none that they should not.",
-        f"- A check takes {middle:.0f} s (median; {seconds[0]:.0f} to {seconds[-1]:.0f})."
-        if seconds
-        else "",
-        "",
-        "| script or bug | script | found | seconds | verdict |",
-        "|---|---|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
-    return "\n".join(lines)
+def _tell(name, script, bug, result):
+    """A line about a case, and what was found if it is not as it should be."""
+    outcome = verdict(name, script, bug, result)
+    rules = ", ".join(sorted({rule for rule, _, _ in result.get("found", [])})) or "nothing"
+    print(" | ".join([name, script.name, rules, str(result.get("seconds", "")), outcome]))
+    if outcome != "ok":
+        for rule, line, observed in result.get("found", []):
+            print("   ", rule, line, observed)
+        for what, why in result.get("not_checked", []):
+            print("   ", "not checked:", what, "-", why)
+        print("   ", result.get("skipped") or result.get("failed", ""))
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

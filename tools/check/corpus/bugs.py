@@ -10,12 +10,27 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class Script:
-    """A correct script. notes: rules of severity note that rightly apply to it."""
+    """A correct script. notes: rules of severity note that rightly apply to it; needs: packages
+    without which it is not run; is_module: it is started as `-m train`."""
 
     name: str
     arguments: tuple = ()
     resume_arguments: str = ""
     notes: tuple = ()
+    needs: tuple = ()
+    is_module: bool = False
+
+    def source(self):
+        """The text of the script."""
+        return (SCRIPTS / f"{self.name}.py").read_text()
+
+    def style(self):
+        """The first line of the script: what it is an example of."""
+        return self.source().split('"""')[1].splitlines()[0].rstrip(".")
+
+    def command(self):
+        """What follows the name of the interpreter."""
+        return ["-m", "train"] if self.is_module else ["train.py"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +57,29 @@ CORRECT = [
     Script("fsdp2"),
     Script("gan"),
     Script("one_process"),
-    Script("finetune", resume_arguments="--resume"),
+    Script("finetune", resume_arguments="--resume", needs=("tensorboard",)),
     Script("stream"),
+    Script("accelerate_loop", resume_arguments="--resume_from_checkpoint", needs=("accelerate",)),
+    Script("fabric_loop", needs=("lightning",)),
+    Script("hf_trainer", notes=("rate-by-step",), needs=("transformers", "accelerate")),
+    Script("contrastive"),
+    Script("distillation"),
+    Script("detection", notes=("rate-by-step",)),
+    Script("imbalanced"),
+    Script("join_uneven"),
+    Script("fsdp_dcp"),
+    Script("tensor_parallel"),
+    Script("pipeline"),
+    Script("lora", needs=("safetensors",), is_module=True),
+    Script("wgan"),
+    Script(
+        "timm_like",
+        ("--resume", "output/last.pth.tar"),
+        notes=("batchnorm-per-rank", "host-synchronization"),
+    ),
+    Script("lbfgs"),
+    Script("reinforce", needs=("tensorboard",)),
+    Script("within_epoch", notes=("rate-by-step",)),
 ]
 
 BUGS = [
@@ -840,6 +876,435 @@ BUGS = [
             (
                 "            dist.all_reduce(count)\n            loss = loss_sum * world_size / count\n",
                 "            loss = loss_sum / count\n",
+            ),
+        ),
+    ),
+    Bug(
+        "accelerate: order starts anew",
+        "accelerate_loop",
+        "order-after-resume",
+        (("        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),\n", ""),),
+    ),
+    Bug(
+        "accelerate: nothing gathered",
+        "accelerate_loop",
+        "metric-of-one-rank",
+        (
+            (
+                '            predictions, references = accelerator.gather_for_metrics(\n                (logits.argmax(dim=-1), batch["labels"])\n            )\n',
+                '            predictions, references = logits.argmax(dim=-1), batch["labels"]\n',
+            ),
+        ),
+    ),
+    Bug(
+        "accelerate: repeated samples counted",
+        "accelerate_loop",
+        "padding-counted",
+        (("accelerator.gather_for_metrics(", "accelerator.gather("),),
+    ),
+    Bug(
+        "accelerate: loss not divided",
+        "accelerate_loop",
+        "loss-not-divided",
+        (("accelerator.backward(loss)", "loss.backward()"),),
+    ),
+    Bug(
+        "accelerate: wrapper bypassed",
+        "accelerate_loop",
+        "ddp-bypassed",
+        (
+            (
+                'logits = model(batch["input_ids"], batch["attention_mask"])\n                loss',
+                'logits = accelerator.unwrap_model(model)(batch["input_ids"], batch["attention_mask"])\n                loss',
+            ),
+        ),
+        also=("replicas-drift",),
+    ),
+    Bug(
+        "fabric: optimizer not in the state",
+        "fabric_loop",
+        "optimizer-not-restored",
+        (('"optimizer": optimizer, "scheduler"', '"scheduler"'),),
+        also=("scheduler-not-restored",),
+    ),
+    Bug(
+        "fabric: order starts anew",
+        "fabric_loop",
+        "epoch-not-restored",
+        (('        sampler.first_epoch = state["epoch"]\n', ""),),
+        also=("order-after-resume",),
+    ),
+    Bug(
+        "fabric: never synchronized",
+        "fabric_loop",
+        "ddp-bypassed",
+        (("enabled=accumulating)", "enabled=True)"),),
+        also=("replicas-drift",),
+    ),
+    Bug(
+        "fabric: nothing reduced",
+        "fabric_loop",
+        "metric-of-one-rank",
+        (('        hits = fabric.all_reduce(hits, reduce_op="sum")\n', ""),),
+    ),
+    Bug(
+        "trainer: data not skipped",
+        "hf_trainer",
+        "epoch-repeated",
+        (("        report_to=[],\n", "        report_to=[],\n        ignore_data_skip=True,\n"),),
+    ),
+    Bug(
+        "trainer: mean times the number of processes",
+        "hf_trainer",
+        "gradient-scale",
+        (
+            (
+                "        average_tokens_across_devices=False,  # the loss of this model is a mean already\n",
+                "",
+            ),
+        ),
+    ),
+    Bug(
+        "trainer: searches in vain",
+        "hf_trainer",
+        "needless-find-unused",
+        (("ddp_find_unused_parameters=False", "ddp_find_unused_parameters=True"),),
+    ),
+    Bug(
+        "contrastive: gradients of the own rank",
+        "contrastive",
+        "gradient-scale",
+        (("        dist.all_reduce(grads)\n", ""),),
+        also=("mean-of-means",),
+    ),
+    Bug(
+        "contrastive: same views on ranks",
+        "contrastive",
+        "same-augmentation",
+        (
+            (
+                "torch.manual_seed(1000 * (epoch + 1) + rank)",
+                "torch.manual_seed(1000 * (epoch + 1))",
+            ),
+        ),
+    ),
+    Bug(
+        "contrastive: optimizer lost",
+        "contrastive",
+        "optimizer-not-restored",
+        (('        optimizer.load_state_dict(state["optimizer"])\n', ""),),
+    ),
+    Bug(
+        "distillation: teacher learns statistics",
+        "distillation",
+        "frozen-batchnorm-learns",
+        (
+            ("mlp(64).eval().requires_grad_(False)", "mlp(64).requires_grad_(False)"),
+            (
+                "            with torch.no_grad():\n                targets",
+                "            with torch.no_grad():\n                teacher.train()\n                targets",
+            ),
+        ),
+    ),
+    Bug(
+        "distillation: batches not dealt out",
+        "distillation",
+        "same-samples",
+        (("batches[self.rank : usable : self.num_replicas]", "batches[:usable]"),),
+    ),
+    Bug(
+        "distillation: no eval mode",
+        "distillation",
+        "no-eval-mode",
+        (("    model.eval()\n    stats", "    stats"),),
+    ),
+    Bug(
+        "detection: results of one rank",
+        "detection",
+        "metric-of-one-rank",
+        (("    dist.all_gather_object(merged, distances)\n", "    merged = [distances]\n"),),
+    ),
+    Bug(
+        "detection: saved by all",
+        "detection",
+        "written-by-every-rank",
+        (
+            (
+                '        if rank == 0:\n            logger.info("epoch %d test',
+                '        if rank >= 0:\n            logger.info("epoch %d test',
+            ),
+        ),
+        also=("saved-by-every-rank", "fails-on-two", "collectives-differ", "resume-fails"),
+    ),
+    Bug(
+        "detection: in place",
+        "detection",
+        "written-in-place",
+        (
+            ('open("model_new.pkl", "wb")', 'open("model_last.pkl", "wb")'),
+            ('            os.replace("model_new.pkl", "model_last.pkl")\n', ""),
+        ),
+    ),
+    Bug(
+        "detection: groups of each rank",
+        "detection",
+        "shares-overlap",
+        (("manual_seed(self.epoch)", "manual_seed(self.epoch + 100 * self.rank)"),),
+    ),
+    Bug(
+        "detection: optimizer lost",
+        "detection",
+        "optimizer-not-restored",
+        (('        optimizer.load_state_dict(checkpoint["optimizer"])\n', ""),),
+        also=("scheduler-not-restored",),
+    ),
+    Bug(
+        "imbalanced: same draws",
+        "imbalanced",
+        "same-samples",
+        (("drawn[self.rank :: self.world_size]", "drawn[: len(self)]"),),
+    ),
+    Bug(
+        "imbalanced: stays in evaluation mode",
+        "imbalanced",
+        "no-train-mode",
+        (("        self.model.train()\n", ""),),
+    ),
+    Bug(
+        "imbalanced: scaler lost",
+        "imbalanced",
+        "scaler-not-restored",
+        (('        self.scaler.load_state_dict(state["scaler"])\n', ""),),
+    ),
+    Bug(
+        "imbalanced: one rank stops",
+        "imbalanced",
+        "collectives-differ",
+        (
+            ("        dist.broadcast(stop, src=0)\n", ""),
+            ("PATIENCE = 20", "PATIENCE = 0"),
+        ),
+        also=("hangs-on-two", "fails-on-two"),
+    ),
+    Bug(
+        "join: without Join",
+        "join_uneven",
+        "uneven-batches",
+        (("        with Join([model]):\n", "        if model.training:\n"),),
+        also=("hangs-on-two", "fails-on-two", "collectives-differ"),
+    ),
+    Bug(
+        "join: all files on all ranks",
+        "join_uneven",
+        "same-samples",
+        (("files[rank::world_size]", "files"),),
+    ),
+    Bug(
+        "sharded: loss not divided",
+        "fsdp_dcp",
+        "loss-not-divided",
+        (("targets.flatten()) / ACCUM", "targets.flatten())"),),
+    ),
+    Bug(
+        "sharded: same windows",
+        "fsdp_dcp",
+        "same-samples",
+        (("order[rank::world_size]", "order"),),
+    ),
+    Bug(
+        "sharded: step lost",
+        "fsdp_dcp",
+        "scheduler-not-restored",
+        (('        self.step = state["step"]\n', ""),),
+    ),
+    Bug(
+        "tensor: optimizer lost",
+        "tensor_parallel",
+        "optimizer-not-restored",
+        (
+            (
+                '        set_state_dict(\n            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]\n        )\n',
+                '        set_model_state_dict(model, state["model"])\n        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False)\n',
+            ),
+            (
+                "import get_state_dict, set_state_dict",
+                "import get_state_dict, set_model_state_dict",
+            ),
+        ),
+    ),
+    Bug(
+        "tensor: batches of each rank",
+        "tensor_parallel",
+        "different-samples",
+        (("generator.manual_seed(epoch)", "generator.manual_seed(epoch + 10 * dist.get_rank())"),),
+    ),
+    Bug(
+        "pipeline: batches of each rank",
+        "pipeline",
+        "different-samples",
+        (("manual_seed(epoch)", "manual_seed(epoch + 10 * rank)"),),
+    ),
+    Bug(
+        "tensor: no zero_grad",
+        "tensor_parallel",
+        "no-zero-grad",
+        (("            optimizer.zero_grad()\n", ""),),
+    ),
+    Bug(
+        "pipeline: one file for all stages",
+        "pipeline",
+        "saved-by-every-rank",
+        (('path = f"stage{rank}.pt"', 'path = "stage0.pt"'),),
+        also=("fails-on-two", "collectives-differ", "resume-fails"),
+    ),
+    Bug(
+        "pipeline: no zero_grad",
+        "pipeline",
+        "no-zero-grad",
+        (("            optimizer.zero_grad()\n", ""),),
+    ),
+    Bug(
+        "pipeline: optimizer lost",
+        "pipeline",
+        "optimizer-not-restored",
+        (('        optimizer.load_state_dict(saved["optimizer"])\n', ""),),
+    ),
+    Bug(
+        "lora: mean of means",
+        "lora",
+        "mean-of-means",
+        (
+            ("        dist.all_reduce(count)\n", ""),
+            ("total * world_size / count", "total / count"),
+        ),
+    ),
+    Bug(
+        "lora: position lost",
+        "lora",
+        "order-after-resume",
+        (("position=step * batch_size", "position=0"),),
+    ),
+    Bug(
+        "lora: saved by all",
+        "lora",
+        "saved-by-every-rank",
+        (("if step % 4 == 0 and rank == 0:", "if step % 4 == 0:"),),
+        also=("fails-on-two", "collectives-differ", "resume-fails"),
+    ),
+    Bug(
+        "wgan: critic not averaged",
+        "wgan",
+        "gradients-not-averaged",
+        (("            reduce_gradients(critic)\n", ""),),
+        also=("replicas-drift",),
+    ),
+    Bug(
+        "wgan: no zero_grad",
+        "wgan",
+        "no-zero-grad",
+        (("            optim_c.zero_grad()\n", ""),),
+    ),
+    Bug(
+        "wgan: no set_epoch",
+        "wgan",
+        "no-set-epoch",
+        (("        sampler.set_epoch(epoch)\n", ""),),
+        also=("order-after-resume",),
+    ),
+    Bug(
+        "timm: same crops on ranks",
+        "timm_like",
+        "same-augmentation",
+        (("torch.manual_seed(42 + rank)", "torch.manual_seed(42)"),),
+    ),
+    Bug(
+        "timm: in place",
+        "timm_like",
+        "written-in-place",
+        (
+            (
+                "        torch.save(state, temporary)\n        os.replace(temporary, last)\n",
+                "        torch.save(state, last)\n",
+            ),
+        ),
+    ),
+    Bug(
+        "lbfgs: gradients of one rank",
+        "lbfgs",
+        "replicas-drift",
+        (("                dist.all_reduce(flat)\n", ""),),
+        also=("gradients-not-averaged",),
+    ),
+    Bug(
+        "lbfgs: saved by all",
+        "lbfgs",
+        "written-by-every-rank",
+        (("if rank == 0 and (iteration", "if (iteration"),),
+        also=(
+            "saved-by-every-rank",
+            "fails-on-two",
+            "collectives-differ",
+            "resume-fails",
+            "hangs-on-two",
+        ),
+    ),
+    Bug(
+        "lbfgs: in place",
+        "lbfgs",
+        "written-in-place",
+        (
+            ('open(OUT + ".tmp", "wb")', 'open(OUT, "wb")'),
+            ('            os.replace(OUT + ".tmp", OUT)\n', ""),
+        ),
+    ),
+    Bug(
+        "reinforce: wrapper bypassed",
+        "reinforce",
+        "ddp-bypassed",
+        (("logits, values = ddp(observations)", "logits, values = model(observations)"),),
+        also=("replicas-drift",),
+    ),
+    Bug(
+        "reinforce: one file for all ranks",
+        "reinforce",
+        "saved-by-every-rank",
+        (
+            (
+                'torch.save(torch.get_rng_state(), f"rng-{rank}-{update}.pt")',
+                'torch.save(torch.get_rng_state(), f"rng-{update}.pt")',
+            ),
+            ('torch.load(f"rng-{rank}-{update}.pt"', 'torch.load(f"rng-{update}.pt"'),
+        ),
+        also=("fails-on-two", "collectives-differ", "resume-fails", "same-samples"),
+    ),
+    Bug(
+        "reinforce: same episodes",
+        "reinforce",
+        "same-samples",
+        (
+            ("Corridor(seed=100 + rank)", "Corridor(seed=100)"),
+            ("torch.manual_seed(200 + rank)", "torch.manual_seed(200)"),
+        ),
+    ),
+    Bug(
+        "within: position lost",
+        "within_epoch",
+        "epoch-repeated",
+        (
+            (
+                '        progress = saved["progress"]\n',
+                '        progress["epoch"] = saved["progress"]["epoch"]\n',
+            ),
+        ),
+    ),
+    Bug(
+        "within: not shuffled",
+        "within_epoch",
+        "not-shuffled",
+        (
+            (
+                "        order = torch.randperm(len(self.dataset), generator=g)\n",
+                "        order = torch.arange(len(self.dataset))\n",
             ),
         ),
     ),

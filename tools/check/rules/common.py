@@ -53,6 +53,23 @@ def first_ranks(checked, *names):
         yield from run.ranks[:1]
 
 
+def same_data(ranks, first, second):
+    """Whether the epochs of two ranks read one dataset. Else an index is not the same sample on
+    both: each rank has loaded data of its own."""
+    if first["base"] == first["dataset"] and first["dataset_len"] != second["dataset_len"]:
+        return False
+    common = first["contents"].keys() & second["contents"].keys()
+    if len(common) < 4:
+        return True
+    pairs = [zip(first["contents"][i], second["contents"][i], strict=False) for i in common]
+    equal = [[ours == theirs for ours, theirs in pair] for pair in pairs]
+    shares = [sum(tensor) / len(tensor) for tensor in zip(*equal, strict=False)]
+    # Augmentation changes the inputs of a sample, but not its targets.
+    fetches = [f for rank in ranks for f in rank.fetches if f["dataset"] == first["dataset"]]
+    is_random = any(fetch["drew"] for fetch in fetches)
+    return not shares or (max(shares) if is_random else min(shares)) > 0.9
+
+
 def is_sharded(ranks):
     """Whether the ranks hold shards of the parameters."""
     return any(step["sharded"] for rank in ranks for step in rank.steps)

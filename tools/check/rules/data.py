@@ -1,7 +1,7 @@
 """Rules about the samples that the ranks train on."""
 
 from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import first_ranks, holds_parts, replicas, where
+from tools.check.rules.common import first_ranks, holds_parts, replicas, same_data, where
 
 
 def same_samples(checked):
@@ -11,7 +11,7 @@ def same_samples(checked):
         two = checked["two"]
         why = holds_parts(checked)
         if why:
-            yield NotChecked("samples per rank", f"the ranks hold parts of one model ({why})")
+            yield from _different_samples(two)
         elif two is not None and two.world_size < 2:
             yield NotChecked("all that concerns several ranks", "the script joins no process group")
         return
@@ -19,13 +19,16 @@ def same_samples(checked):
         yield from _same_inputs(ranks)
         return
     for first, second in _pairs(ranks):
-        ours, theirs = first["samples"], second["samples"]
+        ours, theirs = first["base_samples"], second["base_samples"]
         if not ours or not theirs:
             why = "the loader reads samples by keys, or yields batches, that cannot be compared"
             yield NotChecked("samples per rank", why)
             continue
+        if not same_data(ranks, first, second):
+            continue
         count = min(len(ours), len(theirs))
         common = set(ours) & set(theirs)
+        filled = not (_without_last_batch(first) & _without_last_batch(second))
         replaced = len(set(ours)) < 0.9 * len(ours)  # drawn with replacement
         if ours[:count] == theirs[:count] or (
             not first["iterable"] and set(ours) == set(theirs) and not replaced
@@ -41,10 +44,10 @@ def same_samples(checked):
                 where(first),
                 f"rank 0 and rank 1 read {len(common)} equal samples of {len(set(ours))}",
             )
-        elif not replaced and not first["iterable"]:
+        elif first["whole"] and not (replaced or first["iterable"]):
             length = first["dataset_len"]
             missing = length - len(set(ours) | set(theirs)) if length else 0
-            if len(common) <= _fillers(ranks, first, missing):
+            if len(common) <= _fillers(ranks, first, missing) or (filled and not missing):
                 continue
             yield Finding(
                 "shares-overlap",
@@ -57,6 +60,32 @@ def same_samples(checked):
 def _fillers(ranks, epoch, missing):
     """How many samples may be in both shares so that these have the same number of batches."""
     return max(len(ranks) * 2 - 1, 0 if missing else len(ranks) * epoch["sizes"][1])
+
+
+def _different_samples(two):
+    """The samples of ranks that together hold one model, and must read the same."""
+    parts = two.any("parts")[0]
+    if parts["ranks"] != len(two.ranks) or not all(rank.training for rank in two.ranks):
+        how = f"the ranks hold parts of one model ({parts['how']})"
+        yield NotChecked("samples per rank", how)
+        return
+    for first, second in _pairs(two.ranks):
+        count = min(len(first["samples"]), len(second["samples"]))
+        if first["samples"][:count] != second["samples"][:count]:
+            yield Finding(
+                "different-samples",
+                where(first),
+                f"the ranks hold parts of one model ({parts['how']}), but train on different "
+                "samples",
+            )
+            return
+
+
+def _without_last_batch(epoch):
+    """The samples of an epoch but for those of its last batch, which may fill that one up."""
+    samples = epoch["base_samples"]
+    largest = epoch["sizes"][1]
+    return set(samples[:-largest] if largest < len(samples) else samples)
 
 
 def _pairs(ranks):
@@ -74,10 +103,10 @@ def _pairs(ranks):
 def _same_inputs(ranks):
     """The inputs of the model, where there is no DataLoader that tells the samples."""
     ours, theirs = (
-        [row for step in rank.steps for f in step["forwards"] for row in f.get("rows", [])]
+        [tuple(f["rows"]) for step in rank.steps for f in step["forwards"] if f.get("rows")]
         for rank in ranks[:2]
     )
-    common = set(ours) & set(theirs)
+    common = set(ours) & set(theirs)  # whole batches: a single state of a game may come twice
     if not ours or not theirs:
         yield NotChecked("samples per rank", "the script trains without a DataLoader")
     elif len(common) > 0.5 * len(set(ours)):
@@ -85,7 +114,7 @@ def _same_inputs(ranks):
         yield Finding(
             "same-samples",
             place,
-            f"{len(common)} of {len(set(ours))} inputs are the same on rank 0 and rank 1",
+            f"{len(common)} of {len(set(ours))} batches are the same on rank 0 and rank 1",
         )
 
 
@@ -103,6 +132,10 @@ def samples_left_out(checked):
             continue
         if len(ours) < 0.9 * len(first["samples"]) or ours & theirs:
             continue  # with replacement, or reported as an overlap
+        if _others_later(ranks, first["loader"], ours | theirs):
+            continue
+        if first["dataset"] != first["base"] or not same_data(ranks, first, second):
+            continue
         missing = length - len(ours | theirs)
         largest = first["sizes"][1] * 2 * len(ranks)
         if missing > max(largest, 0.1 * length):
@@ -111,6 +144,12 @@ def samples_left_out(checked):
                 where(first),
                 f"{missing} of {length} samples are in no rank's share of an epoch",
             )
+
+
+def _others_later(ranks, loader, samples):
+    """Whether later epochs of a loader have different samples: each epoch is a part of them all."""
+    later = [e for rank in ranks for e in rank.training if e["loader"] == loader]
+    return any(set(epoch["samples"]) - samples for epoch in later)
 
 
 def no_set_epoch(checked):
@@ -123,7 +162,7 @@ def no_set_epoch(checked):
             if len(epochs) < 2 or epochs[0]["iterable"]:
                 continue
             first = epochs[0]["samples"]
-            if not _same_order(*epochs[:2]):
+            if not _same_order(*epochs[:2]) or epochs[0]["sizes"][0] == 1:
                 continue
             if first == sorted(first):
                 yield Finding(
@@ -156,12 +195,12 @@ def uneven_batches(checked):
     if ranks is None or ranks[0].of("join"):
         return
     for first, second in _pairs(ranks):
+        if not first["iterable"] and not (first["whole"] and second["whole"]):
+            continue
         key = "batches" if first["iterable"] else "sizes"
         ours, theirs = first[key], second[key]
         if key == "sizes":
             ours, theirs = ours[0], theirs[0]
-            if not first["whole"] or not second["whole"]:
-                continue
         elif first["cut"] or second["cut"]:
             yield NotChecked(
                 "the same number of batches on all ranks",
@@ -181,13 +220,18 @@ def validation_in_training(checked):
     ranks = replicas(checked)
     if ranks is None:
         return
+    learned = {s for rank in ranks for epoch in rank.training for s in epoch["base_samples"]}
     for evaluated in ranks[0].evaluation:
+        samples = set(evaluated["base_samples"])
+        if len(samples & learned) > 0.95 * len(samples):
+            continue  # a part of the training set, on purpose
         for other in ranks:
             for trained in other.training:
                 if (
                     evaluated["base"] == trained["base"]
-                    and evaluated["dataset"] != trained["dataset"]
+                    and evaluated["dataset"] != trained["dataset"] != trained["base"]
                     and not evaluated["iterable"]
+                    and same_data(ranks, evaluated, trained)
                 ):
                     common = set(evaluated["base_samples"]) & set(trained["base_samples"])
                     if common:

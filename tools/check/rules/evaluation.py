@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tools.check.findings import Finding
-from tools.check.rules.common import first_ranks, replicas, where
+from tools.check.rules.common import first_ranks, replicas, same_data, where
 
 
 def mode(checked):
@@ -82,6 +82,10 @@ def _division(ranks, shares):
     read = [share["base_samples"] for share in shares]
     if not all(read):
         return
+    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
+    if not same_data(ranks, *shares[:2]):
+        yield from _one_rank_metric(ranks, shares, calls)
+        return
     if all(set(samples) == set(read[0]) for samples in read[1:]):
         yield Finding(
             "evaluation-repeated",
@@ -89,7 +93,6 @@ def _division(ranks, shares):
             f"each of the {len(ranks)} ranks evaluates the same {len(set(read[0]))} samples",
         )
         return
-    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
     yield from _one_rank_metric(ranks, shares, calls)
     if not _have_one_set(shares):
         return  # samples are in two shares because the ranks split the dataset differently
@@ -97,6 +100,9 @@ def _division(ranks, shares):
     extra = sum(counts.values()) - len(counts)
     if not extra or extra > 0.5 * len(counts):
         return
+    is_one_set = len({share["dataset"] for share in shares}) == 1
+    if is_one_set and len(counts) < (shares[0]["dataset_len"] or 0):
+        return  # nobody fills anything up: each rank evaluates samples of its own choice
     total, distinct = sum(counts.values()), len(counts)
     values = [[value for call in own for value in call["values"] or []] for own in calls]
     sums = [sum(pair) for pair in zip(*values, strict=False)]
@@ -120,12 +126,16 @@ def _have_one_set(shares):
 
 
 def _during(rank, loader):
-    """The collectives from the first batch of an evaluation to the next one of training."""
+    """The collectives from the first batch of an evaluation to the next one of training: there may
+    be one for the results of several loaders."""
     inside = False
     evaluated = {e["epoch"] for e in rank.evaluation if e["loader"] == loader}
+    training = {e["epoch"] for e in rank.training}
     for event in rank.events:
-        if event["kind"] == "batch":
-            inside = event["epoch"] in evaluated
+        if event["kind"] == "batch" and event["epoch"] in evaluated:
+            inside = True
+        elif event["kind"] == "batch" and event["epoch"] in training:
+            inside = False
         elif event["kind"] == "collective" and inside:
             yield event
 

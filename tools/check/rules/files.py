@@ -14,15 +14,14 @@ def writers(checked):
     ranks = two_ranks(checked)
     if ranks is not None:
         by_path = {}
+        saved = {event["path"] for rank in ranks for event in _saves(rank, checked)}
         for rank in ranks:
-            for event in rank.of("save", "write"):
-                if event["kind"] == "save" and "distributed" in event["function"]:
-                    continue
+            for event in [*_saves(rank, checked), *rank.of("write", "dump")]:
                 by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
         for path, events in by_path.items():
             if len(events) > 1 and os.path.basename(path) != "null":
                 event = events[0] if 0 in events else next(iter(events.values()))
-                rule = "saved-by-every-rank" if event["kind"] == "save" else "written-by-every-rank"
+                rule = "saved-by-every-rank" if path in saved else "written-by-every-rank"
                 yield Finding(
                     rule,
                     where(event),
@@ -31,7 +30,7 @@ def writers(checked):
     for run in filter(None, (two, checked["one"])):
         for rank in run.ranks:
             renamed = {event["source"] for event in rank.of("rename")}
-            saves = [e for e in rank.of("save") if "distributed" not in e["function"]]
+            saves = _saves(rank, checked)
             counts = Counter(event["path"] for event in saves)
             for path, count in counts.items():
                 if count > 1 and not any(_covers(source, path) for source in renamed):
@@ -45,6 +44,19 @@ def writers(checked):
                     return
 
 
+def _saves(rank, checked):
+    """The checkpoints that a rank writes by itself: also by pickle and NumPy, if the run that was
+    started again reads a file of that name."""
+    again = checked["resumed"]
+    loaded = {os.path.basename(event["path"]) for event in again.any("load")} if again else set()
+    return [
+        event
+        for event in rank.of("save", "dump")
+        if "distributed" not in event["function"]
+        and (event["kind"] == "save" or os.path.basename(event["path"]) in loaded)
+    ]
+
+
 def _covers(source, path):
     return source == path or path.startswith(source + os.sep)
 
@@ -53,7 +65,8 @@ def loggers(checked):
     """Several runs of a logger for one job."""
     ranks = two_ranks(checked) or []
     logging = [rank for rank in ranks if rank.of("logger")]
-    if len(logging) > 1:
+    folders = [rank.first("logger")["folder"] for rank in logging]
+    if len(logging) > 1 and (None in folders or len(set(folders)) < len(folders)):
         event = logging[0].first("logger")
         yield Finding(
             "several-loggers", where(event), f"{len(logging)} ranks start {event['what']}"
@@ -72,8 +85,9 @@ def resumed(checked):
         place = failed_at(again, text)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return
-    written = {os.path.basename(event["path"]) for event in killed.any("save")}
-    loads = again.any("load")
+    written = {os.path.basename(event["path"]) for event in killed.any("save", "dump")}
+    source = checked.options.source
+    loads = [event for event in again.any("load") if _is_new(event["path"], killed, source)]
     if not loads:
         yield NotChecked(
             "resuming",
@@ -134,6 +148,15 @@ def _epoch_of(rank, index):
     return None
 
 
+def _is_new(path, killed, source):
+    """Whether the killed run has written this, and not somebody before: data, other weights."""
+    written = {event["path"] for event in killed.any("save", "dump", "write", "rename")}
+    if any(other == path or other.startswith(path + os.sep) for other in written):
+        return True
+    root = os.path.realpath(killed.root)
+    return path.startswith(root + os.sep) and not (source / os.path.relpath(path, root)).exists()
+
+
 def _lost(before, after, index, place):
     old, new = before.steps[index], after.steps[0]
     if old["state"] != new["state"] and old["state"][0]:
@@ -170,6 +193,9 @@ def _close(first, second):
 
 def _epoch(before, after, index, place):
     """The epoch and the order of the samples go on."""
+    read = [sum(rank.steps[0]["batches"].values()) for rank in (before, after)]
+    if read[1] > read[0]:
+        return  # it skips the batches that were trained on, to find the position again
     printed = [_printed_epochs(rank) for rank in (before, after)]
     expected, number = _epoch_of(before, index), _epoch_of(after, 0)
     if expected is not None and number is not None and number < expected:
@@ -188,36 +214,35 @@ def _epoch(before, after, index, place):
             f"started again, the script prints epoch {printed[1][0]}, the first one, again",
         )
         return
-    old, new = _batches(before), _batches(after)
-    first, again = _skipped(before.steps[0]), _skipped(after.steps[0])
-    if len(old) <= first or len(new) <= again or not new[again]:
+    loader = next((next(iter(s["batches"])) for s in before.steps if s["batches"]), None)
+    old, new = _batches(before, loader), _batches(after, loader)
+    if not old or not new or not new[0]:
         return
-    steps = [step for step in before.steps[:index]]
-    expected = sum(max(step["batches"].values(), default=0) or len(_inputs(step)) for step in steps)
-    if len(old) > expected and old[first] != old[expected] and new[again] == old[first]:
+    earlier = before.steps[:index]
+    if loader is None:
+        expected = sum(len(_inputs(step)) for step in earlier)
+    else:
+        expected = sum(step["batches"].get(loader, 0) for step in earlier)
+    if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+        # Within the first epoch this is also what a script does that repeats the epoch on purpose.
+        ends = all(epoch["whole"] or epoch["iterable"] for epoch in after.training)
         yield Finding(
-            "order-after-resume",
+            "epoch-repeated" if not whole and after.training and ends else "order-after-resume",
             place,
             f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
 
 
-def _skipped(step):
-    """How many batches were read before those of this step, which goes on within an epoch."""
-    return max(0, max(step["batches"].values(), default=0) - len(step["backwards"]))
-
-
-def _batches(rank):
-    """The samples of each batch of the first loader that is trained from, in order."""
-    loaders = [list(step["batches"]) for step in rank.steps if step["batches"]]
-    if not loaders:
+def _batches(rank, loader):
+    """The samples of each batch of a loader that is trained from, in order; or the inputs."""
+    if loader is None:
         return [rows for step in rank.steps for rows in _inputs(step)]
     evaluated = {epoch["epoch"] for epoch in rank.evaluation}
     return [
         event["samples"]
         for event in rank.of("batch")
-        if str(event["loader"]) == loaders[0][0] and event["epoch"] not in evaluated
+        if str(event["loader"]) == loader and event["epoch"] not in evaluated
     ]
 
 

@@ -129,7 +129,11 @@ def averaged(checked):
     ranks = replicas(checked)
     if ranks is None or is_sharded(ranks):
         return
-    for ours, theirs in zip(ranks[0].steps, ranks[1].steps, strict=False):
+    count = None
+    if ranks[0].of("join") and all(rank.training for rank in ranks):
+        # When a rank has joined, the steps of the ranks no longer have the same numbers.
+        count = min(rank.training[0]["steps"] for rank in ranks)
+    for ours, theirs in zip(ranks[0].steps[:count], ranks[1].steps[:count], strict=False):
         if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
             return
         if ours["parameters"] != theirs["parameters"]:

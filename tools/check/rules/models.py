@@ -134,7 +134,7 @@ def failures(checked):
         return
     ranks = two.ranks
     if len(ranks) == 2:
-        sequences = [rank.of("collective") for rank in ranks]
+        sequences = [list(_collectives(rank)) for rank in ranks]
         for number, (ours, theirs) in enumerate(zip(*sequences, strict=False)):
             if ours["name"] != theirs["name"] or ours["sizes"] != theirs["sizes"]:
                 if "GATHER" in ours["name"] or "SCATTER" in ours["name"]:
@@ -174,15 +174,15 @@ def _lengths_differ(run):
         return False
     if any(rank.of("parts") for rank in run.ranks):
         return False
-    names = [
-        [
-            e["name"]
-            for e in rank.of("collective")
-            if "SEND" not in e["name"] and "RECV" not in e["name"]
-        ]
-        for rank in run.ranks
-    ]
-    return abs(len(names[0]) - len(names[1])) > 0 and not run.ended
+    counts = {len(list(_collectives(rank))) for rank in run.ranks}
+    return len(counts) > 1 and not run.ended
+
+
+def _collectives(rank):
+    """The collectives of a rank, without what is sent to a single rank."""
+    for event in rank.of("collective"):
+        if "SEND" not in event["name"] and "RECV" not in event["name"]:
+            yield event
 
 
 def _call(event):

@@ -58,13 +58,14 @@ class _Finder:
     """Finds what the other finders find, with a loader that installs observers."""
 
     def __init__(self):
-        self.asked = set()
+        self.asked = set()  # of the other finders, which is done by way of this one
 
     def find_spec(self, name, path=None, target=None):
         if name not in OBSERVERS or name in self.asked:
             return None
-        self.asked.add(name)  # not for ever: a library may ask, and import it later
+        self.asked.add(name)
         try:
+            # Libraries also ask, before they import it, whether a module is there.
             spec = importlib.util.find_spec(name)
         finally:
             self.asked.discard(name)

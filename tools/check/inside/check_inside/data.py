@@ -15,6 +15,7 @@ from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
+CONTENTS = 8  # batches of an epoch, whose contents are compared between ranks
 MOST_INDICES = 3_000_000  # of an epoch: infinite samplers never end
 
 
@@ -28,6 +29,7 @@ class Epoch:
         self.dataset = loader.dataset
         self.makes_batches = loader.batch_sampler is not None
         self.is_iterable = not hasattr(loader.dataset, "__getitem__") or is_iterable(loader)
+        self.is_endless = not self.is_iterable and not _has_length(loader)
         self.drawn = array("q")  # indices, in the order of the sampler
         self.sizes = array("q")  # of the batches
         self.batches = 0
@@ -39,6 +41,7 @@ class Epoch:
         self.orders = []  # of the DistributedSamplers that are iterated
         self.is_cut = False
         self.is_whole = False  # all indices have been drawn
+        self.is_left = False  # before its end
         self.place = place()
 
     def backwards(self):
@@ -63,8 +66,10 @@ class Epoch:
             try:
                 before = len(self.sizes)
                 self.draw(next(iterator._sampler_iter))
-            except Exception:  # at its end, or because the script has freed what it reads
+            except StopIteration:
                 self.is_whole = True
+                return
+            except Exception:  # the script has freed what it reads
                 return
             if len(self.sizes) == before:
                 return
@@ -95,6 +100,15 @@ def is_iterable(loader):
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
+
+
+def _has_length(loader):
+    """Whether the loader ends: a sampler without a length may yield indices for ever."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
 
 
 _epochs = 0
@@ -154,6 +168,8 @@ def install(name, torch):
     def make_reset(original):
         def _reset(self, loader, first_iter=False):
             if not first_iter:
+                if self._check_epoch is not None:
+                    finish_epoch(self._check_epoch)
                 self._check_epoch = None
                 self._check_early = []
             return original(self, loader, first_iter)
@@ -216,6 +232,7 @@ def begin(loader, iterator):
     _epochs += 1
     epoch.orders += _orders
     STATE.active.append(epoch)
+    weakref.finalize(iterator, leave, epoch).atexit = False
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
     return epoch
@@ -231,14 +248,27 @@ def batch_of(epoch, batch):
     size = epoch.sizes[number] if number < len(epoch.sizes) else 0
     rows = fingerprints(batch) if epoch.is_iterable else []
     epoch.fingerprints += rows
+    is_compared = size and number < CONTENTS
     record(
         "batch",
         epoch=epoch.number,
         loader=ordinal,
         batch=number,
+        size=size,
         samples=list(epoch.drawn[start : start + size])[:SAMPLES_PER_EVENT] or rows,
+        leaves=contents(batch, size) if is_compared else [],
     )
-    return exact.batch_of(ordinal, batch)
+    return exact.batch_of(ordinal, batch, size)
+
+
+def contents(batch, size):
+    """For each tensor of a batch, a checksum of each sample."""
+    import torch
+    from torch.utils import _pytree
+
+    tensors = [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    count = min(size, SAMPLES_PER_EVENT)
+    return [[checksum(x[i]) for i in range(count)] for x in tensors if len(x) == size]
 
 
 def fingerprints(batch):
@@ -264,13 +294,20 @@ def cut(epoch):
     finish_epoch(epoch)
 
 
+def leave(epoch):
+    """A loop that is left by `break`, or by an error, drops the iterator: the epoch has ended."""
+    epoch.is_left = True
+    finish_epoch(epoch)
+
+
 def finish_epoch(epoch):
     """Record the whole epoch."""
     if epoch not in STATE.active:
         return
     STATE.active.remove(epoch)
-    if epoch.backwards():
-        STATE.training_epochs += 1
+    if epoch.backwards() and epoch.steps_before >= STATE.steps_of_epochs:
+        STATE.training_epochs += 1  # loaders that are read in turns have one epoch together
+        STATE.steps_of_epochs = STATE.steps
     path = Path(PLAN["folder"]) / f"indices-{os.getpid()}-{epoch.number}"
     path.write_bytes(epoch.drawn.tobytes())
     record(
@@ -285,6 +322,7 @@ def finish_epoch(epoch):
         batches=epoch.batches,
         cut=epoch.is_cut,
         whole=epoch.is_whole,
+        left=epoch.is_left,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),
@@ -377,9 +415,8 @@ def _observe_fetch(original):
         worker = torch.utils.data.get_worker_info()
         key = (STATE.datasets(self.dataset), STATE.training_epochs)
         _fetches[key] = _fetches.get(key, 0) + 1
-        if _fetches[key] > 2:  # the first two of each epoch show it
-            return original(self, indices)
-        before = random_states()
+        is_recorded = _fetches[key] <= 2  # the first two of each epoch show it
+        before = random_states() if is_recorded else None
         reseeds = _reseeds
         STATE.fetching = True
         _forks.clear()
@@ -387,15 +424,20 @@ def _observe_fetch(original):
             return original(self, indices)
         finally:
             STATE.fetching = False
-            after = random_states()
-            record(
-                "fetch",
-                dataset=STATE.datasets(self.dataset),
-                worker=worker and worker.id,
-                before=before,
-                drew=[name for name in before if before[name] != after[name]],
-                reseeded=_reseeds > reseeds,
-                forks=list(_forks),
-            )
+            if is_recorded:
+                _record_fetch(self.dataset, worker, before, reseeds)
 
     return fetch
+
+
+def _record_fetch(dataset, worker, before, reseeds):
+    after = random_states()
+    record(
+        "fetch",
+        dataset=STATE.datasets(dataset),
+        worker=worker and worker.id,
+        before=before,
+        drew=[name for name in before if before[name] != after[name]],
+        reseeded=_reseeds > reseeds,
+        forks=list(_forks),
+    )

@@ -6,10 +6,9 @@ are off in both, so that the gradients of the first step are the same but for ro
 statistics are on if the script joins those of all ranks itself.)
 """
 
-import copy
 import os
 import random
-from collections import UserDict
+from collections.abc import Mapping
 from pathlib import Path
 
 from check_inside.record import PLAN, checksum, record
@@ -88,8 +87,8 @@ def clip(original, *args, **kwargs):
 _written = {}
 
 
-def batch_of(loader, batch):
-    """The batch that the script gets in place of this one."""
+def batch_of(loader, batch, size):
+    """The batch that the script gets in place of this one of so many samples."""
     global _state
     if not IS_EXACT or STATE.steps > 0:
         return batch
@@ -101,7 +100,7 @@ def batch_of(loader, batch):
         rank = os.environ.get("RANK", "0")
         if torch.distributed.is_initialized():
             rank = torch.distributed.get_rank()
-        torch.save(batch, folder / f"batch-{loader}-{number}-rank{rank}.pt")
+        torch.save((size, batch), folder / f"batch-{loader}-{number}-rank{rank}.pt")
     elif PLAN["run"] == "exact-one":
         batch = _joined(folder, loader, number, batch)
     _state = checksum(torch.random.get_rng_state())
@@ -130,30 +129,40 @@ def _joined(folder, loader, number, batch):
         return batch
     parts = [torch.load(path, weights_only=False) for path in paths]
     if len(parts) == 1:
-        return parts[0]
+        return parts[0][1]
     try:
-        return torch.utils._pytree.tree_map(_concatenate, *parts)
-    except (ValueError, RuntimeError, TypeError) as error:
+        return _join([size for size, _ in parts], [batch for _, batch in parts])
+    except (ValueError, RuntimeError, TypeError, KeyError) as error:
         record("not_exact", why=f"the batches of two ranks cannot be concatenated ({error})"[:200])
         return batch
 
 
-def _concatenate(*leaves):
+def _join(sizes, parts):
+    """Parts of these numbers of samples as one: tensors are concatenated, and so are lists that
+    hold an entry per sample."""
     import torch
 
-    if isinstance(leaves[0], torch.Tensor) and leaves[0].dim():
-        return torch.cat(leaves)
-    if isinstance(leaves[0], list):  # of a class of the script's own
-        parts = torch.utils._pytree.tree_map(_concatenate, *map(list, leaves))
-        return type(leaves[0])(parts)
-    if isinstance(leaves[0], torch.Tensor | int | float | str | bytes | bool | None):
-        return leaves[0]
-    if isinstance(leaves[0], UserDict):  # such as a batch of transformers
-        joined = copy.copy(leaves[0])
-        for key in joined:
-            joined[key] = _concatenate(*(leaf[key] for leaf in leaves))
-        return joined
-    raise TypeError(f"a batch with a {type(leaves[0]).__name__}")
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat(parts)
+    if isinstance(first, list | tuple):
+        if [len(part) for part in parts] == sizes and not _holds_batches(sizes[0], first):
+            joined = [sample for part in parts for sample in part]
+        else:
+            joined = [_join(sizes, fields) for fields in zip(*parts, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if isinstance(first, Mapping):
+        return type(first)({key: _join(sizes, [part[key] for part in parts]) for key in first})
+    if isinstance(first, torch.Tensor | int | float | str | bytes | bool | None):
+        return first
+    raise TypeError(f"a batch with a {type(first).__name__}")
+
+
+def _holds_batches(size, fields):
+    """Whether the entries of a list are tensors of a whole batch, not of one sample each."""
+    import torch
+
+    return all(isinstance(x, torch.Tensor) and x.dim() and len(x) == size for x in fields)
 
 
 def gradients_of(optimizer, parameters):

@@ -1,10 +1,15 @@
 """Observes what is written and read: checkpoints, and files that are opened for writing."""
 
+import io
 import os
+import pickle
 import sys
 
 from check_inside.record import PLAN, ROOT, is_user_file, place, record, replace
 
+BYTES_WRITTEN = 10  # lines within which the bytes of a checkpoint are written
+
+_buffered = None  # the event of a checkpoint that was saved as bytes, to no file yet
 _seen = set()
 _own = tuple(filter(None, (PLAN["folder"], PLAN["exact"])))  # written by the check itself
 
@@ -14,6 +19,13 @@ def install(name, module):
     if name == "torch":
         replace(module, "save", lambda original: _observe_save(original, "torch.save", 1))
         replace(module, "load", _observe_load)
+        replace(pickle, "dump", lambda original: _observe_save(original, "pickle", 1, "dump"))
+        replace(pickle, "load", _observe_load)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            for function in ("save", "savez", "savez_compressed"):
+                replace(numpy, function, lambda f: _observe_save(f, "numpy", 0, "dump"))
+            replace(numpy, "load", _observe_load)
         sys.addaudithook(_audit)
     elif name == "safetensors.torch":
         for function in ("save_file", "save_model"):
@@ -27,20 +39,32 @@ def install(name, module):
 
 def _path(target):
     """The path of a file, as the script would find it from its own folder."""
-    target = getattr(target, "name", target)
     if not isinstance(target, str | os.PathLike):
-        return None
+        target = getattr(target, "name", None)  # of an open file; that of a Path is its last part
+        if not isinstance(target, str | os.PathLike):
+            return None
     return os.path.realpath(target)
 
 
-def _observe_save(original, function, position):
+def _observe_save(original, function, position, kind="save"):
+    """kind: "dump" if it may be something else than a checkpoint, which only a load will show."""
+
     def save(*args, **kwargs):
-        target = args[position] if len(args) > position else kwargs.get("f", kwargs.get("filename"))
+        named = (kwargs[name] for name in ("f", "file", "filename") if name in kwargs)
+        target = args[position] if len(args) > position else next(named, None)
         path = _path(target)
         where = place()
         result = original(*args, **kwargs)
+        event = {
+            "function": function,
+            "place": where,
+            "keys": _keys(args[0] if args else kwargs.get("obj")),
+        }
         if path is not None and not path.startswith(_own):
-            record("save", path=path, function=function, place=where, keys=_keys(args[0]))
+            record(kind, path=path, **event)
+        elif kind == "save" and isinstance(target, io.BytesIO) and where:
+            global _buffered
+            _buffered = event
         return result
 
     return save
@@ -57,6 +81,8 @@ def _observe_load(original):
                 args = ("cpu", *args[1:])
             else:
                 kwargs["map_location"] = "cpu"
+        elif PLAN["device"] == "mapped" and original.__module__.startswith("safetensors"):
+            args, kwargs = (), {}  # its only option is the device
         path = _path(f)
         result = original(f, *args, **kwargs)
         if path is not None and not path.startswith(_own):
@@ -78,6 +104,15 @@ def _observe_distributed(original, kind):
     return run
 
 
+def _write_buffered(path):
+    """A file is opened: that of the bytes into which a checkpoint was saved some lines before?"""
+    global _buffered
+    file, line = place() or (None, 0)
+    event, _buffered = _buffered, None
+    if file == event["place"][0] and 0 <= line - event["place"][1] <= BYTES_WRITTEN:
+        record("save", path=path, **event)
+
+
 def _audit(event, args):
     if event == "open":
         path, mode, flags = args
@@ -88,6 +123,8 @@ def _audit(event, args):
         path = os.path.realpath(os.fspath(path))
         if path.startswith(("/dev/", "/proc/", "/sys/", *_own)):
             return
+        if _buffered is not None:
+            _write_buffered(path)
         if (path, mode) not in _seen:
             _seen.add((path, mode))
             where = place()

@@ -60,6 +60,11 @@ def install(name, torch):
             return "nccl" if asked == "nccl" else original(group)
 
         answer_others(dist, "get_backend", get_backend)
+        for function in ("all_gather_into_tensor", "all_gather_single"):
+            if hasattr(c10d, function):
+                replacement = _of_any_shape(getattr(c10d, function))
+                for module in (c10d, dist):
+                    setattr(module, function, replacement)
     _observe_ddp(torch.nn.parallel.DistributedDataParallel)
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
 
@@ -74,6 +79,15 @@ def install(name, torch):
     for module in (spawning, torch.multiprocessing):
         module.start_processes = replacement
     replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+
+def _of_any_shape(original):
+    """NCCL only asks for the right number of elements, but gloo also for certain shapes."""
+
+    def all_gather(output_tensor, input_tensor, *args, **kwargs):
+        return original(output_tensor.view(-1), input_tensor.view(-1), *args, **kwargs)
+
+    return all_gather
 
 
 def _observe(group):
@@ -127,13 +141,14 @@ def _observe_ddp(ddp):
     replace(ddp, "__init__", make)
 
     def make_join(original):
-        def join(self, *args, **kwargs):
+        def __init__(self, *args, **kwargs):
             record("join", place=place())
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
 
-        return join
+        return __init__
 
-    replace(ddp, "join", make_join)
+    # Also what DistributedDataParallel.join() uses.
+    replace(sys.modules["torch.distributed.algorithms.join"].Join, "__init__", make_join)
 
 
 def _observe_data_parallel(original):

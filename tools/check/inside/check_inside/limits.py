@@ -28,6 +28,8 @@ def install(name, torch):
 
 def cuts(epoch):
     """Whether the epoch of a loader has had its share of this run: no more of its batches."""
+    if epoch.is_endless:
+        return False  # the script does not expect it to end: the number of steps ends the run
     if epoch.backwards():
         if epoch.is_iterable and PLAN["run"] in ("one", "two"):
             # The number of batches is not known otherwise, and ranks may have different ones.
@@ -80,7 +82,8 @@ def end(why):
         stream.flush()
     folder = Path(PLAN["folder"])
     (folder / f"{os.getpid()}.ended").touch()
-    limit = time.monotonic() + SECONDS_FOR_OTHERS
+    # Earlier stages of a pipeline wait for a gradient from this one: they will not come here.
+    limit = time.monotonic() + (0.0 if STATE.is_stage else SECONDS_FOR_OTHERS)
     while len(list(folder.glob("*.ended"))) < PLAN["world"] and time.monotonic() < limit:
         time.sleep(0.02)
     torch = sys.modules["torch"]

@@ -16,7 +16,10 @@ def install(name, module):
 
 def _observe(original, what):
     def start(*args, **kwargs):
-        record("logger", what=what, place=place())
+        # A run that logs nothing, or one of several of a group that somebody has asked for.
+        if kwargs.get("mode") != "disabled" and not kwargs.get("group"):
+            folder = kwargs.get("log_dir", kwargs.get("logdir", args[1] if len(args) > 1 else None))
+            record("logger", what=what, folder=folder and str(folder), place=place())
         return original(*args, **kwargs)
 
     return start

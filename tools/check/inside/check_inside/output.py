@@ -24,7 +24,8 @@ def install(name, torch):
 
     def make_emit(original):
         def emit(self, entry):
-            _record(" ", [self.format(entry)])
+            if self.stream in (sys.stdout, sys.stderr):
+                _record(" ", [self.format(entry)])
             return original(self, entry)
 
         return emit

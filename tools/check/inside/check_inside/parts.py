@@ -1,19 +1,30 @@
 """Observes that ranks hold parts of one model: they are not replicas of each other."""
 
 from check_inside.record import place, record, replace
+from check_inside.state import STATE
 
 
 def install(name, module):
     """Observe tensor and pipeline parallelism."""
     if name.endswith("pipelining"):
-        replace(module.PipelineStage, "__init__", lambda f: _observe(f, "pipeline"))
+        replace(module.PipelineStage, "__init__", _observe_stage)
     else:
-        replace(module, "parallelize_module", lambda f: _observe(f, "tensor parallel"))
+        replace(module, "parallelize_module", _observe_parallel)
 
 
-def _observe(original, how):
-    def split(*args, **kwargs):
-        record("parts", how=how, place=place())
-        return original(*args, **kwargs)
+def _observe_stage(original):
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        STATE.is_stage = True
+        record("parts", how="pipeline", ranks=self.group_size, place=place())
 
-    return split
+    return __init__
+
+
+def _observe_parallel(original):
+    def parallelize_module(module, device_mesh=None, *args, **kwargs):
+        ranks = device_mesh.size() if device_mesh is not None else None
+        record("parts", how="tensor parallel", ranks=ranks, place=place())
+        return original(module, device_mesh, *args, **kwargs)
+
+    return parallelize_module

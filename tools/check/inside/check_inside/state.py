@@ -40,9 +40,12 @@ class State:
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     steps: int = 0  # of the outermost optimizers
     training_epochs: int = 0  # epochs of loaders within which a backward was run
+    steps_of_epochs: int = 0  # at the end of the last one
     backwards_of_run: int = 0
     depth: int = 0  # of forwards within forwards
     fetching: bool = False  # inside of dataset[i]
+    is_stage: bool = False  # this process holds a stage of a pipeline
+    calibrating: bool = False  # inside of update_bn, which is no evaluation
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
     backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
     batches: dict = field(default_factory=dict)  # since the last step, of each loader

@@ -45,6 +45,7 @@ def install(name, torch):
         replace(torch.nn.functional, loss, _mark_mean)
     for method in ("item", "tolist", "__float__", "__int__", "__bool__"):
         replace(torch.Tensor, method, _observe_sync)
+    replace(torch.optim.swa_utils, "update_bn", _observe_update_bn)
     scaler = torch.amp.GradScaler
     replace(scaler, "scale", _observe_scale)
     replace(scaler, "unscale_", _observe_unscale)
@@ -68,7 +69,7 @@ def _root_forward(module, inputs):
     """A forward that the script calls itself: of the model, or of its wrapper."""
     import torch
 
-    if next(module.parameters(), None) is None:
+    if next(module.parameters(), None) is None or STATE.calibrating:
         return
     if torch.jit.is_tracing() or torch.compiler.is_compiling():
         return  # what is observed would be part of the trace
@@ -113,6 +114,17 @@ def _count_batch_norms(original):
         return original(input, mean, var, weight, bias, training, *args, **kwargs)
 
     return batch_norm
+
+
+def _observe_update_bn(original):
+    def update_bn(*args, **kwargs):
+        STATE.calibrating = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            STATE.calibrating = False
+
+    return update_bn
 
 
 # Losses and backwards.
@@ -195,7 +207,10 @@ _step_depth = 0
 def _before_step(optimizer, args, kwargs):
     global _step_depth
     _step_depth += 1
-    if _step_depth > 1 or _is_initialization():  # or an optimizer in an optimizer, such as ZeRO's
+    if _is_initialization():
+        return
+    if _step_depth > 1:  # of an optimizer in an optimizer, such as ZeRO's, which has the state
+        record("inner_step", step=STATE.steps, state=_state_checksum(optimizer))
         return
     ordinal = STATE.optimizers(optimizer)
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -251,13 +266,17 @@ def _after_step(optimizer, args, kwargs):
     _stale[ordinal] = [(p, checksum(p.grad)) for p in small[:3]]
     _accumulated.discard(ordinal)
     STATE.steps += 1
+    _start_step()
+    limits.after_step()
+
+
+def _start_step():
     STATE.backwards = []
     STATE.batches = {}
     STATE.forwards = []
     STATE.syncs = {}
     STATE.clips = []
     STATE.batch_norms = 0
-    limits.after_step()
 
 
 def _is_initialization():
@@ -306,7 +325,7 @@ def _state_checksum(optimizer):
     count = crc = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            values = optimizer.state.get(parameter, {})
+            values = optimizer.state.get(parameter) or {}  # None in a ZeroRedundancyOptimizer
             for key in sorted(values, key=str):
                 if isinstance(values[key], torch.Tensor):
                     count += 1
@@ -349,7 +368,11 @@ def _observe_scaler_step(original):
     def step(self, optimizer, *args, **kwargs):
         record("scaler_step", clips=STATE.clips)
         STATE.is_scaled = False
-        return original(self, optimizer, *args, **kwargs)
+        before = STATE.steps
+        result = original(self, optimizer, *args, **kwargs)
+        if STATE.steps == before:  # an overflow: what was counted belongs to no step
+            _start_step()
+        return result
 
     return step
 
