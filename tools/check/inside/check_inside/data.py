@@ -110,6 +110,7 @@ def install(name, torch):
 
     def make_iter(original):
         def __iter__(self):
+            STATE.datasets(self.dataset)  # before loader processes are forked, which then know it
             _orders.clear()
             for epoch in [epoch for epoch in STATE.active if epoch.loader == STATE.loaders(self)]:
                 finish_epoch(epoch)  # that was left by `break`, or after a number of next()
@@ -376,7 +377,9 @@ def _observe_fetch(original):
         import torch
 
         worker = torch.utils.data.get_worker_info()
-        key = (STATE.datasets(self.dataset), STATE.training_epochs)
+        known = worker is None or id(self.dataset) in STATE.datasets.numbers  # not if spawned
+        dataset = STATE.datasets(self.dataset) if known else None
+        key = (dataset, STATE.training_epochs)
         _fetches[key] = _fetches.get(key, 0) + 1
         if _fetches[key] > 2:  # the first two of each epoch show it
             return original(self, indices)
@@ -391,7 +394,7 @@ def _observe_fetch(original):
             after = random_states()
             record(
                 "fetch",
-                dataset=STATE.datasets(self.dataset),
+                dataset=dataset,
                 worker=worker and worker.id,
                 before=before,
                 drew=[name for name in before if before[name] != after[name]],
