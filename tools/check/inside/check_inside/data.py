@@ -15,7 +15,7 @@ from check_inside.record import PLAN, checksum, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
-MOST_INDICES = 20_000_000  # of an epoch: infinite samplers never end
+MOST_INDICES = 5_000_000  # of an epoch: infinite samplers never end
 
 
 class Epoch:
@@ -48,8 +48,9 @@ class Epoch:
         return STATE.steps - self.steps_before
 
     def draw(self, indices):
-        keys = indices if self.makes_batches else [indices]
-        batch = [sample for key in keys for sample in samples_of(key)]
+        batch = list(indices) if self.makes_batches else [indices]
+        if not all(isinstance(key, int) for key in batch):
+            batch = [sample for key in batch for sample in samples_of(key)]
         if batch:
             self.drawn.extend(batch)
             self.sizes.append(len(batch))
