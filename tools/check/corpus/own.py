@@ -78,7 +78,6 @@ TOGETHER = [
         "samples-repeated-to-fill-up",
     ],
     ["scale-lost", "scaled-gradients-clipped"],
-    ["mean-of-the-ranks-means", "padding-in-the-perplexity"],
     [
         "one-file-set_epoch-forgotten",
         "one-file-transforms-unseeded",
@@ -102,7 +101,6 @@ FINDS = {
     "saving-on-every-rank": "saved-by-every-rank",
     "scale-lost": "scaler-not-restored",
     "scaled-gradients-clipped": "clip-before-unscale",
-    "mean-of-the-ranks-means": "mean-of-means",
     "one-file-set_epoch-forgotten": "no-set-epoch",
     "one-file-transforms-unseeded": "same-augmentation",
     "one-file-loss-divided-twice": "gradient-scale",
