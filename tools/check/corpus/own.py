@@ -284,7 +284,8 @@ def _told(row):
 PAGE = """# What tools.check finds in this project
 
 `python -m tools.check.corpus --own --markdown docs/results/check-own.md`, {versions}.
-A check sees a folder and a command, as with anybody's script.
+A check sees a folder and a command, as with anybody's script. `--only TEXT` replaces some of the
+rows; the others are of earlier calls, and what has not been run has no row.
 
 - {quiet} of {right} checks of correct scripts, of {correct} in all, yield no error and no warning.
 - Of {bugs} bugs, of the {planted} that `make verify` catches: {said}.
