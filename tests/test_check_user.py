@@ -129,14 +129,17 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def lengths(limit, source, folder):
-    """The numbers that a script prints with --limit-data."""
+def output(limit, source, folder):
+    """What a script prints with --limit-data."""
     plan = {"folder": str(folder), "root": str(folder), "run": "one", "limit_data": limit}
     plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
     environment = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
     command = [sys.executable, "-c", f"import torch\nfrom torch.utils.data import *\n{source}"]
-    text = subprocess.check_output(command, env=os.environ | environment, text=True)
-    return [int(word) for word in text.split()]
+    return subprocess.check_output(command, env=os.environ | environment, text=True)
+
+
+def numbers(limit, source, folder):
+    return [int(word) for word in output(limit, source, folder).split()]
 
 
 def test_limited_lengths_agree(tmp_path):
@@ -150,8 +153,22 @@ print(len(own), len(tensors), len(DistributedSampler(own, 2, 0)), len(DataLoader
 print(*map(len, random_split(own, [450, 50])), *map(len, random_split(own, [0.9, 0.1])))
 print(len(Subset(own, range(400))), own[499])
 """
-    assert lengths(33, source, tmp_path) == [33, 33, 17, 5, 29, 4, 30, 3, 33, 499]
-    assert lengths(0, source, tmp_path)[:4] == [500, 100, 250, 63]
+    assert numbers(33, source, tmp_path) == [33, 33, 17, 5, 29, 4, 30, 3, 33, 499]
+    assert numbers(0, source, tmp_path)[:4] == [500, 100, 250, 63]
+
+
+def test_what_is_not_limited_is_said(tmp_path):
+    source = """
+from types import SimpleNamespace as Epoch
+from check_inside.lengths import why_not_limited
+tensors = TensorDataset(torch.zeros(100))
+for dataset, drawn in ([0], 100), (tensors, 100), (tensors, 33):
+    print(why_not_limited(Epoch(dataset=dataset, drawn=range(drawn), is_iterable=False)))
+"""
+    said = output(33, source, tmp_path).splitlines()
+    assert said[0] == "a list is no map-style torch.utils.data.Dataset"
+    assert said[1].startswith("the sampler of a TensorDataset yields 100 indices")
+    assert said[2] == "None"
 
 
 @pytest.mark.slow

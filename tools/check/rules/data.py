@@ -108,7 +108,9 @@ def _same_inputs(ranks):
     )
     common = set(ours) & set(theirs)  # whole batches: a single state of a game may come twice
     if not ours or not theirs:
-        yield NotChecked("samples per rank", "the script trains without a DataLoader")
+        trains = all(rank.steps for rank in ranks)
+        why = "the script trains without a DataLoader" if trains else "a rank makes no step"
+        yield NotChecked("samples per rank", why)
     elif len(common) > 0.5 * len(set(ours)):
         place = where(next(iter(ranks[0].steps[0]["forwards"]), None))
         yield Finding(

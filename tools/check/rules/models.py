@@ -1,5 +1,6 @@
 """Rules about models, optimizers and the calls that cost time."""
 
+import re
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
@@ -146,7 +147,7 @@ def failures(checked):
                 )
                 return
         lengths = [len(sequence) for sequence in sequences]
-        if lengths[0] != lengths[1]:
+        if lengths[0] != lengths[1] and (two.timed_out or not _own_errors(two)):
             more = 0 if lengths[0] > lengths[1] else 1
             extra = sequences[more][min(lengths)]
             yield Finding(
@@ -162,11 +163,14 @@ def failures(checked):
         yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
     else:
         lines = [line for line in two.output.strip().splitlines() if line.strip()]
-        # Errors of a connection are those of a rank that another has left.
-        named = sorted(errors(two), key=lambda line: "onnection" in line)
-        text = ((named or lines[-1:]) + [f"exit code {two.code}"])[0]
+        text = [*_own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
         place = failed_at(two, text)
         yield Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
+
+
+def _own_errors(run):
+    """The errors in the output of a run, without those of a rank that another one has left."""
+    return [line for line in errors(run) if not re.search("onnection|gloo|[Tt]imed out", line)]
 
 
 def _lengths_differ(run):

@@ -51,8 +51,9 @@ class Epoch:
         return STATE.steps - self.steps_before
 
     def draw(self, indices):
-        keys = indices if self.makes_batches else [indices]
-        batch = [sample for key in keys for sample in samples_of(key)]
+        batch = list(indices) if self.makes_batches else [indices]
+        if not all(isinstance(key, int) for key in batch):
+            batch = [sample for key in batch for sample in samples_of(key)]
         if batch:
             self.drawn.extend(batch)
             self.sizes.append(len(batch))
@@ -124,6 +125,7 @@ def install(name, torch):
 
     def make_iter(original):
         def __iter__(self):
+            STATE.datasets(self.dataset)  # before loader processes are forked, which then know it
             _orders.clear()
             for epoch in [epoch for epoch in STATE.active if epoch.loader == STATE.loaders(self)]:
                 finish_epoch(epoch)  # that was left by `break`, or after a number of next()
@@ -413,7 +415,9 @@ def _observe_fetch(original):
         import torch
 
         worker = torch.utils.data.get_worker_info()
-        key = (STATE.datasets(self.dataset), STATE.training_epochs)
+        known = worker is None or id(self.dataset) in STATE.datasets.numbers  # not if spawned
+        dataset = STATE.datasets(self.dataset) if known else None
+        key = (dataset, STATE.training_epochs)
         _fetches[key] = _fetches.get(key, 0) + 1
         is_recorded = _fetches[key] <= 2  # the first two of each epoch show it
         before = random_states() if is_recorded else None
@@ -425,7 +429,7 @@ def _observe_fetch(original):
         finally:
             STATE.fetching = False
             if is_recorded:
-                _record_fetch(self.dataset, worker, before, reseeds)
+                _record_fetch(dataset, worker, before, reseeds)
 
     return fetch
 
@@ -434,7 +438,7 @@ def _record_fetch(dataset, worker, before, reseeds):
     after = random_states()
     record(
         "fetch",
-        dataset=STATE.datasets(dataset),
+        dataset=dataset,
         worker=worker and worker.id,
         before=before,
         drew=[name for name in before if before[name] != after[name]],
