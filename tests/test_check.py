@@ -17,7 +17,7 @@ from tools.check.report import as_sarif
 from tools.lessons import ROOT
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
-NOT_PLANTED = {"fails-on-two", "hangs-on-two", "resume-fails", "written-by-every-rank"}
+NOT_PLANTED = {"fails-on-two", "hangs-on-two", "resume-fails"}
 BY_NAME = {bug.name: bug for bug in BUGS}
 
 # Bugs that do not hide each other, so that one check of a few seconds finds them all.
@@ -43,6 +43,11 @@ TOGETHER = [
     ["collective on rank 0"],
     ["spawn: no sampler", "spawn: BatchNorm per rank", "spawn: in place"],
     ["windows: same seed", "windows: iteration lost"],
+    ["accelerate: loss not divided", "accelerate: repeated samples counted"],
+    ["detection: optimizer lost", "detection: in place", "detection: results of one rank"],
+    ["contrastive: gradients of the own rank", "contrastive: optimizer lost"],
+    ["imbalanced: scaler lost", "imbalanced: stays in evaluation mode", "imbalanced: same draws"],
+    ["lora: mean of means", "lora: position lost"],
 ]
 
 
@@ -220,8 +225,17 @@ def test_finds(names, tmp_path):
     assert rules <= found
 
 
+# The other correct scripts, of which `python -m tools.check.corpus` checks all, take too long here.
+LEFT_TO_THE_CORPUS = {"contrastive", "fabric_loop", "hf_trainer", "lbfgs", "pipeline", "reinforce"}
+LEFT_TO_THE_CORPUS |= {"tensor_parallel", "timm_like", "wgan", "within_epoch"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", CORRECT, ids=lambda script: script.name)
+@pytest.mark.parametrize(
+    "script",
+    [script for script in CORRECT if script.name not in LEFT_TO_THE_CORPUS],
+    ids=lambda script: script.name,
+)
 def test_no_false_alarm(script, tmp_path):
     _, alarms = check_source(tmp_path, source_of(script), script)
     assert not alarms
