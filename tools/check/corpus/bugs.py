@@ -960,6 +960,7 @@ BUGS = [
         "detection",
         "optimizer-not-restored",
         (('        optimizer.load_state_dict(checkpoint["optimizer"])\n', ""),),
+        also=("scheduler-not-restored",),
     ),
     Bug(
         "imbalanced: same draws",
@@ -1019,22 +1020,6 @@ BUGS = [
         "fsdp_dcp",
         "scheduler-not-restored",
         (('        self.step = state["step"]\n', ""),),
-    ),
-    Bug(
-        "sharded: optimizer too early",
-        "fsdp_dcp",
-        "wrong-parameters",
-        (
-            (
-                "    policy = MixedPrecisionPolicy(",
-                "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\n    policy = MixedPrecisionPolicy(",
-            ),
-            (
-                "    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))\n",
-                "",
-            ),
-        ),
-        also=("resume-fails", "model-not-restored", "optimizer-not-restored"),
     ),
     Bug(
         "tensor: optimizer lost",

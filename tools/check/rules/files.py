@@ -181,11 +181,11 @@ def _epoch(before, after, index, place):
             f"started again, the script prints epoch {printed[1][0]}, the first one, again",
         )
         return
-    old, new = _batches(before), _batches(after)
+    loader = next((next(iter(s["batches"])) for s in before.steps if s["batches"]), None)
+    old, new = _batches(before, loader), _batches(after, loader)
     if not old or not new or not new[0]:
         return
-    steps = [step for step in before.steps[:index]]
-    expected = sum(max(step["batches"].values(), default=0) for step in steps)
+    expected = sum(step["batches"].get(loader, 0) for step in before.steps[:index])
     if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
         # Within the first epoch this is also what a script does that repeats the epoch on purpose.
         ends = all(epoch["ended"] or epoch["iterable"] for epoch in after.training)
@@ -197,16 +197,13 @@ def _epoch(before, after, index, place):
         )
 
 
-def _batches(rank):
-    """The samples of each batch of the first loader that is trained from, in order."""
-    loaders = [list(step["batches"]) for step in rank.steps if step["batches"]]
-    if not loaders:
-        return []
+def _batches(rank, loader):
+    """The samples of each batch of a loader that is trained from, in order."""
     evaluated = {epoch["epoch"] for epoch in rank.evaluation}
     return [
         event["samples"]
         for event in rank.of("batch")
-        if str(event["loader"]) == loaders[0][0] and event["epoch"] not in evaluated
+        if str(event["loader"]) == loader and event["epoch"] not in evaluated
     ]
 
 
