@@ -895,6 +895,7 @@ BUGS = [
                 '            predictions, references = logits.argmax(dim=-1), batch["labels"]\n',
             ),
         ),
+        also=("padding-counted",),
     ),
     Bug(
         "accelerate: repeated samples counted",

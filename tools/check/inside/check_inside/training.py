@@ -157,6 +157,9 @@ def _observe_backward(original):
         where = place()
         is_mean = getattr(tensor, "_check_is_mean", False)
         result = original(tensors, *args, **kwargs)
+        for optimizer in _accumulated:  # the next backward of this step adds to the sum of these
+            kept = [p for p, _ in _stale[optimizer] if p.grad is not None]
+            _stale[optimizer] = [(p, checksum(p.grad)) for p in kept]
         STATE.backwards_of_run += 1
         STATE.backwards.append([where, is_mean])
         _remember_gradient()
