@@ -69,8 +69,8 @@ ADVICE = {
     ),
     "no-eval-mode": Advice(
         "error",
-        "Dropout, and the statistics of the batch, make the result noisy; BatchNorm even learns "
-        "from the validation set.",
+        "Dropout makes the result noisy. BatchNorm, where there is one, takes the batch's "
+        "statistics, and learns from the validation set.",
         "model.eval()\nvalidate(model, val_loader)\nmodel.train()",
     ),
     "no-train-mode": Advice(
@@ -125,8 +125,8 @@ ADVICE = {
     "gradient-scale": Advice(
         "error",
         "The learning rate that works on one process does not on several, and conversely.",
-        "loss = F.cross_entropy(outputs, targets)  # DDP averages over the ranks itself\n"
-        "# by hand: dist.all_reduce(p.grad); p.grad /= world_size",
+        "# 1/N: do not divide the loss by the number of ranks. DDP averages the gradients itself.\n"
+        "# N: by hand, sum and divide: dist.all_reduce(p.grad); p.grad /= world_size",
         "loss-divided-twice",
     ),
     "loss-not-divided": Advice(
@@ -261,6 +261,7 @@ ADVICE = {
         "Momentum and Adam's averages start from zero: the loss jumps after each restart.",
         "checkpoint = {'model': ..., 'optimizer': optimizer.state_dict()}\n"
         "optimizer.load_state_dict(checkpoint['optimizer'])",
+        "optimizer-state-lost",
     ),
     "scheduler-not-restored": Advice(
         "error",
@@ -277,6 +278,7 @@ ADVICE = {
         "error",
         "The job trains more epochs than it should, in the order of the first ones.",
         "checkpoint['epoch'] = epoch + 1\nfor epoch in range(checkpoint['epoch'], epochs): ...",
+        "epoch-restarted-on-resume",
     ),
     "order-after-resume": Advice(
         "warning",

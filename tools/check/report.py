@@ -31,7 +31,7 @@ def text(findings, not_checked, checked):
         ]
         lines += [f"      {line}" for line in advice.fix.splitlines()]
         if advice.trap:
-            lines.append(f"  {PAGE}#{advice.trap}")
+            lines.append(f"  {PAGE}#{advice.trap} (the diff there adds the bug)")
         lines.append("")
     for item in not_checked:
         lines.append(f"not checked: {item.what}: {item.why}")
@@ -43,7 +43,9 @@ def text(findings, not_checked, checked):
     ]
     seconds = sum(run.seconds for run in checked.runs.values())
     names = [f"{n} {name}{'' if n == 1 else 's'}" for n, name in zip(counts, ORDER, strict=True)]
-    runs = f"{len(checked.runs)} runs, {seconds:.0f} s"
+    options = checked.options
+    length = f"{options.epochs} epochs of {options.steps} steps"
+    runs = f"{len(checked.runs)} runs of up to {length}, {seconds:.0f} s"
     lines.append(f"{', '.join(names)}; {len(not_checked)} not checked; {runs}")
     return "\n".join(lines)
 

@@ -170,13 +170,13 @@ def no_set_epoch(checked):
                 yield Finding(
                     "not-shuffled",
                     where(epochs[0]),
-                    f"epochs 1 and 2 read the {len(first)} samples in the order of the dataset",
+                    f"the first two epochs read the {len(first)} samples in the dataset's order",
                 )
             else:
                 yield Finding(
                     "no-set-epoch",
                     where(epochs[0]),
-                    f"epochs 1 and 2 read the {len(first)} samples in the same order",
+                    f"the first two epochs read the {len(first)} samples in the same order",
                 )
             return
 

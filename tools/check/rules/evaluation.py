@@ -111,7 +111,7 @@ def _division(ranks, shares):
     yield Finding(
         "padding-counted",
         where(shares[0]),
-        f"the ranks evaluate {total} samples, but there are {distinct}: {extra} are counted twice",
+        f"the ranks evaluate {total} samples, but there are {distinct}: the others are repeated",
     )
 
 

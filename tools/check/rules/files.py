@@ -159,7 +159,8 @@ def _is_new(path, killed, source):
 
 def _lost(before, after, index, place):
     old, new = before.steps[index], after.steps[0]
-    if old["state"] != new["state"] and old["state"][0]:
+    is_lost = old["state"] != new["state"] and old["state"][0] > 0
+    if is_lost:
         count = "has none" if not new["state"][0] else "differs"
         yield Finding(
             "optimizer-not-restored",
@@ -169,11 +170,12 @@ def _lost(before, after, index, place):
     # The first rate may be that of the optimizer's state, before a schedule that is lost sets one.
     for earlier, later in zip(before.steps[index:][:2], after.steps[:2], strict=False):
         if not _close(earlier["rates"], later["rates"]):
+            also = "; the rate is also in the state of the optimizer" if is_lost else ""
             yield Finding(
                 "scheduler-not-restored",
                 place,
                 f"step {earlier['step'] + 1} had the rate {earlier['rates'][0]:.4g}; after the "
-                f"load it has {later['rates'][0]:.4g}",
+                f"load it has {later['rates'][0]:.4g}{also}",
             )
             break
     if old["scaler"] and new["scaler"] and old["scaler"] != new["scaler"]:

@@ -52,7 +52,8 @@ def scale(checked):
             return
         other = torch.load(paths[1])
         if not step["sharded"] and not _equal(theirs, other):
-            return  # gradients that are not averaged are another finding
+            yield NotChecked(what, "the ranks do not average their gradients")
+            return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
     for ratio, rest, step in rates.values():
         if math.isnan(ratio):
@@ -68,10 +69,16 @@ def scale(checked):
         elif abs(ratio - 1) > 0.02:
             yield Finding(
                 "gradient-scale",
-                where(step),
+                _backward_of(step),
                 f"for the same samples the gradient of two ranks is {ratio:.3g} times that of one "
                 "process",
             )
+
+
+def _backward_of(step):
+    """Where the first backward of a step is called, close to which its loss is scaled."""
+    place = step["backwards"][0][0] if step["backwards"] else None
+    return tuple(place) if place else where(step)
 
 
 def _start_differently(ranks):

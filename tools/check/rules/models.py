@@ -106,8 +106,7 @@ def synchronizations(checked):
                 yield Finding(
                     "host-synchronization",
                     place,
-                    f"{name.get(names[place], '.' + names[place] + '()')} of a tensor in "
-                    f"{count} of {len(steps)} steps",
+                    f"{name.get(names[place], '.' + names[place] + '()')} of a tensor in each step",
                 )
 
 
