@@ -103,6 +103,10 @@ class Shards(Dataset[Any]):
             ) from None
         return sample if self.transform is None else self.transform(sample)
 
+    def path_of(self, index: int) -> str:
+        """The file of a sample."""
+        return self.paths[self.index["shard"][index]]
+
     @property
     def labels(self) -> Tensor:
         """The integers that `label` names, int64 (samples,)."""
