@@ -140,7 +140,7 @@ def test_the_cache_must_be_writable(tmp_path):
     ("names", "message"),
     [
         ([], "there are no shards"),
-        (["a.tar.gz"], "uncompressed"),
+        (["a.tar.gz"], "not compressed"),
         (["a.tar", "a.txt"], "all of one kind"),
         (["a.tar", "a.tar"], "named twice"),
         (["empty.txt"], "there are no samples"),
@@ -242,13 +242,21 @@ def test_only_the_broken_lines_of_json_are_lost(tmp_path, capsys):
     assert Shards([path], on_bad="skip", label="n").labels.tolist() == [1, 3]
 
 
-@pytest.mark.parametrize("cls", [b"cat", b"", None])
+@pytest.mark.parametrize("cls", [b"cat", b"", b"3.5", b"3000000000", None])
 def test_samples_without_a_label(cls, tmp_path):
     samples = {"1.cls": b"3", "1.jpg": b"", "2.jpg": b""} | ({"2.cls": cls} if cls else {})
     path = write_tar(tmp_path / "x.tar", samples)
     with pytest.raises(UserError, match=r"x.tar is damaged at offset 1536 \(2.cls is no label\)"):
         Shards([path], label="cls")
     assert Shards([path], label="cls", on_bad="skip").labels.tolist() == [3]
+
+
+@pytest.mark.parametrize("label", ["3.0", "null", '"3"', "[3]", "3000000000"])
+def test_json_that_is_no_label(label, tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"n": {label}}}\n')
+    with pytest.raises(UserError, match=r"x.jsonl is damaged at offset 0 \(no integer 'n'\)"):
+        Shards([path], label="n")
 
 
 def test_scattered_samples_are_refused(tmp_path):

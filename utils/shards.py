@@ -6,6 +6,7 @@ Not imported by any script: docs/streams.md adds it.
 import hashlib
 import io
 import json
+import operator
 import os
 import tarfile
 import uuid
@@ -63,8 +64,8 @@ class Shards(Dataset[Any]):
     ) -> None:
         self.paths = [os.path.abspath(path) for path in paths]
         self.transform, self.on_bad, self.label = transform, on_bad, label
-        self.format = _format_of(self.paths, paragraphs)
-        self.states = [_state_of(path) for path in self.paths]
+        self.format = _format_of(self.formats(), self.paths, paragraphs)
+        self.states = [state_of(path) for path in self.paths]
         folder = Path(cache_dir or Path(self.paths[0]).parent / ".cache")
         self.index_file = folder / f"shards-{self._fingerprint()}.npy"
         report = self.index_file.with_suffix(".json")
@@ -76,6 +77,10 @@ class Shards(Dataset[Any]):
             for line in json.loads(report.read_text()):
                 print(line)
         self._map_index()
+
+    def formats(self) -> list["Format"]:
+        """The kinds of files that this class reads."""
+        return FORMATS
 
     def _map_index(self):
         self.index = numpy.load(self.index_file, mmap_mode="r")
@@ -94,14 +99,18 @@ class Shards(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         offset, size, shard, _ = self.index[index].item()
+        sample = self.sample(shard, offset, size)
+        return sample if self.transform is None else self.transform(sample)
+
+    def sample(self, shard: int, offset: int, size: int) -> Any:
+        """The sample at a place of the index, not transformed. Raises UserError."""
         data = self._read(shard, offset, size)
         try:
-            sample = self.format.parse(data)
+            return self.format.parse(data)
         except (ValueError, tarfile.TarError) as error:
             raise UserError(
                 f"{self.paths[shard]} is damaged at offset {offset} ({error}): restore it"
             ) from None
-        return sample if self.transform is None else self.transform(sample)
 
     def path_of(self, index: int) -> str:
         """The file of a sample."""
@@ -179,10 +188,7 @@ class Shards(Dataset[Any]):
                 f"cannot read {path} at offset {offset}: {error.strerror or error}"
             ) from None
         if state != self.states[shard] or len(data) < size:
-            raise UserError(
-                f"{path} has changed since the run started, as reading at offset {offset} shows: "
-                f"start the run again"
-            )
+            raise has_changed(path, offset)
         return data
 
 
@@ -208,7 +214,15 @@ def _open(path):
     return _File(os.open(path, os.O_RDONLY))
 
 
-def _state_of(path):
+def has_changed(path: str, offset: int) -> UserError:
+    """The error of a file that is not the one of the index."""
+    return UserError(
+        f"{path} has changed since the run started, as reading at offset {offset} shows: start the "
+        f"run again"
+    )
+
+
+def state_of(path: str) -> tuple[int, int]:
     """(size, modification time) of a file; (-1, -1) if there is none."""
     try:
         status = os.stat(path)
@@ -220,7 +234,7 @@ def _state_of(path):
 # The index
 
 
-class _Fault(NamedTuple):
+class Fault(NamedTuple):
     """Bytes that hold no sample: how many, and where."""
 
     offset: int
@@ -231,7 +245,7 @@ class _Fault(NamedTuple):
 _MISSING = "there is no such file"
 
 
-class _Broken(Exception):
+class Broken(Exception):
     """A file cannot be read from an offset on: (offset, reason)."""
 
 
@@ -247,11 +261,11 @@ def _scan(scan, label, path):
             try:
                 for place in scan(file, label, faults):
                     places.append(place)
-            except _Broken as error:
+            except Broken as error:
                 offset, reason = error.args
-                faults.append(_Fault(offset, os.fstat(file.fileno()).st_size - offset, reason))
+                faults.append(Fault(offset, os.fstat(file.fileno()).st_size - offset, reason))
     except FileNotFoundError:
-        faults.append(_Fault(0, 0, _MISSING))
+        faults.append(Fault(0, 0, _MISSING))
     except OSError as error:  # the file may be fine
         return UserError(f"cannot read {path}: {error.strerror or error}")
     return numpy.array(places, numpy.int64).reshape(-1, 3), faults
@@ -278,7 +292,7 @@ def _scan_tar(file, label, faults):
         members = list(group)
         start, end = members[0].offset, _end(members[-1])
         if key in keys:
-            raise _Broken(start, f"{key} is in two places: archive the files sorted by name")
+            raise Broken(start, f"{key} is in two places: archive the files sorted by name")
         keys.add(key)
         number = -1
         if label:
@@ -287,36 +301,36 @@ def _scan_tar(file, label, faults):
                 for member in members
                 if _split_name(member.name)[1] == label
             ]
-            number = _label_or_none(texts[0]) if texts else None
+            number = integer_or_none(texts[0]) if texts else None
         if number is None:
-            faults.append(_Fault(start, end - start, f"{key}.{label} is no label"))
+            faults.append(Fault(start, end - start, f"{key}.{label} is no label"))
         else:
             yield start, end - start, number
 
 
 def _members(file):
-    """The TarInfo of each file in an archive. Raises _Broken."""
+    """The TarInfo of each file in an archive. Raises Broken."""
     size, end = os.fstat(file.fileno()).st_size, 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while member := archive.next():
                 archive.members.clear()  # type: ignore[attr-defined] # it would keep all
                 if _end(member) > size:
-                    raise _Broken(member.offset, "truncated")
+                    raise Broken(member.offset, "truncated")
                 end = _end(member)
                 if member.isreg():
                     yield member
     except tarfile.TarError as error:
-        raise _Broken(end, str(error)) from None
+        raise Broken(end, str(error)) from None
     # tarfile takes what is no header, or nothing at all, for the end of the archive.
     file.seek(end)
     first, rest = file.read(BLOCK), iter(partial(file.read, 1 << 20), b"")
     if len(first) < BLOCK:
-        raise _Broken(end, "truncated: the end of the archive is missing")
+        raise Broken(end, "truncated: the end of the archive is missing")
     if any(first):
-        raise _Broken(end, "no header of a tar file")
+        raise Broken(end, "no header of a tar file")
     if any(map(any, rest)):
-        raise _Broken(end, "more data after the end of the archive")
+        raise Broken(end, "more data after the end of the archive")
 
 
 def _end(member):
@@ -343,11 +357,13 @@ def _parse_tar(data):
     return sample
 
 
-def _label_or_none(value):
+def integer_or_none(value: Any) -> int | None:
+    """The value, or the text in bytes, as an integer of 32 bits, if it is one."""
     try:
-        return int(value)
+        number = int(value) if isinstance(value, bytes) else operator.index(value)
     except (TypeError, ValueError):
         return None
+    return number if -(2**31) <= number < 2**31 else None
 
 
 def _scan_json_lines(file, label, faults):
@@ -356,13 +372,13 @@ def _scan_json_lines(file, label, faults):
         try:
             value = json.loads(line)
         except ValueError as error:
-            faults.append(_Fault(offset, size, f"no JSON: {error}"))
+            faults.append(Fault(offset, size, f"no JSON: {error}"))
             continue
         number = -1
         if label:
-            number = _label_or_none(value.get(label) if isinstance(value, dict) else None)
+            number = integer_or_none(value.get(label) if isinstance(value, dict) else None)
         if number is None:
-            faults.append(_Fault(offset, size, f"no integer {label!r}"))
+            faults.append(Fault(offset, size, f"no integer {label!r}"))
         else:
             yield offset, size, number
 
@@ -390,7 +406,7 @@ def _parse_text(data):
     return data.decode().strip("\r\n")
 
 
-class _Format(NamedTuple):
+class Format(NamedTuple):
     """How to find the samples in a file, and to make a value of the bytes of one."""
 
     name: str
@@ -399,25 +415,27 @@ class _Format(NamedTuple):
 
 
 FORMATS = [
-    _Format(".tar", _scan_tar, _parse_tar),
-    _Format(".jsonl", _scan_json_lines, json.loads),
-    _Format(".txt", _scan_lines, _parse_text),
-    _Format(".txt paragraphs", _scan_paragraphs, _parse_text),
+    Format(".tar", _scan_tar, _parse_tar),
+    Format(".jsonl", _scan_json_lines, json.loads),
+    Format(".txt", _scan_lines, _parse_text),
+    Format(".txt paragraphs", _scan_paragraphs, _parse_text),
 ]
 
 
-def _format_of(paths, paragraphs):
+def _format_of(formats, paths, paragraphs):
     """The format of all files. Raises UserError if there is none, or several."""
     if not paths:
         raise UserError("there are no shards: check the folder and the pattern of their names")
     if len(set(paths)) < len(paths):
         raise UserError("a shard is named twice: its samples would count twice")
     names = {os.path.splitext(path)[1] + " paragraphs" * paragraphs for path in paths}
-    known = {each.name: each for each in FORMATS}
+    known = {each.name: each for each in formats}
+    suffixes = {each.name.split()[0]: None for each in formats}  # in their order
     if len(names) > 1 or not names <= known.keys():
         raise UserError(
-            f"shards must be all of one kind: .tar, .jsonl or .txt, uncompressed, because a sample "
-            f"cannot be read from the middle of a compressed file; not {', '.join(sorted(names))}"
+            f"shards must be all of one kind, {', '.join(suffixes)}, and not compressed, because a "
+            f"sample cannot be read from the middle of a compressed file; not "
+            f"{', '.join(sorted(names))}"
         )
     return known[names.pop()]
 
