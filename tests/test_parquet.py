@@ -36,6 +36,7 @@ def test_rows(tmp_path):
     dataset = ParquetShards(paths, label="n", row_groups=2)
     assert dataset.shard_sizes == [7, 0, 12] and dataset.labels.tolist() == list(range(19))
     assert dataset[8] == {"n": 8, "text": "row 8"}
+    assert ParquetShards(paths, length="text").lengths.tolist() == [5] * 10 + [6] * 9
     assert [dataset[i]["n"] for i in (18, 0, 9, 18)] == [18, 0, 9, 18]
     assert dataset.read_group.cache_info().currsize == 2
     assert len(pickle.dumps(dataset)) < 2000

@@ -104,6 +104,22 @@ def test_labels_are_in_the_index(tmp_path):
     assert dataset.labels.tolist() == [0, 0, 1, 1, 1]
 
 
+def test_lengths_are_in_the_index(tmp_path):
+    dataset = Shards(write_tars(tmp_path), length="left.jpg")
+    assert dataset.lengths.tolist() == [len(sample["left.jpg"]) for sample in dataset]
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "\u00e9 1"}\n{"text": ""}\n')
+    assert Shards([path], length="text").lengths.tolist() == [4, 0]
+    assert Shards([path]).lengths.tolist() == [
+        len(line) for line in path.read_bytes().splitlines(True)
+    ]
+    path.write_text('{"text": 3}\n')
+    with pytest.raises(UserError, match="no string 'text'"):
+        Shards([path], length="text")
+    with pytest.raises(UserError, match="pass label or length, not both"):
+        Shards([path], length="text", label="n")
+
+
 # The index
 
 

@@ -10,14 +10,14 @@ import pyarrow
 from pyarrow import parquet
 
 from utils.errors import UserError
-from utils.shards import Broken, Fault, Format, Shards, has_changed, integer_or_none, state_of
+from utils.shards import Broken, Fault, Format, Shards, has_changed, state_of
 
 
 class ParquetShards(Shards):
     """The rows of Parquet files, as dicts of Python values. See Shards.
 
     A row can only be read with its row group, of which each process keeps the last `row_groups`
-    that it has read: use a ShardOrder whose `interleave` is not larger. label: a column.
+    that it has read: use a ShardOrder whose `interleave` is not larger. label, length: a column.
     """
 
     def __init__(self, *args: Any, row_groups: int = 16, **options: Any) -> None:
@@ -54,32 +54,32 @@ def _read_group(path, group):
         return file.read_row_group(group, use_threads=False)
 
 
-def _scan_parquet(file, label, faults):
+def _scan_parquet(file, number, faults):
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             for group in range(table.num_row_groups):
-                yield from _scan_group(table, group, label, faults)
+                yield from _scan_group(table, group, number, faults)
     except pyarrow.ArrowException as error:
         raise Broken(0, f"no Parquet: {error}") from None
 
 
-def _scan_group(file, group, label, faults):
+def _scan_group(file, group, number, faults):
     rows = file.metadata.row_group(group).num_rows
-    labels = [-1] * rows
-    if label:
+    integers = [-1] * rows
+    if number.name:
         try:
-            column = file.read_row_group(group, columns=[label], use_threads=False)
+            column = file.read_row_group(group, columns=[number.name], use_threads=False)
         except (OSError, pyarrow.ArrowException) as error:
             faults += [Fault(group, 0, str(error))] * rows
             return
         if not column.num_columns:
-            raise Broken(0, f"there is no column {label}")
-        labels = [integer_or_none(value) for value in column[label].to_pylist()]
-    for row, number in enumerate(labels):
-        if number is None:
-            faults.append(Fault(group, 0, f"row {row} has no integer {label!r}"))
+            raise Broken(0, f"there is no column {number.name}")
+        integers = [number.of(value) for value in column[number.name].to_pylist()]
+    for row, integer in enumerate(integers):
+        if integer is None:
+            faults.append(Fault(group, 0, f"row {row} has no integer {number.name!r}"))
         else:
-            yield group, row, number
+            yield group, row, integer
 
 
 def _not_bytes(data):

@@ -50,7 +50,8 @@ class Shards(Dataset[Any]):
     on_bad: for files that are missing, truncated or damaged. "stop" raises UserError; "skip" leaves
     out what cannot be read, which for a tar file is all that follows, and says what that was.
     label: the member of a tar file ("cls") or the key of a JSON object ("label") that holds an
-    integer, which becomes part of the index, for `labels`.
+    integer, which becomes part of the index, for `labels`. length: instead of a label, the member
+    whose size, or the key of the string whose number of bytes in UTF-8, does, for `lengths`.
     """
 
     def __init__(
@@ -61,9 +62,12 @@ class Shards(Dataset[Any]):
         on_bad: str = "stop",
         label: str = "",
         paragraphs: bool = False,
+        length: str = "",
     ) -> None:
+        if label and length:
+            raise UserError("an index has one integer per sample: pass label or length, not both")
         self.paths = [os.path.abspath(path) for path in paths]
-        self.transform, self.on_bad, self.label = transform, on_bad, label
+        self.transform, self.on_bad, self.number = transform, on_bad, Number(label, length)
         self.format = _format_of(self.formats(), self.paths, paragraphs)
         self.states = [state_of(path) for path in self.paths]
         folder = Path(cache_dir or Path(self.paths[0]).parent / ".cache")
@@ -122,6 +126,12 @@ class Shards(Dataset[Any]):
         return torch.from_numpy(self.index["label"].astype(numpy.int64))
 
     @property
+    def lengths(self) -> Tensor:
+        """What `length` names, in bytes, int64 (samples,); without it, the bytes in the file."""
+        column = "label" if self.number.length else "size"
+        return torch.from_numpy(self.index[column].astype(numpy.int64))
+
+    @property
     def shard_sizes(self) -> list[int]:
         """The number of samples in each file. Their samples have ascending indices."""
         return numpy.bincount(self.index["shard"], minlength=len(self.paths)).tolist()
@@ -142,7 +152,7 @@ class Shards(Dataset[Any]):
 
     def _fingerprint(self):
         """Changes when a file is added, removed, renamed or rewritten."""
-        facts = self.format.name, self.on_bad, self.label, PLACES.descr, self.paths, self.states
+        facts = self.format.name, self.on_bad, self.number, PLACES.descr, self.paths, self.states
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _scan_all(self):
@@ -150,7 +160,7 @@ class Shards(Dataset[Any]):
         loader = DataLoader(
             self.paths,  # type: ignore[arg-type] # a list is a dataset
             batch_size=None,
-            collate_fn=partial(_scan, self.format.scan, self.label),  # runs in the worker
+            collate_fn=partial(_scan, self.format.scan, self.number),  # runs in the worker
             num_workers=available_cores() if len(self.paths) > 4 else 0,
             generator=torch.Generator(),  # leaves the global random state alone
         )
@@ -234,6 +244,25 @@ def state_of(path: str) -> tuple[int, int]:
 # The index
 
 
+class Number(NamedTuple):
+    """The member or the key that holds a sample's label, or the one whose length counts."""
+
+    label: str
+    length: str
+
+    @property
+    def name(self) -> str:
+        """Either of them; empty: there is none."""
+        return self.label or self.length
+
+    def of(self, value: Any) -> int | None:
+        """The integer of a value; None if it has none. Bytes are the text of a label."""
+        if self.length:
+            data = value.encode() if isinstance(value, str) else value
+            return len(data) if isinstance(data, bytes) else None
+        return integer_or_none(value)
+
+
 class Fault(NamedTuple):
     """Bytes that hold no sample: how many, and where."""
 
@@ -249,17 +278,17 @@ class Broken(Exception):
     """A file cannot be read from an offset on: (offset, reason)."""
 
 
-def _scan(scan, label, path):
+def _scan(scan, number, path):
     """(offset, size, label) of the samples in a file, int64 (n, 3), and its faults; or a UserError,
     which DataLoader would put into the worker's traceback if it were raised.
 
-    scan: yields such rows for an open file and a label, and appends to a list of faults.
+    scan: yields such rows for an open file and a Number, and appends to a list of faults.
     """
     places, faults = [], []
     try:
         with open(path, "rb") as file:
             try:
-                for place in scan(file, label, faults):
+                for place in scan(file, number, faults):
                     places.append(place)
             except Broken as error:
                 offset, reason = error.args
@@ -286,7 +315,7 @@ def _what_is_lost(path, places, faults):
     )
 
 
-def _scan_tar(file, label, faults):
+def _scan_tar(file, number, faults):
     keys = set()
     for key, group in groupby(_members(file), lambda member: _split_name(member.name)[0]):
         members = list(group)
@@ -294,18 +323,18 @@ def _scan_tar(file, label, faults):
         if key in keys:
             raise Broken(start, f"{key} is in two places: archive the files sorted by name")
         keys.add(key)
-        number = -1
-        if label:
+        integer = -1
+        if number.name:
             texts = [
                 os.pread(file.fileno(), member.size, member.offset_data)
                 for member in members
-                if _split_name(member.name)[1] == label
+                if _split_name(member.name)[1] == number.name
             ]
-            number = integer_or_none(texts[0]) if texts else None
-        if number is None:
-            faults.append(Fault(start, end - start, f"{key}.{label} is no label"))
+            integer = number.of(texts[0]) if texts else None
+        if integer is None:
+            faults.append(Fault(start, end - start, f"{key}.{number.name} is no label"))
         else:
-            yield start, end - start, number
+            yield start, end - start, integer
 
 
 def _members(file):
@@ -366,24 +395,25 @@ def integer_or_none(value: Any) -> int | None:
     return number if -(2**31) <= number < 2**31 else None
 
 
-def _scan_json_lines(file, label, faults):
-    for offset, size, _ in _scan_lines(file, label, faults):
+def _scan_json_lines(file, number, faults):
+    for offset, size, _ in _scan_lines(file, number, faults):
         line = os.pread(file.fileno(), size, offset)
         try:
             value = json.loads(line)
         except ValueError as error:
             faults.append(Fault(offset, size, f"no JSON: {error}"))
             continue
-        number = -1
-        if label:
-            number = integer_or_none(value.get(label) if isinstance(value, dict) else None)
-        if number is None:
-            faults.append(Fault(offset, size, f"no integer {label!r}"))
+        integer = -1
+        if number.name:
+            integer = number.of(value.get(number.name)) if isinstance(value, dict) else None
+        if integer is None:
+            kind = "string" if number.length else "integer"
+            faults.append(Fault(offset, size, f"no {kind} {number.name!r}"))
         else:
-            yield offset, size, number
+            yield offset, size, integer
 
 
-def _scan_lines(file, label, faults):
+def _scan_lines(file, number, faults):
     offset = 0
     for line in file:
         if line.strip():
@@ -391,9 +421,9 @@ def _scan_lines(file, label, faults):
         offset += len(line)
 
 
-def _scan_paragraphs(file, label, faults):
+def _scan_paragraphs(file, number, faults):
     start = end = 0
-    for offset, size, _ in _scan_lines(file, label, faults):
+    for offset, size, _ in _scan_lines(file, number, faults):
         if offset > end and end > start:  # blank lines are between them
             yield start, end - start, -1
         start = offset if offset > end else start
