@@ -223,12 +223,15 @@ def test_the_line_of_the_page_for_one_process(script, tmp_path):
         ("HuggingFace", 1, "the IterableDataset yields different samples in a loader process"),
         ("Numbers-short", 0, "the stream has ended after 63 samples of epoch 0, but its length is"),
         ("Raising", 1, "ValueError: row 40 is broken"),
+        ("Stalling", 0, "is behind: it has started"),
     ],
 )
 def test_faults_end_the_run(stream, workers, message, script, tmp_path):
     if "HuggingFace" in stream:
         pytest.importorskip("datasets")
     flags = RUN | {"data_dir": stream, "num_workers": workers, "output_dir": tmp_path / "run"}
+    if stream == "Stalling":
+        flags["timeout"] = 4
     run = fork_script(script, 2, **flags)
     assert run.code == 1 and message in run.stderr
 
