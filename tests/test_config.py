@@ -98,7 +98,10 @@ def test_unset_settings_of_images_are_filled_in(tmp_path, capfd):
         (["--freeze=backbone"], "--freeze backbone needs pretrained --weights"),
         (["--val-fraction=1"], "val_fraction=1.0 leaves nothing to train on"),
         (["--augment=resized_crop", "--loader=device"], "use loader=workers"),
-        (["--dataset=fake"], "dataset must be one of auto, cifar10, imagefolder, synthetic"),
+        (
+            ["--dataset=fake"],
+            "dataset must be one of auto, cifar10, imagefolder, shards, synthetic",
+        ),
         (["--weights=/no/file"], "--weights '/no/file' is not a file"),
     ):
         assert_refused(capfd, [part], IMAGES, None, flags)

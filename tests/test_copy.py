@@ -68,6 +68,7 @@ def test_copy_without_an_option_names_the_file(tmp_path):
     for flags, file in (
         (["--audit"], "utils/options/audit.py"),
         (["--dataset=imagefolder"], "tasks/images/folder.py"),
+        (["--dataset=shards"], "tasks/images/shards.py"),
     ):
         base = ["--dataset=synthetic", "--synthetic-samples=16", "--device=cpu", "--epochs=1"]
         base.append("--global-batch-size=8")

@@ -34,10 +34,10 @@ def test_settings_have_help_texts_and_fit_together():
     assert all(len(f.metadata["help"]) > 20 for f in own)
     assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir"}
     for values, message in (
-        ({"val_fraction": 0.2}, "val_fraction is for dataset=imagefolder, not synthetic"),
-        ({"on_bad_sample": "skip"}, "on_bad_sample is for dataset=imagefolder, not synthetic"),
-        ({"cache_dir": "x"}, "cache_dir is for dataset=imagefolder, not synthetic"),
-        ({"augment": "resized_crop"}, "augment=resized_crop is for dataset=imagefolder, not synth"),
+        ({"val_fraction": 0.2}, "val_fraction is for dataset=imagefolder or shards, not"),
+        ({"on_bad_sample": "skip"}, "on_bad_sample is for dataset=imagefolder or shards, not"),
+        ({"cache_dir": "x"}, "cache_dir is for dataset=imagefolder or shards, not"),
+        ({"augment": "resized_crop"}, "augment=resized_crop is for dataset=imagefolder or shards"),
         ({"dataset": "imagefolder", "val_fraction": 1.0}, "val_fraction=1.0 leaves nothing to tr"),
         ({"augment": "resized_crop", "loader": "device"}, "use loader=workers"),
         ({"weights": "/no/file"}, "'/no/file' is not a file"),

@@ -25,9 +25,12 @@ BEST = ("accuracy", max)  # the validation metric that decides which epoch is th
 def build_datasets(cfg: Settings) -> tuple[PixelDataset, PixelDataset]:
     """The training set and the validation set that the config selects."""
     build: Any = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
-    if build is None:
+    if cfg.dataset == "imagefolder":
         with required_by("--dataset imagefolder"):
             from tasks.images.folder import build
+    if cfg.dataset == "shards":
+        with required_by("--dataset shards"):
+            from tasks.images.shards import build
     with main_process_first():  # one download per node
         return build(cfg)
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ def decoded_images(dataset: Any, cache: str | Path) -> Tensor:
     path = Path(cache) / f"decoded-{_fingerprint(dataset.paths, *facts)}.u8"
     if not path.exists() or path.stat().st_size != math.prod(shape):
         images, done = torch.empty(shape, dtype=torch.uint8), 0
-        for chunk in _in_parallel(dataset.stack, range(len(dataset))):
+        for chunk in in_parallel(dataset.stack, range(len(dataset))):
             images[done : done + len(chunk)] = chunk.permute(0, 2, 3, 1)
             done += len(chunk)
-        _write(path, images.numpy())
+        write_atomically(path, images.numpy())
     pixels = torch.from_file(str(path), size=math.prod(shape), dtype=torch.uint8)
     return pixels.view(shape).permute(0, 3, 1, 2)
 
@@ -53,8 +53,8 @@ def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
     """
     listed = Path(cache) / f"bad-{_fingerprint(paths)}.json"
     if not listed.exists():
-        bad = [path for chunk in _in_parallel(_undecodable, paths) for path in chunk]
-        _write(listed, json.dumps(bad).encode())
+        bad = [path for chunk in in_parallel(_undecodable, paths) for path in chunk]
+        write_atomically(listed, json.dumps(bad).encode())
     bad = json.loads(listed.read_text())
     if bad and is_main_process():
         names = readable(", ".join(sorted(bad)))
@@ -80,7 +80,7 @@ def without_bad(splits: Iterable[Any], cache: str | Path) -> list[Any]:
     return splits
 
 
-def _in_parallel(function, items):
+def in_parallel(function: Callable[[Any], Any], items: Any) -> Iterator[Any]:
     """Yield function(chunk) for each chunk of `items`, in order, from one worker process per core.
 
     Processes, because threads would wait for the interpreter lock with small images.
@@ -118,7 +118,7 @@ def _fingerprint(paths, *facts):
     return digest.hexdigest()[:16]
 
 
-def _write(path, data):
+def write_atomically(path: Path, data: Any) -> None:
     """Write atomically: no later run may find a partial file."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
     try:

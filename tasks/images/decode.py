@@ -65,13 +65,21 @@ def decode(path: str) -> Tensor:
     """
     try:
         data = Path(path).read_bytes()
+    except PermissionError as error:  # the file may be fine
+        raise UserError(f"cannot read {readable(path)}: {error.strerror}") from None
+    except OSError as error:
+        raise BadImageError(path, error.strerror or str(error)) from None
+    return decode_bytes(data, path)
+
+
+def decode_bytes(data: bytes, path: str) -> Tensor:
+    """The same for the contents of a file. path: how an error names it."""
+    try:
         if decode_jpeg_or_png and data.startswith((JPEG, PNG)):
             return _decode_natively(data)
         return _decode_with_pillow(data)
     except MemoryError:
         raise
-    except PermissionError as error:  # the file may be fine
-        raise UserError(f"cannot read {readable(path)}: {error.strerror}") from None
     except Exception as error:  # Pillow's parsers raise all kinds of exceptions for broken files
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, UnidentifiedImageError):

@@ -50,18 +50,22 @@ def build(cfg: Settings) -> tuple["FolderDataset", "FolderDataset"]:
         val_files = sorted(relative_names(splits[1], cfg.data_dir))
         chosen = {"val_fraction": cfg.val_fraction, "seed": cfg.seed, "val_files": val_files}
     train, val = splits
+    options: dict[str, Any] = {"preprocessing": preprocessing_of(cfg), "cache": cfg.cache_folder}
+    train_files, val_files = (train.paths, train.labels, train.classes), (val.paths, val.labels)
+    train_set = FolderDataset(*train_files, augment=cfg.augment, **options)
+    val_set = FolderDataset(*val_files, train.classes, split=chosen, **options)
+    return train_set, val_set
+
+
+def preprocessing_of(cfg: Settings) -> dict[str, Any]:
+    """How images are resized, cropped and normalized: see FolderDataset."""
     # The standard test crop is the middle of an image that is 256 / 224 times as large.
     resize = cfg.image_size * 8 // 7 if cfg.augment == "resized_crop" else cfg.image_size
     inputs = expected_inputs(cfg)
     if inputs.get("image_size") == cfg.image_size:
         resize = inputs.get("resize", resize)
     preprocessing = {"interpolation": "bilinear", **IMAGENET, **inputs}
-    preprocessing |= {"image_size": cfg.image_size, "resize": resize}
-    options: dict[str, Any] = {"preprocessing": preprocessing, "cache": cfg.cache_folder}
-    train_files, val_files = (train.paths, train.labels, train.classes), (val.paths, val.labels)
-    train_set = FolderDataset(*train_files, augment=cfg.augment, **options)
-    val_set = FolderDataset(*val_files, train.classes, split=chosen, **options)
-    return train_set, val_set
+    return preprocessing | {"image_size": cfg.image_size, "resize": resize}
 
 
 class FolderDataset(PixelDataset):
@@ -89,11 +93,15 @@ class FolderDataset(PixelDataset):
         self.paths, self.augment, self.cache = paths, augment, cache
         self.size, self.resize = preprocessing["image_size"], preprocessing["resize"]
         self.interpolation = InterpolationMode(preprocessing["interpolation"])
-        self.crop_flip = CropFlip(len(paths))
+        self.crop_flip = CropFlip(len(labels))
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """(uint8 image (3, size, size), label), not augmented. Raises BadImageError."""
-        return self._resize(decode(self.paths[index])), int(self.labels[index])
+        return self._resize(self.original(index)), int(self.labels[index])
+
+    def original(self, index: int) -> Tensor:
+        """The image as it is in its file, uint8 (3, height, width). Raises BadImageError."""
+        return decode(self.paths[index])
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         """Augmented images, which depend on nothing but (seed, epoch, index), and their labels.
@@ -138,7 +146,7 @@ class FolderDataset(PixelDataset):
         return F.center_crop(image, [self.size])
 
     def _resized_crop(self, index, epoch, seed):
-        image, draws = decode(self.paths[index]), random.Random(mix(seed, epoch, index))
+        image, draws = self.original(index), random.Random(mix(seed, epoch, index))
         box = random_box(image.shape[1], image.shape[2], draws)
         image = F.resized_crop(image, *box, [self.size, self.size], self.interpolation)
         return F.horizontal_flip(image) if draws.random() < 0.5 else image

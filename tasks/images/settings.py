@@ -15,7 +15,7 @@ class Settings(Config):
     dataset: str = setting(
         "auto",
         "auto: cifar10 if data_dir holds it, else synthetic",
-        choices=("auto", "cifar10", "imagefolder", "synthetic"),
+        choices=("auto", "cifar10", "imagefolder", "shards", "synthetic"),
     )
     data_dir: str = free_setting("data", "where the images are, or are downloaded to")
     synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
@@ -24,7 +24,7 @@ class Settings(Config):
     )
     augment: str = setting(
         "crop_flip",
-        "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for dataset=imagefolder)",
+        "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for imagefolder and shards)",
         choices=("none", "crop_flip", "resized_crop"),
     )
     model: str = setting(
@@ -42,12 +42,12 @@ class Settings(Config):
     )
     on_bad_sample: str = setting(
         "error",
-        "imagefolder: images that cannot be decoded; skip: check all files first and leave bad "
-        "ones out",
+        "imagefolder, shards: images that cannot be decoded; skip: check all files first and leave "
+        "bad ones out",
         choices=("error", "skip"),
     )
     cache_dir: str = free_setting(
-        "", "imagefolder: for decoded images and lists of bad files; empty: data_dir/.cache"
+        "", "for decoded images, lists of bad files, and indices of shards; empty: data_dir/.cache"
     )
 
     @property
@@ -75,8 +75,8 @@ class Settings(Config):
             "cache_dir": cfg.cache_dir != "",
         }
         for name, is_set in only_for_folders.items():
-            if is_set and dataset != "imagefolder":
-                raise ConfigError(f"{name} is for dataset=imagefolder, not {dataset}")
+            if is_set and dataset not in ("imagefolder", "shards"):
+                raise ConfigError(f"{name} is for dataset=imagefolder or shards, not {dataset}")
         size = cfg.image_size
         if size == 0:
             size = expected_inputs(cfg).get("image_size", 32)

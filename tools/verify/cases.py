@@ -82,8 +82,12 @@ FINETUNE = {"weights": "FILE"}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 # In a CUDA graph, learning rates are float32: these, multiples of 2**-10, are not rounded.
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
-# The Verifier writes these two.
+# The Verifier writes these, and the files of shards.
 AUTOCAST_COPY = "train_1gpu_autocast.py"
+SHARDS_COPY, SHARDS_1GPU_COPY = "train_ddp_shards.py", "train_1gpu_shards.py"
+SHARDS = {"dataset": "shards", "data_dir": "FILES", "loader": "workers"}
+TO_SHARDS = {"reference": "1gpu, shards"}
+SHARDS_KILLED = Case("shards killed", SHARDS_COPY, 2, SHARDS | SAVED)
 ONE_FILE_COPY = "train_1gpu_one_file.py"
 # The scripts of one_file/ train a task of their own, on any number of processes.
 SMALL = {"clip_norm": 3.03}
@@ -179,6 +183,16 @@ IMAGES = Suite(
             "amp x2, uninterrupted",
             resumes=Case("amp killed", "train_ddp_amp.py", 2, OVERFLOW | SAVED),
         ),
+        Case("ddp x2, shards", SHARDS_COPY, 2, SHARDS | {"num_workers": 1}, **TO_SHARDS),
+        Case("ddp x3, shards", SHARDS_COPY, 3, SHARDS, **TO_SHARDS),
+        Case(
+            "shards killed, resumed x3",
+            SHARDS_COPY,
+            3,
+            SHARDS,
+            **TO_SHARDS,
+            resumes=SHARDS_KILLED,
+        ),
         Case("one_file ddp x1", ONE_FILE[0], 1, SMALL, **TO_SMALL),
         Case("one_file ddp x2", ONE_FILE[0], 2, SMALL | {"workers": 1}, **TO_SMALL),
         Case("one_file ddp x2, accum", ONE_FILE[0], 2, SMALL | {"micro_batches": 3}, **TO_SMALL),
@@ -197,6 +211,7 @@ IMAGES = Suite(
         Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
         Case("1gpu, float32", "train_1gpu.py", None, FLOAT32_RUN),
         Case("1gpu, bfloat16", AUTOCAST_COPY, None, BFLOAT16_RUN),
+        Case("1gpu, shards", SHARDS_1GPU_COPY, None, SHARDS),
         Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
     left_out={},

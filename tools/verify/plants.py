@@ -379,6 +379,60 @@ BUGS = [
         "`broadcast_buffers=True`, the default; `utils/replicas.py` compares buffers, too.",
     ),
     Bug(
+        "shards-divided-twice",
+        "tasks/images/shards.py",
+        '        paths = sorted(Path(cfg.data_dir).glob(f"{name}-*.tar"))',
+        "        from utils.distributed import dp_rank, dp_world_size\n"
+        "\n"
+        '        paths = sorted(Path(cfg.data_dir).glob(f"{name}-*.tar"))\n'
+        "        paths = paths[dp_rank() :: dp_world_size()]",
+        "ddp x2, shards",
+        (Problem.FAILED, "has train_samples"),
+        "Each rank takes its share of the shards, and the sampler divides the samples in them "
+        "again.",
+        "Nothing fails, if the ranks have equally many samples: an epoch is 1/N of the data. "
+        "Otherwise, one rank has no batches left, and the others wait for it until a timeout.",
+        "Only the sampler divides. The ranks compare what `describe()` returns: how many samples "
+        "there are, and a checksum of the shards.",
+    ),
+    Bug(
+        "every-rank-reads-everything",
+        "utils/shares.py",
+        "self.draw()[dp_rank() :: dp_world_size()]",
+        "self.draw()",
+        "ddp x2, shards",
+        (Problem.FAILED, "samples more than once"),
+        "All ranks take the same samples, as they do from an `IterableDataset` that is not "
+        "divided, or from a sampler that knows no ranks.",
+        "Nothing fails. N GPUs do the work of one, and 1/N of the data is used.",
+        "One order for all ranks, of which each takes every nth sample (`utils/shares.py`).",
+    ),
+    Bug(
+        "buffer-mixed-per-rank",
+        "utils/shares.py",
+        "            seeds.seed(0)",
+        "            seeds.seed(dp_rank())",
+        "ddp x2, shards",
+        (Problem.FAILED, "samples more than once"),
+        "Each rank mixes the samples with random numbers of its own, and takes its share of its "
+        "own order.",
+        "Nothing fails. In every epoch, some samples are used by several ranks, and others by "
+        "none.",
+        "The order depends on (seed, epoch) alone.",
+    ),
+    Bug(
+        "epoch-ends-at-different-times",
+        "utils/shares.py",
+        "        return len(self.sampler) // dp_world_size()",
+        "        return len(range(dp_rank(), len(self.sampler), dp_world_size()))",
+        "ddp x2, shards",
+        (Problem.FAILED, "steps per epoch"),
+        "Samples that do not divide evenly make one rank's epoch a step longer.",
+        "The rank waits for gradients of the others, which are in the evaluation: the job hangs "
+        "until a timeout, or combines tensors that do not belong together.",
+        "All ranks drop what does not fill a global batch; `check_setup` compares their steps.",
+    ),
+    Bug(
         "optimizer-state-lost",
         "utils/checkpoint.py",
         "        for parameter, values in self.optimizer.state.items():",

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from tasks.images.small_models import ResNet20
 from tools.copy import with_task
 from tools.lessons import LADDER, ROOT
 from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
+from tools.shards import of_synthetic, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (
     AUTOCAST_COPY,
@@ -21,6 +23,8 @@ from tools.verify.cases import (
     IMAGES,
     ONE_FILE,
     ONE_FILE_COPY,
+    SHARDS_1GPU_COPY,
+    SHARDS_COPY,
     matrix_cases,
 )
 from tools.verify.judge import Evidence, Problem, Row, judge
@@ -104,6 +108,7 @@ class Verifier:
     def run(self, cases, report=lambda row: None):
         """The Rows of the cases; report(row) as soon as each is known."""
         killed = {case.resumes.name: case.resumes for case in cases if case.resumes}
+        self._write_data(cases)
         with ThreadPoolExecutor(self.cores.count) as pool:
             begun = {name: pool.submit(self._kill, case) for name, case in killed.items()}
             self.run_references(cases)
@@ -114,11 +119,19 @@ class Verifier:
         """Run the references of the cases, except for those that are known."""
         names = {case.reference for case in cases} - self.references.keys()
         needed = [case for case in self.suite.references if case.name in names]
-        if any("weights" in case.flags for case in cases):
-            save_pretrained_weights(self.folder / "weights.pth")
+        self._write_data(cases)
         with ThreadPoolExecutor(self.cores.count) as pool:
             for future in [pool.submit(self._reference, case) for case in needed]:
                 future.result()
+
+    def _write_data(self, cases):
+        """What cases read, but for texts."""
+        if any("weights" in case.flags for case in cases):
+            save_pretrained_weights(self.folder / "weights.pth")
+        shards = self.folder / "shards"
+        if any("data_dir" in case.flags for case in cases) and not shards.exists():
+            write_shards(shards, self.suite.base)
+            shards_copy(self.root / "train_ddp.py", self.folder / SHARDS_COPY)
 
     def _row(self, case, report, begun):
         """Run a case. begun: {name: the future output_dir of a killed run}."""
@@ -136,6 +149,8 @@ class Verifier:
 
     def _script(self, case):
         script = self.scripts.get(case.script, case.script)
+        if script == SHARDS_COPY:
+            return self.folder / SHARDS_COPY
         if case.script in ONE_FILE and script != case.script:
             copy = self.folder / Path(case.script).name
             copy.write_text(one_file.with_task(script))
@@ -147,7 +162,13 @@ class Verifier:
 
     def _reference(self, case):
         """Run a reference, without a planted bug and not with the user's script."""
-        writers = {AUTOCAST_COPY: autocast_copy, ONE_FILE_COPY: one_file.reference}
+        writers = {
+            AUTOCAST_COPY: autocast_copy,
+            ONE_FILE_COPY: one_file.reference,
+            SHARDS_1GPU_COPY: lambda folder: shards_copy(
+                ROOT / "train_1gpu.py", folder / SHARDS_1GPU_COPY
+            ),
+        }
         script = case.script
         if script in writers:
             script = writers[script](self.folder)
@@ -237,6 +258,8 @@ class Verifier:
             flags["devices"] = f"{self.device},{self.device}"
         if "weights" in flags:
             flags["weights"] = self.folder / "weights.pth"
+        if "data_dir" in flags:
+            flags["data_dir"] = self.folder / "shards"
         if "text_file" in flags:
             flags["text_file"] = write_text(self.folder / "text.txt")
         if case.script in ONE_FILE:
@@ -307,6 +330,30 @@ def autocast_copy(folder):
         autocast = f"        with torch.autocast({device}.type, torch.bfloat16):\n"
         text = text.replace(lines, autocast + lines.replace("        ", " " * 12))
     path = Path(folder) / AUTOCAST_COPY
+    path.write_text(text)
+    return path
+
+
+def write_shards(folder, base):
+    """Write the synthetic images of the flags `base` into shards of 13."""
+    folder.mkdir()
+    samples, _ = of_synthetic(base["synthetic_samples"], base["image_size"], seed=0)
+    for split in samples:
+        write_tars(folder, split, samples[split], per_shard=13)
+
+
+def shards_copy(script, path):
+    """Write a copy of a script with an order that has locality: docs/streams.md. Returns its
+    path."""
+    text = re.sub(
+        r"\bimport torch\n",
+        "import torch\nfrom utils.shards import ShardOrder\nfrom utils.shares import ShareOf\n",
+        script.read_text(),
+        count=1,
+    )
+    order = "train_sampler = ShareOf(ShardOrder(train_set.shard_sizes, 3, 20), cfg.seed)"
+    text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", order, text)
+    assert count == 1
     path.write_text(text)
     return path
 

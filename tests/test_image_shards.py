@@ -1,0 +1,135 @@
+"""dataset=shards, and tools.shards, which makes such files."""
+
+import sys
+
+import pytest
+import torch
+
+from tasks.images import Settings, build_datasets
+from tasks.images.decode import BadImageError, decode
+from tests.forked import fork_script, killed_at, largest_difference
+from tests.images import break_file, config, folder
+from tests.recipes import EXACT, RUN, run_to_end
+from tools.shards import main, of_folder, write_tars
+from utils.checkpoint_file import read_checkpoint
+from utils.config import load_config
+from utils.errors import UserError
+
+
+def make(monkeypatch, *flags):
+    """Run tools.shards."""
+    monkeypatch.setattr(sys, "argv", ["shards", *map(str, flags)])
+    main()
+
+
+def settings(data, *flags):
+    base = ["--dataset=shards", f"--data-dir={data}", "--image-size=16", "--device=cpu"]
+    return load_config(Settings, argv=[*base, *flags])
+
+
+def pixels_of(dataset):
+    return sorted((dataset[i][1], dataset[i][0].tolist()) for i in range(len(dataset)))
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """A folder of images, and the same images in shards of five."""
+    files = folder(tmp_path / "files", count=6)
+    make(monkeypatch, tmp_path / "tars", "--images", files, "--per-shard", 5)
+    return files, tmp_path / "tars"
+
+
+@pytest.mark.parametrize("augment", ["none", "crop_flip", "resized_crop"])
+def test_images_are_those_of_the_folder(augment, pair):
+    files, tars = pair
+    train, val = build_datasets(settings(tars, f"--augment={augment}"))
+    plain_train, plain_val = build_datasets(config(files, f"--augment={augment}"))
+    assert train.classes == val.classes == ["cat", "dog"]
+    assert train.shard_sizes == val.shard_sizes == [5, 5, 2]
+    for ours, plain in ((train, plain_train), (val, plain_val)):
+        assert pixels_of(ours) == pixels_of(plain)
+        assert ours.labels.tolist() != plain.labels.tolist()  # the samples are mixed
+    images, labels = train.get_batch(torch.arange(12), 3, 0)
+    assert images.shape == (12, 3, 16, 16) and torch.equal(labels, train.labels)
+    assert torch.equal(images, train.get_batch(torch.arange(12), 3, 0)[0])
+    if augment == "none":
+        assert torch.equal(images, torch.stack([train[i][0] for i in range(12)]))
+    if augment != "resized_crop":
+        resident = train.resident(torch.device("cpu"))
+        assert torch.equal(resident.get_batch(torch.arange(12), 3, 0)[0], images)
+
+
+def test_synthetic_images_keep_their_pixels(tmp_path, monkeypatch):
+    make(monkeypatch, tmp_path / "tars", "--synthetic", 40, "--image-size", 16, "--per-shard", 16)
+    shards = build_datasets(settings(tmp_path / "tars"))
+    flags = ["--dataset=synthetic", "--image-size=16", "--synthetic-samples=40", "--augment=none"]
+    plain = build_datasets(load_config(Settings, argv=flags))
+    for ours, theirs in zip(shards, plain, strict=True):
+        assert ours.classes == theirs.classes
+        assert pixels_of(ours) == pixels_of(theirs)
+    with pytest.raises(SystemExit):
+        make(monkeypatch, tmp_path / "tars", "--synthetic", 40)
+
+
+def test_damaged_images(tmp_path, capsys):
+    files = folder(tmp_path / "files", count=6)
+    break_file(files / "train" / "dog" / "3.jpg")
+    samples, classes = of_folder(files)
+    tars = tmp_path / "tars"
+    tars.mkdir()
+    samples["train"][2] = {"cls": b"0", "txt": b"no image"}
+    for split in samples:
+        write_tars(tars, split, samples[split], per_shard=5)
+    train, _ = build_datasets(settings(tars))
+    assert train.classes == ["0", "1"] == [str(i) for i in range(len(classes))]
+    with pytest.raises(BadImageError, match=r"00000009 in .*train-00001.tar cannot be decoded"):
+        train[9]
+    with pytest.raises(BadImageError, match=r"00000002 in .* \(no file with an extension such as"):
+        train[2]
+    for _ in range(2):
+        train, val = build_datasets(settings(tars, "--on-bad-sample=skip"))
+        assert train.shard_sizes == [4, 4, 2] and len(val) == 12
+        assert train.labels.tolist() == [0] * 5 + [1] * 5
+        expected = [decode(s["jpg"]) for i, s in enumerate(samples["train"]) if i not in (2, 9)]
+        assert all(torch.equal(train.original(i), image) for i, image in enumerate(expected))
+        assert "skipping 2 of 12 images: 00000002 in" in capsys.readouterr().out
+    data = (tars / "val-00002.tar").read_bytes()
+    (tars / "val-00002.tar").write_bytes(data[:1600])
+    with pytest.raises(UserError, match=r"val-00002.tar is damaged at offset 1024"):
+        build_datasets(settings(tars))
+    assert len(build_datasets(settings(tars, "--on-bad-sample=skip"))[1]) == 10
+
+
+def test_wrong_folders(tmp_path, pair):
+    with pytest.raises(UserError, match=r"no files .*/train-\*.tar"):
+        build_datasets(settings(tmp_path))
+    with pytest.raises(UserError, match="val_fraction is for dataset=imagefolder"):
+        build_datasets(settings(pair[1], "--val-fraction=0.5"))
+    (pair[1] / "classes.txt").write_text("cat\n")
+    with pytest.raises(UserError, match="labels are from 0 to 1, but there are 1 classes"):
+        build_datasets(settings(pair[1]))
+
+
+def test_text_in_json_lines(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text("\n\n".join(f"paragraph {i}" for i in range(25)))
+    make(monkeypatch, tmp_path / "lines", "--text", tmp_path / "x.txt", "--per-shard", 10)
+    names = sorted(path.name for path in (tmp_path / "lines").iterdir())
+    assert names == [f"train-0000{i}.jsonl" for i in range(3)] + ["val-00000.jsonl"]
+
+
+def test_runs_train_the_same_weights(tmp_path, monkeypatch):
+    """60 images in files of 13, in batches of 12, augmented."""
+    data = tmp_path / "data"
+    make(monkeypatch, data, "--synthetic", 60, "--image-size", 8, "--per-shard", 13)
+    flags = {"dataset": "shards", "data_dir": data, "loader": "workers", "save_steps": 2}
+    one = run_to_end("train_ddp.py", 1, tmp_path / "one", **flags)[1]
+    run_to_end("train_ddp.py", 2, tmp_path / "killed", killed_at(1, 3), **flags)
+    for nproc, name, workers in ((2, "two", 1), (3, "killed", 0)):
+        end = run_to_end("train_ddp.py", nproc, tmp_path / name, **flags, num_workers=workers)[1]
+        assert largest_difference(end["model"], one["model"]) < EXACT
+    facts = read_checkpoint(tmp_path / "one" / "last.pt")["data"]
+    assert facts["train_shards"].startswith("5 files, 60 samples")
+    (data / "train-00004.tar").rename(data / "train-00004b.tar")
+    changed = RUN | flags | {"output_dir": tmp_path / "two", "epochs": 3}
+    run = fork_script("train_ddp.py", 2, **changed)
+    assert run.code == 1 and "train_shards" in run.stderr

@@ -1,0 +1,60 @@
+"""utils/packing.py: documents of any lengths in pieces of one length."""
+
+import json
+
+import pytest
+import torch
+
+from utils.errors import UserError
+from utils.packing import Packed
+from utils.shards import ShardOrder, Shards
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 9, 1, 1, 4], [2], [0, 0, 5, 0], [7, 6]], ids=str)
+@pytest.mark.parametrize("size", [1, 4, 5, 30])
+def test_pieces_are_those_of_the_whole_text(lengths, size):
+    everything = torch.arange(sum(lengths))
+    documents = list(everything.split(lengths))
+    packed = Packed(documents, torch.tensor(lengths), size)
+    pieces = [packed[index] for index in range(len(packed))]
+    expected = [everything[i : i + size + 1] for i in range(0, len(everything) - 1, size)]
+    assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in expected]
+    predicted = torch.cat([piece[1:] for piece in pieces])
+    assert torch.equal(predicted, everything[1:])
+    with pytest.raises(IndexError):
+        packed[len(packed)]
+
+
+def test_wrong_lengths_are_refused():
+    documents = [torch.arange(3), torch.arange(4)]
+    with pytest.raises(UserError, match="document 1 has 4 elements, but its length is given as 5"):
+        Packed(documents, [3, 5], 4)[0]
+    with pytest.raises(UserError, match="2 documents, but 1 lengths"):
+        Packed(documents, [3], 4)
+    for empty in ([], [torch.arange(1)]):
+        with pytest.raises(UserError, match="nothing to predict"):
+            Packed(empty, [len(document) for document in empty], 4)
+
+
+def test_the_lines_of_the_page(tmp_path):
+    """Of shards, with an order that has locality."""
+    texts = [["one", "two t\u00e9"], ["three"], [], ["four four", "", "five", "six"]]
+    for number, lines in enumerate(texts):
+        rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        (tmp_path / f"train-{number}.jsonl").write_text(rows)
+    documents = Shards(sorted(tmp_path.glob("*.jsonl")), transform=encode, length="text")
+    packed = Packed(documents, documents.lengths + 1, 5)
+    parts = ["".join(line + "\n" for line in lines).encode() for lines in texts]
+    whole = b"".join(parts)
+    assert bytes(torch.cat([piece[1:] for piece in packed]).tolist()) == whole[1:]
+    sizes = packed.shard_sizes(documents.shard_sizes)
+    first = [sum(map(len, parts[:number])) for number in range(5)]
+    expected = [range(0, len(whole) - 1, 5)] * 4
+    for number in range(4):
+        starts = [i for i in expected[number] if first[number] <= i < first[number + 1]]
+        assert sizes[number] == len(starts)
+    assert sorted(ShardOrder(sizes)) == list(range(len(packed)))
+
+
+def encode(value):
+    return torch.tensor(list((value["text"] + "\n").encode()))

@@ -1,0 +1,180 @@
+"""utils/shares.py: samplers that are divided among the ranks, as the recipes promise it."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from tasks import text
+from tests.forked import fork_script, killed_at, largest_difference
+from tests.recipes import EXACT, RUN, applied, run_text_to_end, run_to_end
+from tools.lessons import ROOT
+from utils import shares
+from utils.config import load_config
+from utils.errors import UserError
+from utils.shares import LengthBuckets, ShareOf
+
+WEIGHTS = torch.arange(1.0, 41.0)
+SAMPLERS = [
+    WeightedRandomSampler(WEIGHTS, 50),
+    WeightedRandomSampler(WEIGHTS, 30, replacement=False),
+    SubsetRandomSampler(range(10, 35)),
+    RandomSampler(range(40)),
+    LengthBuckets(WEIGHTS % 7, 6, batches=3),
+]
+
+
+def shares_of(sampler, ranks, epoch, monkeypatch):
+    """What each of the ranks gets, as lists."""
+    monkeypatch.setattr(shares, "dp_world_size", lambda: ranks)
+    result = []
+    for rank in range(ranks):
+        monkeypatch.setattr(shares, "dp_rank", lambda rank=rank: rank)
+        share = ShareOf(sampler, seed=5)
+        share.set_epoch(epoch)
+        result.append(list(share))
+        assert len(share) == len(result[-1]) == len(sampler) // ranks
+    return result
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda sampler: type(sampler).__name__)
+def test_ranks_divide_one_order(sampler, monkeypatch):
+    """That of one process, dealt in turns; it changes with the epoch and the seed alone."""
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    [whole] = shares_of(sampler, 1, 2, monkeypatch)
+    assert len(whole) == len(sampler)
+    for ranks in (2, 3):
+        dealt = zip(*shares_of(sampler, ranks, 2, monkeypatch), strict=True)
+        assert [i for turn in dealt for i in turn] == whole[: len(whole) // ranks * ranks]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert shares_of(sampler, 1, 2, monkeypatch) == [whole]
+    assert shares_of(sampler, 1, 3, monkeypatch) != [whole]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_divides_as_distributed_sampler_does(ranks, monkeypatch):
+    expected = [
+        list(DistributedSampler(range(40), ranks, rank, shuffle=False, drop_last=True))
+        for rank in range(ranks)
+    ]
+    assert shares_of(SequentialSampler(range(40)), ranks, 0, monkeypatch) == expected
+
+
+def test_set_epoch_reaches_the_sampler(monkeypatch):
+    inner = DistributedSampler(range(40), 1, 0, seed=5)
+    [first] = shares_of(inner, 1, 7, monkeypatch)
+    generator = torch.Generator().manual_seed(5 + 7)
+    assert first == torch.randperm(40, generator=generator).tolist()
+
+
+def test_sampler_that_cannot_be_resumed_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    share = ShareOf(WeightedRandomSampler(WEIGHTS, 50, generator=generator), seed=0)
+    with pytest.raises(UserError, match="different indices for the same seed and epoch"):
+        share.describe()
+
+
+def test_wrong_length_is_refused():
+    class Short(RandomSampler):
+        def __iter__(self):
+            return iter([1, 2, 3])
+
+    with pytest.raises(UserError, match="the Short has yielded 3 indices, but its length is 40"):
+        list(ShareOf(Short(range(40)), seed=0))
+
+
+def test_other_weights_have_another_checksum():
+    checksums = [
+        ShareOf(WeightedRandomSampler(weights, 50), seed=0).describe()["train_order"]
+        for weights in (WEIGHTS, WEIGHTS, WEIGHTS.flip(0))
+    ]
+    assert checksums[0] == checksums[1] != checksums[2]
+
+
+def test_samples_of_a_global_batch_have_similar_lengths(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 1000, (1007,), generator=generator)
+    buckets = LengthBuckets(lengths, batch_size=20, batches=25)
+    [order] = shares_of(buckets, 1, 0, monkeypatch)
+    assert sorted(order) == list(range(1007))
+    batches = lengths[order][:1000].view(50, 20)
+    spread = batches.amax(1) - batches.amin(1)
+    assert spread.float().mean() < 60  # of 1000; by chance 900
+    assert not torch.equal(batches[:, 0].sort()[0], batches[:, 0])  # the batches are mixed
+    ranks = shares_of(buckets, 2, 0, monkeypatch)
+    longest = [lengths[indices][:500].view(50, 10).amax(1) for indices in ranks]
+    assert (longest[0] - longest[1]).abs().float().mean() < 10
+    [again] = shares_of(buckets, 1, 1, monkeypatch)
+    assert set(again[1000:]) != set(order[1000:])  # those that fill no batch
+
+
+def test_weighted_runs_train_the_same_weights(tmp_path):
+    folder = applied("samplers", tmp_path / "copy")
+    one = run_to_end(folder / "train_ddp.py", 1, tmp_path / "one")[1]
+    plain = run_to_end("train_ddp.py", 1, tmp_path / "plain")[1]
+    assert largest_difference(one["model"], plain["model"]) > 1e-3
+    run_to_end(folder / "train_ddp.py", 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    for nproc, name in ((2, "two"), (3, "killed")):
+        end = run_to_end(folder / "train_ddp.py", nproc, tmp_path / name)[1]
+        assert largest_difference(end["model"], one["model"]) < EXACT
+    changed = folder / "train_changed.py"
+    text = (folder / "train_ddp.py").read_text()
+    changed.write_text(text.replace("weights = 1 /", "weights = 100 -"))
+    run = fork_script(changed, 2, output_dir=tmp_path / "two", **RUN | {"epochs": 3})
+    assert run.code == 1 and "train_order" in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "nproc"), [("train_1gpu.py", None), ("train_fsdp.py", 2)])
+def test_the_lines_of_the_page_fit_other_scripts(name, nproc, tmp_path):
+    folder = applied("samplers", tmp_path / "copy")
+    ddp, script = folder / "train_ddp.py", folder / name
+    added = re.search(r"    weights = .*\n    train_sampler = .*\n", ddp.read_text())[0]
+    imports = (
+        "from torch.utils.data import WeightedRandomSampler\nfrom utils.shares import ShareOf\n"
+    )
+    text, count = re.subn(r"    train_sampler = .*\n", added, script.read_text())
+    assert count == 1
+    script.write_text(text.replace("import torch\n", f"import torch\n{imports}", 1))
+    ends = [
+        run_to_end(path, ranks, tmp_path / path.stem)[1]
+        for path, ranks in ((ddp, 1), (script, nproc))
+    ]
+    assert largest_difference(ends[0]["model"], ends[1]["model"]) < EXACT
+
+
+@pytest.mark.slow
+def test_length_buckets_train_the_same_weights(tmp_path):
+    folder = applied("length-buckets", tmp_path / "copy")
+    script = folder / "train_ddp.py"
+    one = run_text_to_end(script, 1, tmp_path / "one")[1]
+    run_text_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    for nproc, name in ((2, "two"), (3, "killed")):
+        end = run_text_to_end(script, nproc, tmp_path / name)[1]
+        assert largest_difference(end["model"], one["model"]) < EXACT
+
+
+def test_padding_of_the_page():
+    """The numbers of docs/recipes/length-buckets.md, of a text that grows with this project."""
+    cfg = load_config(text.Settings, argv=["--padding=longest", "--context=512"])
+    lengths = torch.tensor([len(piece) - 1 for piece in text.build_datasets(cfg)[0].pieces])
+    buckets = LengthBuckets(lengths, cfg.global_batch_size)
+    sizes = []
+    for order in (torch.randperm(len(lengths)), ShareOf(buckets, seed=0).draw()):
+        whole = len(order) // cfg.global_batch_size * cfg.global_batch_size
+        batches = lengths[order[:whole]].view(-1, cfg.global_batch_size)
+        sizes.append(batches.amax(1).sum() * cfg.global_batch_size / batches.sum())
+    page = (ROOT / "docs" / "recipes" / "length-buckets.md").read_text()
+    stated = re.search(r"hold ([\d.]+) times\s.*?these ([\d.]+) times", page, re.DOTALL)
+    assert [float(size) for size in sizes] == pytest.approx(
+        [float(number) for number in stated.groups()], abs=0.1
+    )

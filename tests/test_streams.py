@@ -1,0 +1,244 @@
+"""utils/streams.py: any iterable as a dataset, as docs/streams.md promises it."""
+
+import pickle
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.forked import fork_script, killed_at, largest_difference
+from tests.recipes import EXACT, RUN, run_to_end, with_task
+from tests.streams_task import DividedAmongWorkers, Numbers
+from tools.lessons import ROOT
+from tools.verify.run import project_with_task
+from utils.errors import UserError
+from utils.streams import Streamed
+
+TASK = "tests.streams_task"
+OLD = "DistributedSampler(train_set, seed=cfg.seed, drop_last=True)"
+NEW = "DistributedSampler(train_set, shuffle=False, drop_last=True)"
+
+
+class Counting(IterableDataset):
+    """0, 1, ..., and how many passes have begun, in which epochs."""
+
+    def __init__(self, stop):
+        self.stop, self.epochs, self.read = stop, [], 0
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        for number in range(self.stop):
+            self.read += 1
+            yield number
+
+
+def batch(dataset, *indices, epoch=0, seed=0):
+    return dataset.get_batch(torch.tensor(indices), epoch, seed)
+
+
+def test_samples_are_those_of_the_iterable():
+    stream = Counting(20)
+    dataset = Streamed(stream, 20, transform=lambda number: number * 10)
+    assert len(dataset) == 20
+    assert batch(dataset, 1, 4).tolist() == [10, 40] and batch(dataset, 5, 19).tolist() == [50, 190]
+    assert stream.epochs == [0] and stream.read == 20
+    assert batch(dataset, 3, 3, 4).tolist() == [30, 30, 40]  # a new pass
+    assert batch(dataset, 4, epoch=2).tolist() == [40] and batch(dataset, 9, epoch=2).tolist() == [
+        90
+    ]
+    assert stream.epochs == [0, 0, 2] and dataset[7] == 70
+
+
+def test_transforms_are_called_for_own_samples_alone():
+    seen = []
+    dataset = Streamed(Counting(20), 20, transform=lambda number: seen.append(number) or number)
+    batch(dataset, 3, 8)
+    assert seen == [3, 8]
+
+
+def test_an_endless_stream_continues_in_the_next_epoch():
+    stream = Counting(10**9)
+    dataset = Streamed(stream, 10, endless=True)
+    assert batch(dataset, 2, 9).tolist() == [2, 9]
+    assert batch(dataset, 0, 3, epoch=1).tolist() == [10, 13]
+    assert stream.epochs == [0] and stream.read == 14
+    resumed = Streamed(Counting(10**9), 10, endless=True)
+    assert batch(resumed, 3, epoch=1).tolist() == [13]
+
+
+def test_random_numbers_depend_on_seed_and_epoch_and_not_on_the_process():
+    def read(seed, epoch, step):
+        dataset = Streamed(Numbers(30), 30, lambda row: (row[0], random.random(), torch.rand(())))
+        random.seed(step)
+        rows = {}
+        for indices in torch.arange(step - 1, 30, step).split(4):
+            columns = dataset.get_batch(indices, epoch, seed)
+            random.random(), torch.rand(3)  # of the training loop
+            rows |= dict(zip(indices.tolist(), zip(*columns, strict=True), strict=True))
+        return rows
+
+    whole = read(0, 1, 1)
+    assert len({row[0].item() for row in whole.values()}) == 30
+    for step in (2, 3):
+        part = read(0, 1, step)
+        assert part == {index: whole[index] for index in part} and len(part) == 30 // step
+    assert read(0, 2, 1) != whole != read(1, 1, 1)
+    state = torch.get_rng_state()
+    read(0, 1, 1)
+    assert not torch.equal(torch.get_rng_state(), state)  # the loop's draws, and nothing else
+    torch.set_rng_state(state)
+    batch(Streamed(Numbers(30), 30), 1, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_wrong_uses_are_refused():
+    with pytest.raises(UserError, match="a generator can be read only once"):
+        Streamed((number for number in range(3)), 3)
+    with pytest.raises(UserError, match="in ascending order: train with DistributedSampler"):
+        batch(Streamed(Counting(20), 20), 4, 1)
+    with pytest.raises(UserError, match="ended after 20 samples of epoch 3, but its length is giv"):
+        batch(Streamed(Counting(20), 25), 2, 22, epoch=3)
+
+
+def test_a_stream_that_cannot_be_repeated_is_refused():
+    class Unseeded(Numbers):
+        generator = random.Random(0)
+
+        def row(self, number):
+            return self.generator.random()
+
+    with pytest.raises(UserError, match="the Unseeded yields different samples when it is read"):
+        Streamed(Unseeded(30), 30).describe("train")
+    first, second = (Streamed(Numbers(rows), 30).describe("train") for rows in (30, 31))
+    assert first == Streamed(Numbers(30), 30).describe("train") and list(first) == ["train_stream"]
+    assert first == second  # only the start is compared
+
+
+def test_objects_without_a_text_of_their_own_can_be_compared():
+    class Objects(Numbers):
+        def row(self, number):
+            return object()
+
+    assert Streamed(Objects(30), 30).describe("x") == Streamed(Objects(30), 30).describe("x")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stream_that_divides_itself_among_workers_is_refused(workers):
+    dataset = Streamed(DividedAmongWorkers(40), 40)
+    dataset.describe("train")
+    loader = DataLoader(Batches(dataset), None, num_workers=workers)
+    result = list(loader)
+    if workers == 1:  # which has all of it
+        assert [len(each) for each in result] == [4] * 10
+    else:
+        assert "it divides itself among them" in str(result[0])
+
+
+def test_several_workers_yield_the_same_batches():
+    dataset = Streamed(Numbers(40), 40)
+    dataset.describe("train")
+    one, three = (list(DataLoader(Batches(dataset), None, num_workers=n)) for n in (0, 3))
+    assert torch.equal(torch.stack(one), torch.stack(three))
+
+
+class Batches:
+    """The batches of a Streamed, or the errors: a loader would add its traceback."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, number):
+        try:
+            return self.dataset.get_batch(torch.arange(4) + 4 * number, 0, 0)[0]
+        except UserError as error:
+            return str(error)
+
+
+def test_a_stream_can_be_sent_to_a_process():
+    dataset = Streamed(Counting(20), 20)
+    batch(dataset, 3)
+    assert batch(pickle.loads(pickle.dumps(dataset)), 5).tolist() == [5]
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """train_ddp.py with the line of the page."""
+    folder = project_with_task("images", tmp_path_factory.mktemp("project") / "copy")
+    page = (ROOT / "docs" / "streams.md").read_text()
+    assert f"-    train_sampler = {OLD}" in page and f"+    train_sampler = {NEW}" in page
+    script = with_task(folder / "train_ddp.py", TASK)
+    text = script.read_text()
+    assert text.count(OLD) == 1
+    script.write_text(text.replace(OLD, NEW))
+    return script
+
+
+@pytest.mark.parametrize("stream", ["Numbers", "HuggingFace"])
+def test_runs_train_the_same_weights(stream, script, tmp_path):
+    if stream == "HuggingFace":
+        pytest.importorskip("datasets")
+    flags = {"data_dir": stream, "save_steps": 2}
+    one = run_to_end(script, 1, tmp_path / "one", **flags)[1]
+    run_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), **flags)
+    one_worker = 1 if stream == "Numbers" else 0
+    for nproc, name, workers in ((2, "two", one_worker), (3, "killed", 0)):
+        run, end = run_to_end(
+            script, nproc, tmp_path / name, **flags, num_workers=workers, audit=True
+        )
+        assert largest_difference(end["model"], one["model"]) < EXACT
+        assert [(row["train_samples"], row["val_samples"]) for row in run.rows] == [(60, 11)] * 2
+
+
+def test_the_line_of_the_page_for_one_process(script, tmp_path):
+    line = "ShareOf(SequentialSampler(train_set), cfg.seed)"
+    assert line in (ROOT / "docs" / "streams.md").read_text()
+    one = with_task(script.with_name("train_1gpu.py"), TASK)
+    text, old = one.read_text(), "EpochSampler(train_set, seed=cfg.seed)"
+    assert text.count(old) == 1
+    imports = "from torch.utils.data import SequentialSampler\nfrom utils.shares import ShareOf\n"
+    one.write_text(text.replace(old, line).replace("import torch\n", f"import torch\n{imports}", 1))
+    flags = {"data_dir": "Numbers", "epochs": 1}
+    ends = [
+        run_to_end(path, nproc, tmp_path / path.stem, **flags)[1]
+        for path, nproc in ((one, None), (script, 2))
+    ]
+    assert largest_difference(ends[0]["model"], ends[1]["model"]) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("stream", "workers", "message"),
+    [
+        ("DividedAmongRanks", 0, "has train_stream "),
+        ("DividedHuggingFace", 0, "has train_stream "),
+        ("DividedAmongWorkers", 2, "the DividedAmongWorkers yields different samples in a loader"),
+        ("HuggingFace", 1, "the IterableDataset yields different samples in a loader process"),
+        ("Numbers-short", 0, "the stream has ended after 63 samples of epoch 0, but its length is"),
+        ("Raising", 1, "ValueError: row 40 is broken"),
+        ("Stalling", 0, "is behind: it has started"),
+    ],
+)
+def test_faults_end_the_run(stream, workers, message, script, tmp_path):
+    if "HuggingFace" in stream:
+        pytest.importorskip("datasets")
+    flags = RUN | {"data_dir": stream, "num_workers": workers, "output_dir": tmp_path / "run"}
+    if stream == "Stalling":
+        flags["timeout"] = 4
+    run = fork_script(script, 2, **flags)
+    assert run.code == 1 and message in run.stderr
+
+
+def test_the_permutation_is_refused(script, tmp_path):
+    shuffled = script.with_name("train_shuffled.py")
+    shuffled.write_text(script.read_text().replace(NEW, OLD))
+    flags = RUN | {"data_dir": "Numbers", "output_dir": tmp_path / "run"}
+    run = fork_script(shuffled, 2, **flags)
+    assert run.code == 1 and "must be asked for in ascending order" in run.stderr
