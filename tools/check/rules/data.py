@@ -107,11 +107,12 @@ def _same_inputs(ranks):
         for rank in ranks[:2]
     )
     common = set(ours) & set(theirs)  # whole batches: a single state of a game may come twice
+    begins = ours[:3] == theirs[:3]  # until rank 0 draws for an evaluation, for example
     if not ours or not theirs:
         trains = all(rank.steps for rank in ranks)
         why = "the script trains without a DataLoader" if trains else "a rank makes no step"
         yield NotChecked("samples per rank", why)
-    elif len(common) > 0.5 * len(set(ours)):
+    elif begins or len(common) > 0.5 * len(set(ours)):
         place = where(next(iter(ranks[0].steps[0]["forwards"]), None))
         yield Finding(
             "same-samples",
