@@ -1117,6 +1117,7 @@ BUGS = [
         "fsdp_dcp",
         "scheduler-not-restored",
         (('        self.step = state["step"]\n', ""),),
+        also=("order-after-resume",),
     ),
     Bug(
         "tensor: optimizer lost",
