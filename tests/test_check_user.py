@@ -114,13 +114,19 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     folder, pids = project(tmp_path / "a project", source), tmp_path / "pids"
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
-    process = subprocess.Popen([*CHECK, "--", "train.py", pids], cwd=folder, env=environment)
+    # A shell lets what it starts in the background ignore SIGINT, which would be inherited.
+    process = subprocess.Popen(
+        [*CHECK, "--", "train.py", pids],
+        cwd=folder,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         end = time.monotonic() + 60
         while not (pids.exists() and pids.read_text().endswith(" ")) and time.monotonic() < end:
             time.sleep(0.05)
         process.send_signal(number)
-        assert process.wait(20) == 128 + number
+        assert process.wait(60) == 128 + number
     finally:
         process.kill()
     for pid in pids.read_text().split():

@@ -1,6 +1,7 @@
 """docs/recipes/contrastive-loss.md: the loss over all ranks, and the mistakes that it explains."""
 
 import importlib.util
+import re
 import sys
 
 import pytest
@@ -73,7 +74,9 @@ def test_any_number_of_ranks(nproc, one_process, monkeypatch, tmp_path):
     rows, weights = one_process
     script = script_for_pairs("train_ddp.py", tmp_path / "copy", monkeypatch)
     run, end = run_to_end(script, nproc, tmp_path / "run")
-    assert run.stderr == ""
+    # torch 2.14 warns of names that its own function uses.
+    warning = r"\S+c10d_logger.py:\d+: FutureWarning: .*\n  return func.*\n\n?"
+    assert re.sub(warning, "", run.stderr) == ""
     assert largest_difference(end["model"], weights) < EXACT
     assert losses(run.rows) == pytest.approx(losses(rows), rel=EXACT)
     assert [row["val_samples"] for row in run.rows] == [5, 5]  # the ranks have 3 and 2, or 2, 2, 1
