@@ -46,7 +46,8 @@ def losses(run):
 
 def assert_same(ours, theirs):
     (run, end), (expected_run, expected) = ours, theirs
-    assert run.stderr == ""
+    # torch 2.14 gives up to compile a function of transformers, which then runs as it is.
+    assert [line for line in run.stderr.splitlines() if "torch/_dynamo/" not in line] == []
     assert largest_difference(end["model"], expected["model"]) < EXACT
     assert losses(run) == pytest.approx(losses(expected_run), rel=EXACT)
     assert [row["val_samples"] for row in run.rows] == [7, 7]
