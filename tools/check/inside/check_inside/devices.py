@@ -26,28 +26,6 @@ def install(name, torch):
     _map_mesh(torch)
     _map_amp(torch)
     _map_batch_norm(torch)
-    _map_mesh(torch)
-
-
-def _map_mesh(torch):
-    if not torch.distributed.is_available():
-        return
-    meshes = sys.modules["torch.distributed.device_mesh"]
-
-    def make(original):
-        def init_device_mesh(device_type, *args, **kwargs):
-            return original(_device(device_type), *args, **kwargs)
-
-        return init_device_mesh
-
-    for module in (meshes, torch.distributed):
-        replace(module, "init_device_mesh", make)
-    init = meshes.DeviceMesh.__init__
-
-    def __init__(self, device_type=None, *args, **kwargs):
-        init(self, _device(device_type), *args, **kwargs)
-
-    meshes.DeviceMesh.__init__ = __init__
 
 
 def _map_batch_norm(torch):
