@@ -322,9 +322,6 @@ def _state_checksum(optimizer):
     """[number of tensors and numbers, their checksum] of the state of the optimizer."""
     import torch
 
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if zero and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
-        optimizer = optimizer.optim  # of this rank's part, which has the state
     count = crc = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
