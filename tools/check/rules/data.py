@@ -28,7 +28,6 @@ def same_samples(checked):
             continue
         count = min(len(ours), len(theirs))
         common = set(ours) & set(theirs)
-        filled = not (_without_last_batch(first) & _without_last_batch(second))
         replaced = len(set(ours)) < 0.9 * len(ours)  # drawn with replacement
         if ours[:count] == theirs[:count] or (
             not first["iterable"] and set(ours) == set(theirs) and not replaced
@@ -47,7 +46,7 @@ def same_samples(checked):
         elif first["whole"] and not (replaced or first["iterable"]):
             length = first["dataset_len"]
             missing = length - len(set(ours) | set(theirs)) if length else 0
-            if len(common) <= _fillers(ranks, first, missing) or (filled and not missing):
+            if len(common) <= _fillers(ranks, first, missing):
                 continue
             yield Finding(
                 "shares-overlap",
@@ -79,13 +78,6 @@ def _different_samples(two):
                 "samples",
             )
             return
-
-
-def _without_last_batch(epoch):
-    """The samples of an epoch but for those of its last batch, which may fill that one up."""
-    samples = epoch["base_samples"]
-    largest = epoch["sizes"][1]
-    return set(samples[:-largest] if largest < len(samples) else samples)
 
 
 def _pairs(ranks):
