@@ -34,6 +34,14 @@ class Rank:
                 by_number[event["step"]]["state"] = event["state"]
         return steps
 
+    def with_steps(self, kind):
+        """The events of a kind, each with the number of steps that were made before it."""
+        steps = 0
+        for event in self.events:
+            if event["kind"] == kind:
+                yield event, steps
+            steps += event["kind"] == "step"
+
     @cached_property
     def epochs(self):
         """The passes over loaders, each with `samples`, the indices in order."""

@@ -142,11 +142,8 @@ def first_save(run):
     """The number of steps that had been made when the first checkpoint was written, or None."""
     for kind in ("save", "dump"):
         for rank in run.ranks:
-            steps = 0
-            for event in rank.events:
-                if event["kind"] == "step":
-                    steps += 1
-                elif event["kind"] == kind and steps:
+            for _, steps in rank.with_steps(kind):
+                if steps:
                     return steps
     return None
 
@@ -207,8 +204,8 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
     processes = []
     try:
         for variables, log in zip(ranks, logs, strict=True):
-            folder_of_run = root / options.subfolder
-            processes.append(_start(command, folder_of_run, environment | variables, log))
+            variables = environment | variables
+            processes.append(_start(command, root / options.subfolder, variables, log))
         timed_out = _wait(processes, folder, logs, options.timeout)
         stacks = _stacks(folder) if timed_out else {}
     finally:
@@ -315,10 +312,8 @@ def _failure(run):
         return "The script made no step of an optimizer on one process." + _already_done(run)
     text = f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
     if "CUDA error" in run.output[-3000:]:
-        text += (
-            "\nCUDA graphs, for example, cannot run on a CPU: --device cpu takes the script's own "
-        )
-        text += "path for CPUs."
+        text += "\nCUDA graphs, for example, cannot run on a CPU: "
+        text += "--device cpu takes the script's own path for CPUs."
     return text
 
 

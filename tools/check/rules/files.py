@@ -114,7 +114,7 @@ def resumed(checked):
         )
         return
     equal = [i for i, state in enumerate(states) if state == first["parameters"]]
-    saved = _steps_at_saves(before)
+    saved = {steps for _, steps in before.with_steps("save")}
     index = max([i for i in equal if i in saved] or equal)
     if index == 0:
         yield Finding(
@@ -124,28 +124,10 @@ def resumed(checked):
     yield from _lost(before, after, index, place)
 
 
-def _steps_at_saves(rank):
-    """How many steps a rank had made at each of its saves."""
-    steps, counts = 0, set()
-    for event in rank.events:
-        if event["kind"] == "step":
-            steps += 1
-        elif event["kind"] == "save":
-            counts.add(steps)
-    return counts
-
-
 def _epoch_of(rank, index):
     """The number that was last given to set_epoch before the step with this index, or None."""
-    number, steps = None, 0
-    for event in rank.events:
-        if event["kind"] == "set_epoch":
-            number = event["epoch"]
-        elif event["kind"] == "step":
-            if steps == index:
-                return number
-            steps += 1
-    return None
+    numbers = [event["epoch"] for event, steps in rank.with_steps("set_epoch") if steps <= index]
+    return numbers[-1] if numbers else None
 
 
 def _is_new(path, killed, source):

@@ -265,20 +265,13 @@ def batch_of(epoch, batch):
 
 def contents(batch, size):
     """For each tensor of a batch, a checksum of each sample."""
-    import torch
-    from torch.utils import _pytree
-
-    tensors = [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
     count = min(size, SAMPLES_PER_EVENT)
-    return [[checksum(x[i]) for i in range(count)] for x in tensors if len(x) == size]
+    return [[checksum(x[i]) for i in range(count)] for x in _tensors(batch) if len(x) == size]
 
 
 def fingerprints(batch):
     """A checksum of each sample of a batch, by which ranks that read the same ones are noticed."""
-    import torch
-    from torch.utils import _pytree
-
-    tensors = [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = _tensors(batch)
     if not tensors:
         return []
     samples = len(tensors[0])
@@ -287,6 +280,14 @@ def fingerprints(batch):
     for tensor in tensors:
         rows = [checksum(tensor[i], crc) for i, crc in enumerate(rows)]
     return rows
+
+
+def _tensors(batch):
+    """The tensors of a batch that have dimensions."""
+    import torch
+    from torch.utils import _pytree
+
+    return [x for x in _pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
 
 
 def cut(epoch):
