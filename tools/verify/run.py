@@ -126,9 +126,9 @@ class Verifier:
 
     def _write_data(self, cases):
         """What cases read, but for texts."""
-        if any("weights" in case.flags for case in cases):
-            save_pretrained_weights(self.folder / "weights.pth")
-        shards = self.folder / "shards"
+        weights, shards = self.folder / "weights.pth", self.folder / "shards"
+        if any("weights" in case.flags for case in cases) and not weights.exists():
+            save_pretrained_weights(weights)
         if any("data_dir" in case.flags for case in cases) and not shards.exists():
             write_shards(shards, self.suite.base)
             shards_copy(self.root / "train_ddp.py", self.folder / SHARDS_COPY)
