@@ -9,10 +9,8 @@ import json
 import operator
 import os
 import tarfile
-import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError
 
@@ -471,21 +470,7 @@ def _format_of(formats, paths, paragraphs):
 
 
 def _write(path, save):
-    """Write atomically: no later run may find a partial file."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            save(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; pass a folder that is writable as cache_dir"
-        ) from None
+    write_atomically(path, save, "pass a folder that is writable as cache_dir")
 
 
 # The order

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tasks.images.decode import BadImageError, decode, readable
+from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError
 
@@ -34,7 +34,7 @@ def decoded_images(dataset: Any, cache: str | Path) -> Tensor:
         for chunk in in_parallel(dataset.stack, range(len(dataset))):
             images[done : done + len(chunk)] = chunk.permute(0, 2, 3, 1)
             done += len(chunk)
-        write_atomically(path, images.numpy())
+        keep(path, images.numpy())
     pixels = torch.from_file(str(path), size=math.prod(shape), dtype=torch.uint8)
     return pixels.view(shape).permute(0, 3, 1, 2)
 
@@ -54,7 +54,7 @@ def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
     listed = Path(cache) / f"bad-{_fingerprint(paths)}.json"
     if not listed.exists():
         bad = [path for chunk in in_parallel(_undecodable, paths) for path in chunk]
-        write_atomically(listed, json.dumps(bad).encode())
+        keep(listed, json.dumps(bad).encode())
     bad = json.loads(listed.read_text())
     if bad and is_main_process():
         names = readable(", ".join(sorted(bad)))
@@ -118,19 +118,6 @@ def _fingerprint(paths, *facts):
     return digest.hexdigest()[:16]
 
 
-def write_atomically(path: Path, data: Any) -> None:
-    """Write atomically: no later run may find a partial file."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # nodes may share the folder
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(
-            f"cannot write {path}: {error.strerror}; pass --cache-dir with a writable folder"
-        ) from None
+def keep(path: Path, data: Any) -> None:
+    """Write a file of the cache. Raises UserError if that fails."""
+    write_atomically(path, lambda file: file.write(data), "pass --cache-dir with a writable folder")

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from tasks.images.cache import in_parallel, write_atomically
+from tasks.images.cache import in_parallel, keep
 from tasks.images.decode import BadImageError, decode_bytes
 from tasks.images.files import EXTENSIONS
 from tasks.images.folder import FolderDataset, preprocessing_of
@@ -98,7 +98,7 @@ def _decodable(shards, cfg):
     if not listed.exists():
         chunks = in_parallel(partial(_undecodable, shards), range(len(shards)))
         bad = {index: reason for chunk in chunks for index, reason in chunk}
-        write_atomically(listed, json.dumps(bad).encode())
+        keep(listed, json.dumps(bad).encode())
     bad = {int(index): reason for index, reason in json.loads(listed.read_text()).items()}
     if bad and is_main_process():
         print(f"skipping {len(bad)} of {len(shards)} images: {'; '.join(list(bad.values())[:10])}")
