@@ -193,9 +193,7 @@ def main(arguments=None):
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
-        checked = run_all(
-            options, work, lambda name: print(f"  {name}", file=sys.stderr, flush=True)
-        )
+        checked = run_all(options, work, tell=_tell)
         findings, not_checked = judge(checked)
         if args.json:
             _write(args.json, report.as_json(findings, not_checked, checked))
@@ -212,6 +210,10 @@ def main(arguments=None):
     finally:
         if not args.keep:
             remove(work)
+
+
+def _tell(name):
+    print(f"  {name}", file=sys.stderr, flush=True)
 
 
 def _write(path, text):

@@ -1,20 +1,17 @@
 """Runs a script under observation: on one process, on two, killed, and started again."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.check.events import Run
 from tools.check.mirror import mirror
+from tools.check.processes import CannotRun, Processes, with_observers
 
-INSIDE = Path(__file__).parent / "inside"
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
 UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -39,10 +36,6 @@ class Options:
     fake_data: dict | None = None  # name of a dataset -> its columns or sizes
 
 
-class CannotRun(Exception):
-    """The script did not run by itself; the message holds its own traceback."""
-
-
 @dataclass
 class Checked:
     """The runs of a check, by name; those that were not made are not there."""
@@ -56,13 +49,19 @@ class Checked:
         return self.runs.get(name)
 
 
-def run_all(options, work, tell=lambda text: None):
-    """Run the script in all the ways that it can be run. Raises CannotRun if it fails by itself."""
+def run_all(options, work, processes=None, tell=lambda text: None):
+    """Run the script in all the ways that it can be run. Raises CannotRun if it fails by itself.
+
+    processes: where those of several checks come from; the default is new ones.
+    """
+    if processes is None:
+        with Processes(_environment(options)) as processes:
+            return run_all(options, work, processes, tell)
     runs, not_run = {}, {}
 
     def run(name, launch, world, root=None, **plan):
         tell(name)
-        runs[name] = run_script(options, work, name, launch, world, root, **plan)
+        runs[name] = run_script(options, work, processes, name, launch, world, root, **plan)
         return runs[name]
 
     launch = "torchrun" if options.launch == "auto" else options.launch
@@ -148,7 +147,21 @@ def first_save(run):
     return None
 
 
-def run_script(options, work, name, launch, world, root=None, more=(), **plan):
+def _environment(options):
+    """The environment of the script, but for what a launcher adds."""
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        **options.environment,
+    }
+    if options.device != "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def run_script(options, work, processes, name, launch, world, root=None, more=(), **plan):
     """Start the script's processes, and wait for them; none of them is left. Returns a Run."""
     folder = work / f"{name}.events"
     folder.mkdir()
@@ -174,19 +187,9 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         "turns": False,
         "fake_data": options.fake_data,
     }
-    environment = os.environ | {
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "offline",
-        **options.environment,
-    }
-    paths = [str(INSIDE), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment = with_observers(_environment(options))
     environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
-    if options.device != "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, *options.command, *more]
+    command = [*options.command, *more]
     started = time.monotonic()
     if launch == "torchrun":
         port, store = _store(world)
@@ -201,19 +204,25 @@ def run_script(options, work, name, launch, world, root=None, more=(), **plan):
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             environment.pop(variable, None)
     logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
-    processes = []
+    first = name == "resumed"  # the ranks change places after a restart
+    started_processes = []
     try:
-        for variables, log in zip(ranks, logs, strict=True):
-            variables = environment | variables
-            processes.append(_start(command, root / options.subfolder, variables, log))
-        timed_out = _wait(processes, folder, logs, options.timeout)
+        for rank, variables in enumerate(ranks):
+            started_processes.append(
+                processes.start(
+                    rank + first,
+                    command,
+                    root / options.subfolder,
+                    environment | variables,
+                    logs[rank],
+                )
+            )
+        timed_out = _wait(started_processes, folder, logs, options.timeout)
         stacks = _stacks(folder) if timed_out else {}
     finally:
-        for process in processes:
-            _kill_group(process)
-        _kill_daemons(folder)
+        processes.end(started_processes)
     del store
-    codes = [process.wait() for process in processes]
+    codes = [process.poll() for process in started_processes]
     output = "\n".join(log.read_text(errors="replace") for log in logs)
     code = next((code for code in codes if code), 0)
     seconds = time.monotonic() - started
@@ -247,19 +256,6 @@ def _torchrun_environment(rank, world, port):
     }
 
 
-def _start(command, root, environment, log):
-    with open(log, "w") as output:
-        return subprocess.Popen(
-            command,
-            cwd=root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
 def _wait(processes, folder, logs, timeout):
     """Wait until all have ended, or one has failed. Returns whether they hang."""
     end = time.monotonic() + timeout
@@ -289,20 +285,6 @@ def _stacks(folder):
             continue
     time.sleep(1.0)
     return {int(path.stem): path.read_text() for path in folder.glob("*.stacks")}
-
-
-def _kill_group(process):
-    """End a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _kill_daemons(folder):
-    """End what has left the groups of the processes: /proc tells it by its environment."""
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is of another user
-            if json.dumps(str(folder)).encode() in environment.read_bytes():
-                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _failure(run):

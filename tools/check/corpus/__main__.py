@@ -22,19 +22,21 @@ import sys
 import tempfile
 import time
 import zlib
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from tools.check.corpus import own
 from tools.check.corpus.bugs import BUGS, CORRECT
 from tools.check.corpus.page import page, verdict
+from tools.check.processes import Processes
 from tools.check.rules import judge
 from tools.check.scenarios import CannotRun, Options, run_all
 
 CHECK = Path(__file__).parents[1]
 
 
-def check(make_options):
+def check(make_options, processes=None):
     """Check a script. make_options(folder): writes the project there, and returns the Options.
     Returns the findings, what was not checked, and the seconds."""
     work = Path(tempfile.mkdtemp(prefix="corpus-"))
@@ -42,7 +44,8 @@ def check(make_options):
         options = make_options(work)
         (work / "runs").mkdir()
         start = time.monotonic()
-        findings, not_checked = judge(run_all(options, work / "runs"))
+        shared = None if options.environment else processes  # it belongs to their start
+        findings, not_checked = judge(run_all(options, work / "runs", shared))
         return findings, not_checked, time.monotonic() - start
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -68,13 +71,15 @@ def missing(script):
     return ", ".join(absent)
 
 
-def measure(source, script):
+def measure(source, script, processes):
     """What a check of this text yields, as it is kept in a file of results."""
     absent = missing(script)
     if absent:
         return {"skipped": absent}
     try:
-        findings, not_checked, seconds = check(lambda folder: options_of(folder, source, script))
+        findings, not_checked, seconds = check(
+            lambda folder: options_of(folder, source, script), processes
+        )
     except CannotRun as error:
         return {"failed": str(error)[-2000:]}
     return {
@@ -119,8 +124,14 @@ def main():
     parser.add_argument("--markdown", type=Path, help="write the page of results to this file")
     parser.add_argument("--own", action="store_true", help="the scripts of this project")
     args = parser.parse_args()
-    if args.own:
-        return own.main(args.only, args.markdown, check)
+    with Processes() as processes:
+        if args.own:
+            return own.main(args.only, args.markdown, partial(check, processes=processes))
+        return check_corpus(args, processes)
+
+
+def check_corpus(args, processes):
+    """Check the scripts and bugs that were asked for. Returns the exit code."""
     scripts = {script.name: script for script in CORRECT}
     cases = [(script.name, script, None) for script in CORRECT]
     cases += [(bug.name, scripts[bug.script], bug) for bug in BUGS]
@@ -135,7 +146,7 @@ def main():
         source = bug.source() if bug else script.source()
         mark = digest(source, script, code)
         if results.get(name, {}).get("digest") != mark or "skipped" in results[name]:
-            results[name] = measure(source, script) | {"digest": mark}
+            results[name] = measure(source, script, processes) | {"digest": mark}
             if args.results:
                 new = args.results.with_suffix(".new")
                 new.write_text(json.dumps(results, indent=1) + "\n")

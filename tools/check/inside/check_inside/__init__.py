@@ -37,6 +37,12 @@ OBSERVERS = {
 }
 
 
+def observe(name, module):
+    """Install the observers of a module."""
+    for observer in OBSERVERS[name]:
+        importlib.import_module(f"check_inside.{observer}").install(name, module)
+
+
 class _Loader:
     """The loader of a module, followed by the observers of that module."""
 
@@ -50,8 +56,7 @@ class _Loader:
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        for observer in OBSERVERS[self.name]:
-            importlib.import_module(f"check_inside.{observer}").install(self.name, module)
+        observe(self.name, module)
 
 
 class _Finder:
@@ -76,5 +81,8 @@ class _Finder:
 
 
 def start():
-    """Watch for imports of the modules that are observed."""
+    """Observe what has been imported, and what will be."""
     sys.meta_path.insert(0, _Finder())
+    for name in OBSERVERS:
+        if name in sys.modules:
+            observe(name, sys.modules[name])

@@ -33,6 +33,7 @@ class Epoch:
         self.drawn = array("q")  # indices, in the order of the sampler
         self.sizes = array("q")  # of the batches
         self.batches = 0
+        self.position = 0  # in drawn, of the next batch
         self.steps_before = STATE.steps
         self.backwards_before = STATE.backwards_of_run
         self.forwards = {}
@@ -246,8 +247,8 @@ def batch_of(epoch, batch):
     number = epoch.batches
     epoch.batches += 1
     STATE.batches[ordinal] = STATE.batches.get(ordinal, 0) + 1
-    start = sum(epoch.sizes[:number])
     size = epoch.sizes[number] if number < len(epoch.sizes) else 0
+    start, epoch.position = epoch.position, epoch.position + size
     rows = fingerprints(batch) if epoch.is_iterable else []
     epoch.fingerprints += rows
     is_compared = size and number < CONTENTS

@@ -1,0 +1,85 @@
+"""A process that has imported PyTorch, whose forks run the script. See tools/check/processes.py.
+
+A request is a line of JSON, and so is its answer: what to run, answered by the id of the process;
+or the id of a process, answered by its exit code, or by null while it runs.
+"""
+
+import json
+import os
+import runpy
+import sys
+import types
+import warnings
+
+
+def prepare():
+    """Import what takes most of the time until a script makes its first step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # an optimizer imports more
+
+
+def serve():
+    """Answer requests until there are no more. Returns in each fork, with its request."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if isinstance(request, int):
+            answer = exit_code(request)
+        else:
+            answer = os.fork()
+            if not answer:
+                return request
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def exit_code(pid):
+    """The exit code of a fork as subprocess has it, or None while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def become(request):
+    """Give a fork what a new process has: a session, an environment, open files, a seed."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
+    for number, file in enumerate((null, log, log)):
+        os.dup2(file, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if "numpy" in sys.modules:  # the module random does so by itself
+        sys.modules["numpy"].random.seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()
+
+
+def run(command):
+    """Run a script, or a module after -m, as `__main__`, with the observers of a check."""
+    import check_inside
+
+    sys.orig_argv[1:] = command
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    check_inside.start()
+    if command[0] == "-m":
+        sys.argv, sys.path[0] = command[1:], os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        path = os.path.abspath(command[0])
+        sys.argv, sys.path[0] = command, os.path.dirname(os.path.realpath(path))
+        main.__file__ = path
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, main.__dict__)
+
+
+if __name__ == "__main__":
+    prepare()
+    work = serve()
+    if work is not None:
+        become(work)
+        run(work["command"])

@@ -1,0 +1,113 @@
+"""Processes for the script, without the seconds in which each of them would import PyTorch.
+
+Two processes import it, and are forked for each run. There are two because the ranks of a run, and
+a run and its restart, must not share the random seed of Python's hashes: in a real job, the order
+of a set of strings is a different one in each process.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+INSIDE = Path(__file__).parent / "inside"
+MARK = "TOOLS_CHECK_MARK"  # a variable in the environment of whatever is started here
+
+
+class CannotRun(Exception):
+    """The script did not run by itself; the message holds its own traceback."""
+
+
+class Process:
+    """A process that runs the script. Its methods are those of subprocess.Popen."""
+
+    def __init__(self, prepared, pid):
+        self.pid = pid
+        self.code = None
+        self._prepared = prepared
+
+    def poll(self):
+        """The exit code, or None while the process runs."""
+        if self.code is None:
+            self.code = _ask(self._prepared, self.pid)
+        return self.code
+
+
+class Processes:
+    """Starts processes, and ends them with all that they have started.
+
+    environment: variables that the processes have from their start, such as PYTHONHASHSEED.
+    """
+
+    def __init__(self, environment=None):
+        self._mark = uuid.uuid4().hex
+        environment = with_observers(os.environ | (environment or {}))
+        self._prepared = [
+            subprocess.Popen(
+                [sys.executable, INSIDE / "prepared.py"],
+                env=environment | {MARK: self._mark},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the check
+            )
+            for _ in range(2)
+        ]
+
+    def start(self, number, command, folder, environment, log):
+        """Run a command, without its interpreter, in a fork of prepared process number % 2. Its
+        output goes to the file log."""
+        prepared = self._prepared[number % 2]
+        log.touch()
+        request = {
+            "command": [str(word) for word in command],
+            "folder": str(folder),
+            "environment": environment | {MARK: self._mark},
+            "log": str(log),
+        }
+        return Process(prepared, _ask(prepared, request))
+
+    def end(self, processes):
+        """End these processes, and all that any process of this object has started."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        prepared = {prepared.pid for prepared in self._prepared}
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            pid = int(environment.parent.name)
+            with contextlib.suppress(OSError):  # it has ended, or is of another user
+                if pid not in prepared and self._mark.encode() in environment.read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.01)
+
+    def close(self):
+        """End the prepared processes."""
+        for prepared in self._prepared:
+            prepared.kill()
+            prepared.communicate()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+def with_observers(environment):
+    """An environment in which Python imports inside/sitecustomize.py."""
+    paths = [str(INSIDE), environment.get("PYTHONPATH")]
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _ask(prepared, request):
+    print(json.dumps(request), file=prepared.stdin, flush=True)
+    answer = prepared.stdout.readline()
+    if not answer:
+        raise CannotRun(f"{sys.executable} cannot import torch")
+    return json.loads(answer)
