@@ -16,12 +16,14 @@ from tools.check.corpus import own
 from tools.check.corpus.__main__ import check
 from tools.check.corpus.bugs import BUGS, CORRECT
 from tools.check.corpus.page import page, verdict
-from tools.check.events import Run
+from tools.check.events import Rank, Run
 from tools.check.findings import Finding
 from tools.check.mirror import mirror
 from tools.check.report import as_sarif
 from tools.check.rules.common import failed_at
 from tools.check.rules.data import same_samples, samples_left_out
+from tools.check.rules.files import resumed
+from tools.check.scenarios import Checked, Options
 from tools.lessons import ROOT
 from tools.verify.plants import PLANTS
 
@@ -132,7 +134,7 @@ def test_page_counts_what_was_found():
 def test_corpus_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     checked = []
 
-    def measure(source, script):
+    def measure(source, script, processes):
         checked.append(script.name)
         return {"found": [], "not_checked": [], "seconds": 1.0}
 
@@ -304,6 +306,31 @@ def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
     epoch = {"sizes": [3, 16], "whole": True}
     assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
     assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
+
+
+@pytest.mark.parametrize("kind, function", [("save", "torch.save"), ("dump", "pickle")])
+def test_restart_is_compared_with_the_step_of_the_checkpoint(kind, function, tmp_path):
+    """Not with a later one with the same weights, such as one that a loss scaler has skipped."""
+
+    def events(*states):
+        same = {"kind": "step", "rounded": None, "type": "Adam", "rates": [0.1], "scaler": None}
+        same |= {"batches": {"0": 1}, "forwards": []}
+        return [
+            same | {"number": i, "step": i, "parameters": weights, "state": [2, state]}
+            for i, (weights, state) in enumerate(states)
+        ]
+
+    path = str(tmp_path / "copy" / "last.pkl")
+    save = {"kind": kind, "function": function, "path": path}
+    before, after = events((10, 0), (11, 1), (11, 2), (12, 3)), events((11, 1))
+    before.insert(1, save)
+    after.insert(0, {"kind": "load", "path": path, "place": None})
+    runs = {}
+    for name, of_rank in {"killed": before, "resumed": after}.items():
+        runs[name] = Run(name, tmp_path, tmp_path / "copy", 0, "", 0.0)
+        runs[name].ranks = [Rank(0, 1, of_rank, folder=tmp_path)]
+    checked = Checked(Options([], tmp_path / "source"), runs, {}, "torchrun")
+    assert list(resumed(checked)) == []
 
 
 def test_sarif_has_rules_and_places():

@@ -34,11 +34,11 @@ class Rank:
                 by_number[event["step"]]["state"] = event["state"]
         return steps
 
-    def with_steps(self, kind):
-        """The events of a kind, each with the number of steps that were made before it."""
+    def with_steps(self, *kinds):
+        """The events of these kinds, each with the number of steps that were made before it."""
         steps = 0
         for event in self.events:
-            if event["kind"] == kind:
+            if event["kind"] in kinds:
                 yield event, steps
             steps += event["kind"] == "step"
 

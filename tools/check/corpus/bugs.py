@@ -1190,7 +1190,10 @@ BUGS = [
         "lora: saved by all",
         "lora",
         "saved-by-every-rank",
-        (("if step % 4 == 0 and rank == 0:", "if step % 4 == 0:"),),
+        (
+            ("if step % 4 == 0 and rank == 0:", "if step % 4 == 0:"),
+            ("new.mkdir(parents=True)", "new.mkdir(parents=True, exist_ok=True)"),
+        ),
         also=("fails-on-two", "collectives-differ", "resume-fails"),
     ),
     Bug(

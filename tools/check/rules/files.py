@@ -48,13 +48,19 @@ def _saves(rank, checked):
     """The checkpoints that a rank writes by itself: also by pickle and NumPy, if the run that was
     started again reads a file of that name."""
     again = checked["resumed"]
-    loaded = {os.path.basename(event["path"]) for event in again.any("load")} if again else set()
     return [
         event
         for event in rank.of("save", "dump")
-        if "distributed" not in event["function"]
-        and (event["kind"] == "save" or os.path.basename(event["path"]) in loaded)
+        if "distributed" not in event["function"] and _is_checkpoint(event, again)
     ]
+
+
+def _is_checkpoint(event, again):
+    """Whether this is no other file of pickle or NumPy: a run that is started again reads it."""
+    if event["kind"] == "save":
+        return True
+    names = {os.path.basename(load["path"]) for load in again.any("load")} if again else set()
+    return os.path.basename(event["path"]) in names
 
 
 def _covers(source, path):
@@ -114,7 +120,8 @@ def resumed(checked):
         )
         return
     equal = [i for i, state in enumerate(states) if state == first["parameters"]]
-    saved = {steps for _, steps in before.with_steps("save")}
+    saves = before.with_steps("save", "dump")
+    saved = {steps for event, steps in saves if _is_checkpoint(event, again)}
     index = max([i for i in equal if i in saved] or equal)
     if index == 0:
         yield Finding(
