@@ -27,19 +27,21 @@ def writers(checked):
                     where(event),
                     f"{len(events)} ranks write {os.path.relpath(path, two.root)}",
                 )
-    for run in filter(None, (two, checked["one"])):
+    for run in filter(None, (two, checked["one"], checked["resumed"])):
         for rank in run.ranks:
             renamed = {event["source"] for event in rank.of("rename")}
             saves = _saves(rank, checked)
             counts = Counter(event["path"] for event in saves)
+            loads = [e for e in rank.of("load") if saves and e["number"] < saves[0]["number"]]
+            counts.update({e["path"] for e in loads} & counts.keys())  # the run before wrote them
             for path, count in counts.items():
                 if count > 1 and not any(_covers(source, path) for source in renamed):
                     event = next(e for e in saves if e["path"] == path)
                     yield Finding(
                         "written-in-place",
                         where(event),
-                        f"{os.path.relpath(path, run.root)} is overwritten {count} times; it is "
-                        "broken if the job is killed meanwhile",
+                        f"{os.path.relpath(path, run.root)} is written in place {count} times; it "
+                        "is broken if the job is killed meanwhile",
                     )
                     return
 
