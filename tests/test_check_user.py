@@ -13,10 +13,10 @@ import pytest
 from tools.check.__main__ import parse, script_file
 from tools.check.findings import Finding
 from tools.check.mirror import mirror
+from tools.check.processes import INSIDE, Processes
 from tools.check.report import as_sarif
 from tools.lessons import ROOT
 
-INSIDE = ROOT / "tools" / "check" / "inside"
 CHECK = [sys.executable, ROOT / "tools" / "check"]
 TRAINS = """
 import pathlib
@@ -133,6 +133,43 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+ABOUT_ITSELF = """
+import __main__, os, random, sys
+import numpy
+print(__name__, os.path.basename(__main__.__file__), sys.argv[1:], sys.path[0] == os.getcwd())
+print(hash("a name"), random.random(), numpy.random.random(), os.getsid(0) == os.getpid())
+if sys.argv[1] == "fail":
+    sys.exit(3)
+"""
+
+
+def test_forks_are_like_processes_of_their_own(tmp_path):
+    """As `python about.py` and `python -m about` would be, with random states of their own."""
+    (tmp_path / "about.py").write_text(ABOUT_ITSELF)
+    environment = dict(os.environ) | {"PYTHONPATH": str(INSIDE)}
+    plan = {"exact": None, "kill_step": None, "limit_data": 0, "run": "one", "device": "cpu"}
+    plan |= {"root": str(tmp_path), "folder": str(tmp_path), "joins_statistics": False}
+    environment["TOOLS_CHECK_PLAN"] = json.dumps(plan | {"fake_data": None})
+    commands = [["about.py", "fail"], ["about.py", "end"], ["-m", "about", "end"]]
+    with Processes() as processes:
+        forks = []
+        for number, command in enumerate(commands):
+            log = tmp_path / f"{number}.txt"
+            forks.append(processes.start(number, command, tmp_path, environment, log))
+        while any(fork.poll() is None for fork in forks):
+            time.sleep(0.05)
+    assert [fork.poll() for fork in forks] == [3, 0, 0]
+    lines = [(tmp_path / f"{number}.txt").read_text().splitlines() for number in range(3)]
+    assert [line[0] for line in lines] == [
+        "__main__ about.py ['fail'] True",
+        "__main__ about.py ['end'] True",
+        "__main__ about.py ['end'] True",
+    ]
+    hashes, *draws, sessions = zip(*(line[1].split() for line in lines), strict=True)
+    assert hashes[0] != hashes[1]  # ranks 0 and 1
+    assert all(len(set(each)) == 3 for each in draws) and set(sessions) == {"True"}
 
 
 def output(limit, source, folder):
