@@ -116,6 +116,10 @@ def test_lengths_are_in_the_index(tmp_path):
     path.write_text('{"text": 3}\n')
     with pytest.raises(UserError, match="no string 'text'"):
         Shards([path], length="text")
+    (tmp_path / "x.txt").write_bytes("\r\nt\u00e9\r\n\r\nthree\n".encode())
+    for paragraphs in (False, True):
+        texts = Shards([tmp_path / "x.txt"], length="text", paragraphs=paragraphs)
+        assert list(texts) == ["t\u00e9", "three"] and texts.lengths.tolist() == [3, 5]
     with pytest.raises(UserError, match="pass label or length, not both"):
         Shards([path], length="text", label="n")
 

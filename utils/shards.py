@@ -50,7 +50,8 @@ class Shards(Dataset[Any]):
     out what cannot be read, which for a tar file is all that follows, and says what that was.
     label: the member of a tar file ("cls") or the key of a JSON object ("label") that holds an
     integer, which becomes part of the index, for `labels`. length: instead of a label, the member
-    whose size, or the key of the string whose number of bytes in UTF-8, does, for `lengths`.
+    whose size, or the key of the string whose number of bytes in UTF-8, does, for `lengths`; of a
+    .txt file, with any name, the document's.
     """
 
     def __init__(
@@ -431,6 +432,18 @@ def _scan_paragraphs(file, number, faults):
         yield start, end - start, -1
 
 
+def _scan_texts(scan, file, number, faults):
+    """The documents of a scan, with the length of each, if it is to be part of the index."""
+    for offset, size, integer in scan(file, number, faults):
+        if number.length:
+            try:
+                integer = number.of(_parse_text(os.pread(file.fileno(), size, offset)))
+            except ValueError as error:
+                faults.append(Fault(offset, size, f"no UTF-8: {error}"))
+                continue
+        yield offset, size, integer
+
+
 def _parse_text(data):
     return data.decode().strip("\r\n")
 
@@ -446,8 +459,8 @@ class Format(NamedTuple):
 FORMATS = [
     Format(".tar", _scan_tar, _parse_tar),
     Format(".jsonl", _scan_json_lines, json.loads),
-    Format(".txt", _scan_lines, _parse_text),
-    Format(".txt paragraphs", _scan_paragraphs, _parse_text),
+    Format(".txt", partial(_scan_texts, _scan_lines), _parse_text),
+    Format(".txt paragraphs", partial(_scan_texts, _scan_paragraphs), _parse_text),
 ]
 
 
