@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from utils.config import Config, ConfigError, free_setting, setting
 from utils.data import describe_datasets
-from utils.errors import UserError
+from utils.errors import UserError, required_by
 
 BEST = ("perplexity", min)
 IGNORED = -100  # a target that pads a batch: it is not predicted and does not count
@@ -32,7 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent
 class Settings(Config):
     """What to train: the text task."""
 
-    text_file: str = setting("", "any file; empty: the documentation and code of this project")
+    text_file: str = setting(
+        "",
+        "any file, or a folder of train-*.jsonl (or .txt) and val-*.jsonl, which is packed; empty: "
+        "the documentation and code of this project",
+    )
+    cache_dir: str = free_setting("", "for the indices of a folder; empty: text_file/.cache")
     context: int = setting(128, "bytes that the model sees", low=2)
     layers: int = setting(4, "transformer blocks", low=1)
     heads: int = setting(4, "attention heads per block", low=1)
@@ -59,11 +64,18 @@ class Settings(Config):
 class Documents(Dataset[tuple[Tensor, Tensor]]):
     """Pieces of a text, each with its next bytes.
 
-    pieces: each of length 2 to context + 1. padding: as in Settings.
+    pieces: each of length 2 to context + 1. padding: as in Settings. facts: about the files of the
+    pieces, for describe(); without them, it reads the pieces.
     """
 
-    def __init__(self, pieces: list[bytes], context: int, padding: str = "longest") -> None:
-        self.pieces = pieces
+    def __init__(
+        self,
+        pieces: Any,
+        context: int,
+        padding: str = "longest",
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        self.pieces, self.facts = pieces, facts
         self.shortest_batch = context if padding == "context" else 1
 
     def __len__(self) -> int:
@@ -87,10 +99,16 @@ class Documents(Dataset[tuple[Tensor, Tensor]]):
 
 
 def build_datasets(cfg: Settings) -> tuple[Documents, Documents]:
-    """The training set and the validation set: every tenth paragraph, however it is cut.
+    """The training set and the validation set: of a file, every tenth paragraph, however it is cut.
 
     Raises UserError if the text cannot be read, or has fewer than ten paragraphs.
     """
+    if cfg.text_file and Path(cfg.text_file).is_dir():
+        with required_by("--text-file FOLDER"):
+            from utils.packed_text import packed_splits
+        train, val, facts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir)
+        train_set = Documents(train, cfg.context, cfg.padding, facts)
+        return train_set, Documents(val, cfg.context, cfg.padding)
     text = _read(cfg.text_file)
     paragraphs = [p for p in re.split(rb"\r?\n\s*\n", text) if len(p) >= 2]
     if len(paragraphs) < 10:
@@ -249,7 +267,9 @@ def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def describe(train_set: Documents, val_set: Documents) -> dict[str, Any]:
-    """The sizes and a checksum of the text."""
+    """The sizes and a checksum of the text, or of the files in its folder."""
+    if train_set.facts:
+        return describe_datasets(train_set, val_set) | train_set.facts
     checksum = 0
     for piece in train_set.pieces + val_set.pieces:
         checksum = zlib.crc32(piece, checksum)

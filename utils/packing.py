@@ -1,6 +1,6 @@
 """Packing: documents of any lengths, cut into pieces of one length.
 
-Not imported by any script: docs/streams.md adds it.
+For the text task with a folder (utils/packed_text.py), and for tasks of your own: docs/streams.md.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,116 @@
+"""The text task from a folder of shards: pieces of one length, and runs that agree."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import tasks.text as task
+from tools.shards import main
+from utils.config import load_config
+from utils.errors import UserError
+from utils.shards import ShardOrder
+
+TEXTS = {"train": [["one", "two t\u00e9"], ["", "four\nlines"], ["six"]], "val": [["seven", "8"]]}
+
+
+def write(folder, kind="jsonl", texts=TEXTS):
+    folder.mkdir(exist_ok=True)
+    for split, files in texts.items():
+        for number, documents in enumerate(files):
+            lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+            data = lines if kind == "jsonl" else "\n\n".join(documents)
+            (folder / f"{split}-{number}.{kind}").write_text(data)
+    return folder
+
+
+def datasets(folder, *flags):
+    base = [f"--text-file={folder}", "--context=4", "--device=cpu"]
+    return task.build_datasets(load_config(task.Settings, argv=[*base, *flags]))
+
+
+def predicted(dataset):
+    """The bytes that are targets, in the order of the samples."""
+    targets = torch.cat([dataset[index][1] for index in range(len(dataset))])
+    return bytes(targets.tolist())
+
+
+def joined(files):
+    return "".join(f"{document}\0" for documents in files for document in documents).encode()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_every_byte_is_predicted_once(kind, tmp_path):
+    texts = TEXTS
+    if kind == "txt":  # of which no document is empty
+        texts = {split: [list(filter(None, docs)) for docs in TEXTS[split]] for split in TEXTS}
+    train, val = datasets(write(tmp_path / "x", kind, texts))
+    for dataset, split in ((train, "train"), (val, "val")):
+        whole = joined(texts[split])
+        assert predicted(dataset) == whole[1:]
+        assert dataset.pieces[1] == whole[4:9] and len(dataset) == -(-(len(whole) - 1) // 4)
+        inputs, targets = dataset[0]
+        assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
+        assert bytes(inputs.tolist()) == whole[:4]
+    inputs, targets = train.collate_fn([train[0], train[len(train) - 1]])
+    assert (
+        inputs.shape == (2, 4)
+        and task.count(targets) == 4 + (len(joined(texts["train"])) - 2) % 4 + 1
+    )
+    assert sorted(ShardOrder(train.pieces.shard_sizes)) == list(range(len(train)))
+
+
+def test_windows_line_ends_and_the_cache(tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "train-0.txt").write_bytes(b"\r\none\r\ntwo\r\n\r\n\r\nthree\r\n")
+    (folder / "val-0.txt").write_bytes(b"four")
+    train, val = datasets(folder, f"--cache-dir={tmp_path / 'cache'}")
+    assert predicted(train) == b"ne\r\ntwo\0three\0" and predicted(val) == b"our\0"
+    assert not (folder / ".cache").exists() and list((tmp_path / "cache").glob("*.npy"))
+
+
+def test_what_tools_shards_writes_is_trained_on(tmp_path, monkeypatch):
+    book = tmp_path / "book.txt"
+    paragraphs = [f"paragraph {i}\n\u00fc" for i in range(25)]
+    book.write_text("\n\n".join(paragraphs), encoding="utf-8")
+    flags = ["shards", str(tmp_path / "x"), "--text", str(book), "--per-shard=10"]
+    monkeypatch.setattr(sys, "argv", flags)
+    main()
+    train, val = datasets(tmp_path / "x")
+    text = b"".join(piece[1:] for piece in val.pieces)
+    assert sorted((b"p" + text).decode().split("\0")[:-1]) == sorted(paragraphs[9::10])
+    assert len(train.pieces.documents) == 23 and len(train.pieces.documents.paths) == 3
+
+
+def test_a_changed_folder_is_noticed(tmp_path):
+    before = task.describe(*datasets(write(tmp_path / "x")))
+    assert before == task.describe(*datasets(write(tmp_path / "y")))  # the folder may change
+    assert before["train_shards"].startswith("3 files, 5 samples")
+    texts = TEXTS | {"val": [["seven", "9 "]]}
+    after = task.describe(*datasets(write(tmp_path / "y", texts=texts)))
+    assert {name for name in before if before[name] != after[name]} == {"val_shards"}
+
+
+def test_wrong_folders(tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    with pytest.raises(UserError, match=r"no files .*/train-\*.jsonl or train-\*.txt: python -m"):
+        datasets(folder)
+    write(folder, texts={"train": TEXTS["train"]})
+    with pytest.raises(UserError, match=r"no files .*/val-\*.jsonl or val-\*.txt"):
+        datasets(folder)
+    (folder / "val-0.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(UserError, match=r"val-0.jsonl is damaged at offset 14 .no string 'text'"):
+        datasets(folder)
+    (folder / "val-0.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match="nothing to predict"):
+        datasets(folder)
+    (folder / "train-9.txt").write_text("a")
+    with pytest.raises(UserError, match=r"all of one kind, .*; not .jsonl, .txt"):
+        datasets(folder)
+    other = write(tmp_path / "y", "txt")
+    (other / "val-0.txt").write_bytes(b"abc\n\nd\xff")
+    with pytest.raises(UserError, match=r"val-0.txt is damaged at offset 5 .no UTF-8"):
+        datasets(other)

@@ -1,0 +1,72 @@
+"""Texts in shards, one after another, as pieces of one length."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.distributed import main_process_first
+from utils.errors import UserError
+from utils.packing import Packed
+from utils.shards import Shards
+
+END = b"\0"  # after each document; a text has no such byte
+KINDS = (".jsonl", ".txt")
+
+
+class PackedText:
+    """Pieces of size + 1 bytes, as bytes. See utils.packing.Packed.
+
+    documents: with `lengths`, and 1-dim tensors of bytes, each of which ends with END.
+    """
+
+    def __init__(self, documents: Shards, size: int) -> None:
+        self.documents = documents
+        self.packed = Packed(documents, documents.lengths + len(END), size)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.packed[index].numpy().tobytes()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def shard_sizes(self) -> list[int]:
+        """The number of pieces that start in each file, for utils.shards.ShardOrder."""
+        return self.packed.shard_sizes(self.documents.shard_sizes)
+
+
+def packed_splits(
+    folder: str, size: int, cache_dir: str = ""
+) -> tuple[PackedText, PackedText, dict[str, str]]:
+    """Those of folder/train-* and of folder/val-*, and facts about the files.
+
+    The files are JSON lines, of objects with a "text", or texts in UTF-8, whose paragraphs are the
+    documents. One process per node reads them, once. Raises UserError if there are none, or if they
+    are of several kinds or damaged.
+    """
+    with main_process_first():
+        train, val = (_documents(Path(folder), name, cache_dir) for name in ("train", "val"))
+    facts = train.describe("train") | val.describe("val")
+    return PackedText(train, size), PackedText(val, size), facts
+
+
+def _documents(folder, split, cache_dir):
+    paths = sorted(path for path in folder.glob(f"{split}-*") if path.suffix in KINDS)
+    if not paths:
+        raise UserError(
+            f"there are no files {folder}/{split}-*.jsonl or {split}-*.txt: python -m tools.shards "
+            f"makes them of a text"
+        )
+    is_text = paths[0].suffix == ".txt"
+    return Shards(paths, _encode, cache_dir, paragraphs=is_text, length="text")
+
+
+def _encode(document: Any) -> Tensor:
+    text = document if isinstance(document, str) else document["text"]
+    return torch.frombuffer(bytearray(text.encode() + END), dtype=torch.uint8)
