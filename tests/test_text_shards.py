@@ -7,7 +7,12 @@ import pytest
 import torch
 
 import tasks.text as task
+from tests.forked import fork_script, killed_at, largest_difference
+from tests.recipes import EXACT, TEXT
 from tools.shards import main
+from tools.verify.cases import SUITES
+from tools.verify.run import project_with_task, write_text_shards
+from utils.checkpoint_file import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
 from utils.shards import ShardOrder
@@ -114,3 +119,22 @@ def test_wrong_folders(tmp_path):
     (other / "val-0.txt").write_bytes(b"abc\n\nd\xff")
     with pytest.raises(UserError, match=r"val-0.txt is damaged at offset 5 .no UTF-8"):
         datasets(other)
+
+
+def test_runs_train_the_same_weights(tmp_path):
+    """One run that is killed on two ranks, and resumed on three."""
+    script = project_with_task("text", tmp_path / "project") / "train_ddp.py"
+    write_text_shards(tmp_path / "data", SUITES["text"])
+    settings = TEXT | {"text_file": tmp_path / "data", "global_batch_size": 24}
+
+    def last(nproc, name, before=None, **flags):
+        flags |= {"output_dir": tmp_path / name}
+        run = fork_script(script, nproc, before, settings=settings, **flags)
+        assert run.code in (0, -9), run.stderr
+        return read_checkpoint(tmp_path / name / "last.pt")
+
+    one = last(1, "one")
+    last(2, "killed", killed_at(1, 3), save_steps=2)
+    end = last(3, "killed", num_workers=1)
+    assert largest_difference(end["model"], one["model"]) < EXACT
+    assert end["data"]["train_samples"] == 125 and end["data"]["val_samples"] == 13

@@ -220,6 +220,8 @@ IMAGES = Suite(
 # text: every batch is padded to its longest sample, and the number of targets differs between the
 # ranks and the micro-batches, except where all batches must have the same shape.
 SAME_SHAPE = {"padding": "context"}
+PACKED = {"text_file": "FOLDER"}  # the Verifier writes it: shards that hold as many pieces
+PACKED_KILLED = Case("packed killed", "train_ddp.py", 2, PACKED | SAVED)
 TEXT = Suite(
     task="text",
     base=COMMON
@@ -271,10 +273,19 @@ TEXT = Suite(
             resumes=KILLED,
         ),
         Case("killed, resumed by pp x2", "train_pp.py", 2, SAME_SHAPE | STAGES, resumes=KILLED),
+        Case(
+            "packed shards killed, resumed by accum x3",
+            "train_ddp_accum.py",
+            3,
+            PACKED | {"micro_batches": 2, "num_workers": 1},
+            reference="1gpu, packed shards",
+            resumes=PACKED_KILLED,
+        ),
     ],
     references=[
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
+        Case("1gpu, packed shards", "train_1gpu.py", None, PACKED),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},
 )

@@ -310,6 +310,21 @@ BUGS = [
         "text",
     ),
     Bug(
+        "targets-lost-between-pieces",
+        "utils/packing.py",
+        "        stop = min(start + self.size + 1, int(self.ends[-1]))",
+        "        stop = min(start + self.size, int(self.ends[-1]))",
+        "packed shards killed, resumed by accum x3",
+        (Problem.WEIGHTS, ""),
+        "Packed documents are cut into pieces that do not overlap, each of which is the inputs "
+        "and, shifted by one, the targets.",
+        "Nothing fails. The first token of each piece is never predicted, and the loss is that of "
+        "fewer tokens.",
+        "A piece has one token more than the context; its last one is the first of the next piece "
+        "(`utils/packing.py`).",
+        "text",
+    ),
+    Bug(
         "tied-weights-come-apart-in-the-pipeline",
         "utils/rungs/pipeline.py",
         "            dist.all_reduce(parameter.grad, group=group)",

@@ -15,7 +15,7 @@ from tasks.images.small_models import ResNet20
 from tools.copy import with_task
 from tools.lessons import LADDER, ROOT
 from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
-from tools.shards import of_synthetic, write_tars
+from tools.shards import of_synthetic, write_json_lines, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (
     AUTOCAST_COPY,
@@ -125,13 +125,16 @@ class Verifier:
                 future.result()
 
     def _write_data(self, cases):
-        """What cases read, but for texts."""
+        """What cases read, but for the text in one file."""
         weights, shards = self.folder / "weights.pth", self.folder / "shards"
         if any("weights" in case.flags for case in cases) and not weights.exists():
             save_pretrained_weights(weights)
         if any("data_dir" in case.flags for case in cases) and not shards.exists():
             write_shards(shards, self.suite.base)
             shards_copy(self.root / "train_ddp.py", self.folder / SHARDS_COPY)
+        texts = self.folder / "texts"
+        if any(case.flags.get("text_file") == "FOLDER" for case in cases) and not texts.exists():
+            write_text_shards(texts, self.suite)
 
     def _row(self, case, report, begun):
         """Run a case. begun: {name: the future output_dir of a killed run}."""
@@ -260,7 +263,9 @@ class Verifier:
             flags["weights"] = self.folder / "weights.pth"
         if "data_dir" in flags:
             flags["data_dir"] = self.folder / "shards"
-        if "text_file" in flags:
+        if flags.get("text_file") == "FOLDER":
+            flags["text_file"] = self.folder / "texts"
+        elif "text_file" in flags:
             flags["text_file"] = write_text(self.folder / "text.txt")
         if case.script in ONE_FILE:
             output_dir.mkdir(exist_ok=True)
@@ -315,6 +320,21 @@ def write_text(path, train=125, val=13):
         paragraphs.append(" ".join([str(number), *words])[:24])
     path.write_text("\n\n".join(paragraphs))
     return path
+
+
+def write_text_shards(folder, suite):
+    """Write documents of very different lengths, 13 in each file, that fill as many pieces as the
+    suite has samples; the last piece of a split is shorter."""
+    folder.mkdir()
+    generator, context = random.Random(0), suite.base["context"]
+    for split, pieces in (("train", suite.trained + suite.dropped), ("val", suite.validated)):
+        left, documents = context * pieces - 7, []  # each takes a byte more than its text
+        while left:
+            length = min(left - 1, generator.choice((0, 1, 9, 30, 90)))
+            words = " ".join(generator.choices(WORDS, k=30))
+            documents.append({"text": words[:length]})
+            left -= length + 1
+        write_json_lines(folder, split, documents, per_shard=13)
 
 
 def autocast_copy(folder):
