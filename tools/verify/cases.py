@@ -84,10 +84,16 @@ FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
 # The Verifier writes these, and the files of shards.
 AUTOCAST_COPY = "train_1gpu_autocast.py"
-SHARDS_COPY, SHARDS_1GPU_COPY = "train_ddp_shards.py", "train_1gpu_shards.py"
+ORDER_COPIES = {  # {a copy: (the script, the order that it draws instead of a permutation)}
+    f"{stem}_{order}.py": (f"{stem}.py", order)
+    for stem in ("train_1gpu", "train_ddp")
+    for order in ("shards", "weighted", "buckets")
+}
+SHARDS_COPY = "train_ddp_shards.py"
 SHARDS = {"dataset": "shards", "data_dir": "FILES", "loader": "workers"}
 TO_SHARDS = {"reference": "1gpu, shards"}
 SHARDS_KILLED = Case("shards killed", SHARDS_COPY, 2, SHARDS | SAVED)
+WEIGHTED_KILLED = Case("weighted killed", "train_ddp_weighted.py", 2, SAVED)
 ONE_FILE_COPY = "train_1gpu_one_file.py"
 # The scripts of one_file/ train a task of their own, on any number of processes.
 SMALL = {"clip_norm": 3.03}
@@ -193,6 +199,14 @@ IMAGES = Suite(
             **TO_SHARDS,
             resumes=SHARDS_KILLED,
         ),
+        Case(
+            "weighted killed, resumed x3",
+            "train_ddp_weighted.py",
+            3,
+            {},
+            reference="1gpu, weighted",
+            resumes=WEIGHTED_KILLED,
+        ),
         Case("one_file ddp x1", ONE_FILE[0], 1, SMALL, **TO_SMALL),
         Case("one_file ddp x2", ONE_FILE[0], 2, SMALL | {"workers": 1}, **TO_SMALL),
         Case("one_file ddp x2, accum", ONE_FILE[0], 2, SMALL | {"micro_batches": 3}, **TO_SMALL),
@@ -211,7 +225,8 @@ IMAGES = Suite(
         Case("1gpu, frozen", "train_1gpu.py", None, FROZEN),
         Case("1gpu, float32", "train_1gpu.py", None, FLOAT32_RUN),
         Case("1gpu, bfloat16", AUTOCAST_COPY, None, BFLOAT16_RUN),
-        Case("1gpu, shards", SHARDS_1GPU_COPY, None, SHARDS),
+        Case("1gpu, shards", "train_1gpu_shards.py", None, SHARDS),
+        Case("1gpu, weighted", "train_1gpu_weighted.py", None, {}),
         Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
     left_out={},
@@ -281,11 +296,19 @@ TEXT = Suite(
             reference="1gpu, packed shards",
             resumes=PACKED_KILLED,
         ),
+        Case(
+            "ddp x2, length buckets",
+            "train_ddp_buckets.py",
+            2,
+            {},
+            reference="1gpu, length buckets",
+        ),
     ],
     references=[
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
         Case("1gpu, packed shards", "train_1gpu.py", None, PACKED),
+        Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},
 )

@@ -23,8 +23,7 @@ from tools.verify.cases import (
     IMAGES,
     ONE_FILE,
     ONE_FILE_COPY,
-    SHARDS_1GPU_COPY,
-    SHARDS_COPY,
+    ORDER_COPIES,
     matrix_cases,
 )
 from tools.verify.judge import Evidence, Problem, Row, judge
@@ -119,19 +118,23 @@ class Verifier:
         """Run the references of the cases, except for those that are known."""
         names = {case.reference for case in cases} - self.references.keys()
         needed = [case for case in self.suite.references if case.name in names]
-        self._write_data(cases)
+        self._write_data(cases + needed)
         with ThreadPoolExecutor(self.cores.count) as pool:
             for future in [pool.submit(self._reference, case) for case in needed]:
                 future.result()
 
     def _write_data(self, cases):
-        """What cases read, but for the text in one file."""
+        """What cases run and read, but for the text in one file."""
+        for script in {case.script for case in cases} & ORDER_COPIES.keys():
+            original, order = ORDER_COPIES[script]
+            root = self.clean if original == "train_1gpu.py" else self.root
+            if not (self.folder / script).exists():  # otherwise, a run may be reading it
+                order_copy(root / original, self.folder / script, order)
         weights, shards = self.folder / "weights.pth", self.folder / "shards"
         if any("weights" in case.flags for case in cases) and not weights.exists():
             save_pretrained_weights(weights)
         if any("data_dir" in case.flags for case in cases) and not shards.exists():
             write_shards(shards, self.suite.base)
-            shards_copy(self.root / "train_ddp.py", self.folder / SHARDS_COPY)
         texts = self.folder / "texts"
         if any(case.flags.get("text_file") == "FOLDER" for case in cases) and not texts.exists():
             write_text_shards(texts, self.suite)
@@ -152,8 +155,8 @@ class Verifier:
 
     def _script(self, case):
         script = self.scripts.get(case.script, case.script)
-        if script == SHARDS_COPY:
-            return self.folder / SHARDS_COPY
+        if script in ORDER_COPIES:
+            return self.folder / script
         if case.script in ONE_FILE and script != case.script:
             copy = self.folder / Path(case.script).name
             copy.write_text(one_file.with_task(script))
@@ -168,11 +171,8 @@ class Verifier:
         writers = {
             AUTOCAST_COPY: autocast_copy,
             ONE_FILE_COPY: one_file.reference,
-            SHARDS_1GPU_COPY: lambda folder: shards_copy(
-                ROOT / "train_1gpu.py", folder / SHARDS_1GPU_COPY
-            ),
         }
-        script = case.script
+        script = self._script(case) if case.script in ORDER_COPIES else case.script
         if script in writers:
             script = writers[script](self.folder)
         evidence = self._train(case, self._output_dir(case), self.clean, script)
@@ -362,20 +362,31 @@ def write_shards(folder, base):
         write_tars(folder, split, samples[split], per_shard=13)
 
 
-def shards_copy(script, path):
-    """Write a copy of a script with an order that has locality: docs/streams.md. Returns its
-    path."""
-    text = re.sub(
-        r"\bimport torch\n",
-        "import torch\nfrom utils.shards import ShardOrder\nfrom utils.shares import ShareOf\n",
-        script.read_text(),
-        count=1,
-    )
-    order = "train_sampler = ShareOf(ShardOrder(train_set.shard_sizes, 3, 20), cfg.seed)"
-    text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", order, text)
+ORDERS = {  # {name: (an import, the sampler)}
+    "shards": (
+        "from utils.shards import ShardOrder",
+        "ShardOrder(train_set.shard_sizes, 3, 20)",
+    ),
+    "weighted": (
+        "from torch.utils.data import WeightedRandomSampler",
+        "WeightedRandomSampler(1.0 + train_set.labels, len(train_set), replacement=False)",
+    ),
+    "buckets": (
+        "from utils.shares import LengthBuckets",
+        "LengthBuckets(list(map(len, train_set.pieces)), cfg.global_batch_size, 2)",
+    ),
+}
+
+
+def order_copy(script, path, order):
+    """Write a copy of a script with one of ORDERS: docs/streams.md, docs/recipes/samplers.md."""
+    line, sampler = ORDERS[order]
+    imports = f"import torch\n{line}\nfrom utils.shares import ShareOf\n"
+    text = re.sub(r"\bimport torch\n", imports, script.read_text(), count=1)
+    train_sampler = f"train_sampler = ShareOf({sampler}, cfg.seed)"
+    text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)
     assert count == 1
     path.write_text(text)
-    return path
 
 
 def save_pretrained_weights(path):
