@@ -43,6 +43,13 @@ def test_run_of_the_text_task_survives_faults(tmp_path):
 
 
 @pytest.mark.slow
+def test_run_on_shards_survives_faults(tmp_path):
+    run = Soak("train_ddp.py", 2, tmp_path, task="shards")
+    rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=0, real_share=0.0)
+    assert ([row.problems for row in rows], verdict) == ([[], []], [])
+
+
+@pytest.mark.slow
 def test_run_survives_a_signal_to_torchrun(tmp_path):
     rows, verdict = soak(tmp_path, ["term-launcher"], 1, real_share=1)
     assert ([row.problems for row in rows], verdict) == ([[]], [])

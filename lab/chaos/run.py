@@ -17,7 +17,7 @@ from lab.chaos.start import forked_run, real_run
 from tools.lessons import ROOT
 from tools.runs import last_line, load_script
 from tools.verify.cases import MATRIX_FLAGS
-from tools.verify.run import project_with_task, write_text
+from tools.verify.run import project_with_task, write_shards, write_text
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
@@ -44,6 +44,7 @@ TASK_FLAGS = {
         "image_size": 8,
         "model": "resnet20",
     },
+    "shards": {"dataset": "shards", "image_size": 8, "model": "resnet20"},
     "text": {"context": 24, "layers": 4, "heads": 4, "width": 16},
 }
 VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
@@ -73,7 +74,7 @@ class Soak:
     `output`.
 
     nproc: the number of ranks; None for a single process. limit, patience: see forked_run(). task:
-    a name in TASK_FLAGS.
+    a name in TASK_FLAGS; shards: the images task, reading tar files.
     """
 
     def __init__(
@@ -95,6 +96,9 @@ class Soak:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.flags = FLAGS | TASK_FLAGS[task] | SCRIPT_FLAGS.get(script, {})
         self.path = ROOT / script
+        if task == "shards":
+            self.flags["data_dir"] = self.folder / "shards"
+            write_shards(self.flags["data_dir"], TASK_FLAGS["images"])
         if task == "text":
             self.flags["text_file"] = write_text(self.folder / "text", train=60, val=6)
             self.path = project_with_task(task, self.folder / "project") / script
