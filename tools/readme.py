@@ -14,6 +14,8 @@ from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
 from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
+from lab.guarantees import RESULT as GUARANTEES
+from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
 from tools.check.advice import ADVICE
 from tools.check.report import ORDER
@@ -192,6 +194,13 @@ def split():
     return markdown_table(bench_split.HEAD, cells)
 
 
+def guarantees():
+    """The table of lab.guarantees, and the versions."""
+    result = json.loads(GUARANTEES.read_text())
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{guarantees_table(result['readers'])}\n\nMeasured with {versions}."
+
+
 def traps():
     """One entry per bug that can be planted."""
     return "\n\n".join(
@@ -244,6 +253,7 @@ BLOCKS = {
     "rules": rules,
     "memory": memory,
     "split": split,
+    "guarantees": guarantees,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 
