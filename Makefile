@@ -29,7 +29,7 @@ TO ?= ddp
 
 .PHONY: help train test test-all test-oldest test-gpu gpu test-loggers test-slurm test-kubernetes doctor verify \
     verify-all chaos bench bench-quick bench-peers bench-operations bench-watching bench-loader \
-    bench-checkpoint bench-split lint diff readme clean
+    bench-streams bench-checkpoint bench-split lint diff readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -105,6 +105,9 @@ bench-watching: $(env)  ## host time per step that the bar, rows, loggers and --
 
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s
 	$(python) -m lab.bench.loader $(ARGS)
+
+bench-streams: $(dev) $(peers)  ## compare readers of tar and JSON lines, in samples/s, with libraries
+	$(python) -m lab.bench.streams $(ARGS)
 
 bench-checkpoint: $(env)  ## seconds to save and to load, and how long training waits
 	$(python) -m lab.bench.checkpoint $(ARGS)

@@ -9,7 +9,18 @@ import pytest
 import torch
 
 import lab.bench.__main__ as bench
-from lab.bench import checkpoint, limits, loader, operations, peer, peers, report, split, watching
+from lab.bench import (
+    checkpoint,
+    limits,
+    loader,
+    operations,
+    peer,
+    peers,
+    report,
+    split,
+    streams,
+    watching,
+)
 from lab.bench.hooks import PARTS
 from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
 from lab.bench.peers import contestants, ratio, table_rows
@@ -474,3 +485,19 @@ def test_command_lines_of_the_gpu_page_exist():
     flags = [flag.replace("configs/", f"{ROOT}/configs/") for flag in flags]
     cfg = load_config(Settings, None, flags)
     assert (cfg.model, cfg.dataset) == ("resnet50", "synthetic")
+
+
+# Streams
+
+
+@pytest.mark.slow
+def test_readers_of_streams_are_compared(tmp_path):
+    for package in ("datasets", "litdata", "webdataset"):
+        pytest.importorskip(package)
+    run_main(streams, f"--output={tmp_path}", "--samples=256", "--repeats=1", "--steps=1")
+    result = json.loads((tmp_path / "streams.json").read_text())
+    kinds, readers = streams.DECODE, streams.READERS
+    names = {f"{kind} {n} {name}" for kind in kinds for n in (0, 2) for name in readers}
+    assert set(result["rows"]) == names - {"jsonl 0 WebDataset", "jsonl 2 WebDataset"}
+    assert all(speed > 0 for (speed,) in result["rows"].values())
+    assert set(result["seconds"]) == {"random", "LengthBuckets"}
