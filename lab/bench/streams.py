@@ -176,14 +176,14 @@ def epoch_seconds(order, steps):
     model = tasks.text.build_model(cfg, train_set)
     torch.manual_seed(0)
     indices = list(order([len(piece) for piece in train_set.pieces], cfg.global_batch_size))
-    every = len(indices) // cfg.global_batch_size
+    count = len(indices) // cfg.global_batch_size
+    timed = range(count)[:: max(1, count // steps)][:steps]
     start = time.perf_counter()
-    for step in range(0, every, max(1, every // steps)):
+    for step in timed:
         chosen = indices[step * cfg.global_batch_size :][: cfg.global_batch_size]
         inputs, targets = train_set.collate_fn([train_set[index] for index in chosen])
         tasks.text.loss(model(inputs), targets).backward()
-    done = len(range(0, every, max(1, every // steps)))
-    return (time.perf_counter() - start) / done * every
+    return (time.perf_counter() - start) / len(timed) * count
 
 
 ORDERS = {
@@ -196,7 +196,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m lab.bench.streams", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--samples", type=int, default=4096, help="of each kind")
-    parser.add_argument("--steps", type=int, default=8, help="timed in each epoch of the text task")
+    parser.add_argument("--steps", type=int, default=4, help="timed in each epoch of the text task")
     parser.add_argument("--repeats", type=int, default=5, help="epochs of each (default: 5)")
     parser.add_argument("--output", default="runs/bench-streams", help="folder of the reports")
     args = parser.parse_args()
