@@ -63,7 +63,7 @@ SCRIPTS = {
     ),
     "ours, train_ddp.py x1": ("train_ddp.py", 1, {}),
 }
-PEERS = ("tutorial", "tuned", "accelerate", "fabric", "trainer")
+PEERS = ("tutorial", "tuned", "reference", "accelerate", "fabric", "trainer")
 MODEL = "the model alone"
 HEAD = ["row", "operations", "besides the model", "reads", "host us per step"]
 HEAD += ["besides the model, us"]

@@ -9,11 +9,13 @@ accuracy of the second. lab.bench.peers runs all of them.
     bare        a loop of ten lines around this project's loader and model: what our loop costs
     tutorial    the tutorial's pipeline and loop: one PIL image at a time, plain PyTorch
     tuned       the same with channels_last, a fused optimizer and asynchronous copies
+    reference   the same as the tutorial's, but the host reads the loss and the accuracies of each
+                step, as in torchvision's references/classification
     accelerate  Hugging Face Accelerate
     fabric      Lightning Fabric
     trainer     Lightning's Trainer
 
-The last four read images as the tutorial does, since none has a pipeline of its own.
+All but the first read images as the tutorial does, since none has a pipeline of its own.
 
 WORKERS: how many the DataLoader has; with a trailing !, they are restarted in each epoch, as in the
 tutorial.
@@ -143,6 +145,26 @@ def tuned(cfg, num_classes, device, loader, precision, clock):
     return _train(model, optimizer, loader, device, precision, clock, to=to)
 
 
+def reference(cfg, num_classes, device, loader, precision, clock):
+    """Plain PyTorch on one device, with the metrics of torchvision's reference
+    (https://github.com/pytorch/vision/blob/main/references/classification/train.py)."""
+    model = torchvision_model(cfg, num_classes).to(device)
+    count = clock.update
+
+    def backward(loss):
+        loss.backward()
+        loss.item()
+
+    def update(outputs, labels):
+        count(outputs, labels)
+        hits = outputs.detach().topk(5)[1].t() == labels
+        for k in (1, 5):
+            (hits[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels))).item()
+
+    clock.update = update
+    return _train(model, sgd(model, cfg), loader, device, precision, clock, backward)
+
+
 def _train(
     model,
     optimizer,
@@ -238,7 +260,7 @@ def trainer(cfg, num_classes, device, loader, precision, clock):
     return module.accuracy
 
 
-PEERS = {p.__name__: p for p in (bare, tutorial, tuned, accelerate, fabric, trainer)}
+PEERS = {p.__name__: p for p in (bare, tutorial, tuned, reference, accelerate, fabric, trainer)}
 
 
 def main():

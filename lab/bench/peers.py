@@ -80,7 +80,8 @@ def contestants(counts, workers):
         last = ours[-1]
         half = Row(last.name, "train_ddp_amp.py", n, last.flags | {"amp_dtype": "bfloat16"})
         rows.append(Contestant(last.name, n, "bfloat16", row=half))
-        peers = [name for name in PEERS if name != "bare" and (n == 1 or name != "tuned")]
+        on_one = ("tuned", "reference")
+        peers = [name for name in PEERS if name != "bare" and (n == 1 or name not in on_one)]
         rows.append(Contestant(f"tutorial as published x{n}", n, "float32", "10!", "tutorial"))
         rows += [
             Contestant(f"{name} x{n}", n, precision, str(count), name)
