@@ -18,9 +18,16 @@ from tools.lessons import ROOT
 from tools.markdown import markdown_table
 from tools.runs import flag_list
 from tools.verify import one_file
-from tools.verify.cases import ONE_FILE, SAME_SHAPE, SUITES, Case, Suite
+from tools.verify.cases import ONE_FILE, ORDER_COPIES, SAME_SHAPE, SUITES, Case, Suite
 from tools.verify.plants import PLANTS, plant
-from tools.verify.run import project_with_task, save_pretrained_weights, write_text
+from tools.verify.run import (
+    order_copy,
+    project_with_task,
+    save_pretrained_weights,
+    write_shards,
+    write_text,
+    write_text_shards,
+)
 
 CORRECT = {
     "images": [
@@ -59,6 +66,7 @@ UNSEEN = {
     "samples-repeated-to-fill-up": "DistributedSampler's default, which most scripts accept",
     "rank-local-accuracy": "the sums of all ranks are there; the script prints another number",
     "every-epoch-is-the-best": "no bug of several processes",
+    "mean-of-the-ranks-means": "the gradients differ by 1.8 %; the rule reports more than 2 %",
     "padding-in-the-perplexity": ALIKE,
     "tied-weights-come-apart-in-fsdp": ALIKE,
     "one-file-micro-batches-counted-once": ALIKE,
@@ -155,8 +163,17 @@ def options_of(own, folder):
     if "weights" in flags:
         save_pretrained_weights(project / "weights.pth")
         flags["weights"] = "weights.pth"
-    if "text_file" in flags:
+    if "data_dir" in flags:
+        write_shards(project / "shards", own.suite.base)
+        flags["data_dir"] = "shards"
+    if flags.get("text_file") == "FOLDER":
+        write_text_shards(project / "texts", own.suite)
+        flags["text_file"] = "texts"
+    elif "text_file" in flags:
         flags["text_file"] = write_text(project / "text.txt").name
+    if own.case.script in ORDER_COPIES:
+        original, order = ORDER_COPIES[own.case.script]
+        order_copy(project / original, project / own.case.script, order)
     environment = {}
     if own.case.script in ONE_FILE:
         flags = one_file.flags_of(flags, Path("run"))
