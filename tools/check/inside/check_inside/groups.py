@@ -51,6 +51,8 @@ def install(name, torch):
         replacement = make(getattr(c10d, function))
         for module in (c10d, dist):
             setattr(module, function, replacement)
+    # A mesh that is made first creates the group; it has imported the function before us.
+    torch.distributed.device_mesh.init_process_group = c10d.init_process_group
 
     if PLAN["device"] == "mapped":
         original = dist.get_backend
