@@ -260,3 +260,10 @@ def test_rank_that_fails_is_quoted(tmp_path):
     source += "dist.barrier()\n"
     code, stdout, _ = check(project(tmp_path, source), "--", "train.py")
     assert code == 1 and "[fails-on-two]" in stdout and "of rank one" in stdout
+
+
+@pytest.mark.slow
+def test_failure_of_a_script_that_refuses_one_process_is_that_on_two(tmp_path):
+    source = RANKS + "if dist.get_world_size() == 1: raise SystemExit(0)\nraise KeyError('mine')\n"
+    code, _, stderr = check(project(tmp_path, source), "--", "train.py")
+    assert code == 2 and "failed on two processes" in stderr and "KeyError: 'mine'" in stderr

@@ -77,6 +77,8 @@ def run_all(options, work, processes=None, tell=lambda text: None):
     two = run("two", launch, 2)
     distributed = two.world_size > 1
     if not trains_alone:
+        if one.ended and not two.ended:
+            raise CannotRun(_failure(two))  # on one process it only says that it needs more
         if not (distributed and two.ended and two.any("step")):
             raise CannotRun(_failure(one))
         not_run["exact-two"] = "the script trains on several processes only"
@@ -288,11 +290,12 @@ def _stacks(folder):
 
 
 def _failure(run):
+    where = "on one process" if run.name == "one" else "on two processes"
     if run.timed_out:
-        return "The script did not end on one process:\n" + "\n".join(run.stacks.values())[-3000:]
+        return f"The script did not end {where}:\n" + "\n".join(run.stacks.values())[-3000:]
     if run.ended:
-        return "The script made no step of an optimizer on one process." + _already_done(run)
-    text = f"The script failed on one process (exit code {run.code}):\n{run.output[-3000:]}"
+        return f"The script made no step of an optimizer {where}." + _already_done(run)
+    text = f"The script failed {where} (exit code {run.code}):\n{run.output[-3000:]}"
     if "CUDA error" in run.output[-3000:]:
         text += "\nCUDA graphs, for example, cannot run on a CPU: "
         text += "--device cpu takes the script's own path for CPUs."
