@@ -446,6 +446,41 @@ dist.destroy_process_group()
 """
 
 
+MOMENTUM = """
+import torch
+from torch.utils.data import DataLoader
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = torch.nn.BatchNorm1d(4)
+        self.key = torch.nn.BatchNorm1d(4).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.key.weight.lerp_(self.query.weight, 0.1)
+            target = self.key(x + 1)
+        return (self.query(x) - 2 * target).square().mean()
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for x in DataLoader(torch.randn(64, 4), 8, shuffle=True):
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_batch_norm_of_a_momentum_encoder_is_not_frozen(tmp_path):
+    (tmp_path / "train.py").write_text(MOMENTUM)
+    assert run_check(tmp_path)[0] == 0
+    follows = "            self.key.weight.lerp_(self.query.weight, 0.1)\n"
+    (tmp_path / "train.py").write_text(MOMENTUM.replace(follows, ""))
+    assert "[frozen-batchnorm-learns]" in run_check(tmp_path)[1]
+
+
 @pytest.mark.slow
 def test_needs_two_processes_data_and_the_folder_above(tmp_path):
     (tmp_path / "scripts").mkdir()

@@ -31,15 +31,19 @@ def batch_norm(checked):
     """BatchNorm with the statistics of one rank's share; frozen BatchNorm that learns."""
     ranks = replicas(checked)
     for rank in first_ranks(checked, "one", "two"):
+        by_model = {}  # which has as many BatchNorm layers in training mode
         for epoch in rank.training:
             for forward in epoch["forwards"]:
-                if forward["frozen_norm"]:
-                    yield Finding(
-                        "frozen-batchnorm-learns",
-                        where(forward),
-                        f"{forward['frozen_norm']} BatchNorm layers have frozen weights, but "
-                        "their running statistics change",
-                    )
+                by_model.setdefault((forward["model"], forward["norm"]), []).append(forward)
+        for forwards in by_model.values():
+            frozen = min(forward["frozen_norm"] for forward in forwards)
+            if frozen:
+                yield Finding(
+                    "frozen-batchnorm-learns",
+                    where(forwards[0]),
+                    f"{frozen} BatchNorm layers have frozen weights, but their running statistics "
+                    "change",
+                )
     if ranks is None:
         return
     # A SyncBatchNorm of somebody's own joins the statistics in its forward.

@@ -38,6 +38,7 @@ class State:
     parameters: list = field(default_factory=list)  # of all optimizers, without repetitions
     parameter_ids: set = field(default_factory=set)
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
+    frozen: dict = field(default_factory=dict)  # id of a BatchNorm -> checksum of its weight
     steps: int = 0  # of the outermost optimizers
     training_epochs: int = 0  # epochs of loaders within which a backward was run
     steps_of_epochs: int = 0  # at the end of the last one

@@ -91,13 +91,7 @@ def _root_forward(module, inputs):
         "norm": sum(part.training and part.track_running_stats for part in norms),
         "norms": len(norms),
         "synced": sum(isinstance(part, torch.nn.SyncBatchNorm) for part in norms),
-        "frozen_norm": sum(
-            part.training
-            and part.track_running_stats
-            and part.weight is not None
-            and not part.weight.requires_grad
-            for part in norms
-        ),
+        "frozen_norm": sum(map(_is_frozen, norms)),
         "place": place(),
     }
     key = tuple(value for name, value in forward.items() if name != "place")
@@ -106,6 +100,19 @@ def _root_forward(module, inputs):
     STATE.forwards.append(forward)
     for epoch in STATE.active:
         epoch.forwards.setdefault(key, forward)
+
+
+def _is_frozen(norm):
+    """Whether a BatchNorm learns statistics, and its weights are still those of its first forward.
+
+    The weights of a momentum encoder need no gradient either, but they follow those of another.
+    """
+    if not norm.training or not norm.track_running_stats:
+        return False
+    if norm.weight is None or norm.weight.requires_grad:
+        return False
+    weight = checksum(norm.weight)
+    return STATE.frozen.setdefault(id(norm), weight) == weight
 
 
 def _count_batch_norms(original):
