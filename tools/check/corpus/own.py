@@ -67,6 +67,8 @@ UNSEEN = {
     "rank-local-accuracy": "the sums of all ranks are there; the script prints another number",
     "every-epoch-is-the-best": "no bug of several processes",
     "mean-of-the-ranks-means": "the gradients differ by 1.8 %; the rule reports more than 2 %",
+    "weighted-order-repeated": "the keys of the samples hold the epoch, so no two epochs are alike",
+    "shares-in-a-row": "each rank has a share of its own; only the global batches are others",
     "padding-in-the-perplexity": ALIKE,
     "tied-weights-come-apart-in-fsdp": ALIKE,
     "one-file-micro-batches-counted-once": ALIKE,
