@@ -69,6 +69,7 @@ UNSEEN = {
     "mean-of-the-ranks-means": "the gradients differ by 1.8 %; the rule reports more than 2 %",
     "weighted-order-repeated": "the keys of the samples hold the epoch, so no two epochs are alike",
     "shares-in-a-row": "each rank has a share of its own; only the global batches are others",
+    "epoch-restarted-on-resume": "reported as a note, epoch-repeated: it may be intended",
     "padding-in-the-perplexity": ALIKE,
     "tied-weights-come-apart-in-fsdp": ALIKE,
     "one-file-micro-batches-counted-once": ALIKE,
