@@ -54,7 +54,8 @@ class Host(NamedTuple):
         private = [(self.hosts_file, "/etc/hosts"), *private]
         mounts = "".join(f"mount --bind '{folder}' '{where}' && " for folder, where in private)
         shell = f'{mounts}hostname "$0" && exec "$@"'
-        env = os.environ | {"RUN_TAG": os.environ.get("RUN_TAG", "") + uuid.uuid4().hex}
+        tag = self.namespace.partition("-")[0]
+        env = os.environ | {"RUN_TAG": run_tag(tag) + uuid.uuid4().hex}
         enter = ["nsenter", f"--net=/run/netns/{self.namespace}"]
         enter += ["unshare", "--uts", "--mount", "sh", "-c", shell]
         process = subprocess.Popen(
@@ -85,12 +86,18 @@ def kill_all(namespace):
         time.sleep(0.05)
 
 
+def run_tag(tag):
+    """What the RUN_TAG of each process starts with that the hosts of `tag` have started."""
+    return os.environ.get("RUN_TAG", "") + tag
+
+
 def folder_of(tag):
     return Path(tempfile.gettempdir()) / tag
 
 
 def remove(tag):
     """Remove the network namespaces whose names start with `tag`, with all their processes."""
+    kill_family(run_tag(tag))  # one that was just started may not have entered its namespace yet
     for path in Path("/run/netns").glob(f"{tag}-*"):
         kill_all(path.name)
         subprocess.run(["ip", "netns", "del", path.name], capture_output=True)

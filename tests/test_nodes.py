@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -267,8 +268,12 @@ def test_missing_node_ends_the_job_within_the_join_timeout(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_nothing_is_left_of_tests_that_are_ended(number):
-    """Not even by SIGKILL, once the next test has started."""
+def test_nothing_is_left_of_tests_that_are_ended(number, tmp_path, monkeypatch):
+    """Not even by SIGKILL, once the next test has started; nor what is entering a namespace."""
+    slow = tmp_path / "nsenter"
+    slow.write_text(f'#!/bin/sh\nsleep 10\nexec {shutil.which("nsenter")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     receiver, sender = FORK.Pipe()
 
     def test():
