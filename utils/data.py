@@ -229,7 +229,8 @@ class Loader:
         for batch in self._read():
             if isinstance(batch, UserError):
                 raise batch
-            contents, self.indices = batch
+            contents, indices = batch
+            self.indices = torch.as_tensor(indices)
             if self.train:
                 seed_step(self.seed, self.epoch, self.step, dp_rank())
             self.counts = self.train or self.step * self.batch_size < self.own_samples
@@ -317,9 +318,10 @@ class _BatchSampler:
         batches = indices.split(loader.batch_size) if len(indices) else []
         for number in range(loader.step, len(loader)):
             if number < len(batches):
-                yield loader.epoch, batches[number]
+                batch = batches[number]
             else:  # of a rank without samples: the forward pass must run nevertheless
-                yield loader.epoch, torch.zeros(1, dtype=torch.int64, device=self.device)
+                batch = torch.zeros(1, dtype=torch.int64, device=self.device)
+            yield loader.epoch, _as_array(batch)
 
 
 class _MicroBatches(list[Any]):
@@ -334,6 +336,7 @@ class _Batches(Dataset[Any]):
 
     def __getitem__(self, batch):
         epoch, indices = batch
+        indices = torch.as_tensor(indices)
         try:
             if self.micro_batches is None:
                 made = _make_batch(self.dataset, indices, epoch, self.seed)
@@ -342,9 +345,9 @@ class _Batches(Dataset[Any]):
                 made = [_make_batch(self.dataset, part, epoch, self.seed) for part in parts]
                 made = _MicroBatches(made)
             if get_worker_info() is not None:
-                for tensor in tensors_of((made, indices)):
+                for tensor in tensors_of(made):
                     _share(tensor)
-            return made, indices
+            return made, _as_array(indices)
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
         except StopIteration as error:  # it would end the epoch, as if there were no more batches
@@ -353,6 +356,12 @@ class _Batches(Dataset[Any]):
             if get_worker_info() is not None and not _can_be_sent(type(error)):
                 raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
             raise
+
+
+def _as_array(indices):
+    """The indices as an array, which is passed to another process faster than a tensor, for which a
+    file in shared memory is opened; unless they are on a device."""
+    return indices.numpy() if indices.device.type == "cpu" else indices
 
 
 def _can_be_sent(value):
