@@ -133,7 +133,7 @@ def test_the_index_is_made_once(tmp_path, monkeypatch):
     assert len(list((tmp_path / "new" / "cache").iterdir())) == 2  # nothing temporary is left
     monkeypatch.setattr(shards, "_scan", None)
     again = Shards(paths, cache_dir=tmp_path / "new" / "cache")
-    assert isinstance(again.index, numpy.memmap)
+    assert isinstance(again.index.base, numpy.memmap)
     assert [sample["__key__"] for sample in again] == expected
     os.utime(paths[1], (0, 0))
     with pytest.raises(TypeError):  # it would be made again

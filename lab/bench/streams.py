@@ -32,7 +32,7 @@ from lab.bench.runner import machine, take_turns
 from tools.markdown import markdown_table
 from tools.shards import write_json_lines, write_tars
 from utils.config import load_config
-from utils.data import build_loader
+from utils.data import BatchDataset, build_loader
 from utils.shards import ShardOrder, Shards
 from utils.shares import LengthBuckets, ShareOf
 
@@ -78,13 +78,20 @@ def decode_all(decode, samples):
     return default_collate([decode(sample) for sample in samples])
 
 
-def of_shards(folder, kind, workers):
+def of_shards(folder, kind, workers, dataset_class=Shards):
     """The scripts' loader."""
     flags = [f"--global-batch-size={BATCH}", f"--num-workers={workers}", "--device=cpu"]
     cfg = load_config(tasks.images.Settings, None, [*flags, "--loader=workers"])
-    dataset = Shards(sorted(folder.glob(f"*.{kind}")), DECODE[kind])
+    dataset = dataset_class(sorted(folder.glob(f"*.{kind}")), DECODE[kind])
     sampler = ShareOf(ShardOrder(dataset.shard_sizes, buffer=BUFFER), cfg.seed)
     return build_loader(dataset, sampler, BATCH, CPU, cfg, train=True)
+
+
+class NotRandom(Shards, BatchDataset):
+    """Shards whose transform draws no random numbers. The other readers seed no sample, either."""
+
+    def get_batch(self, indices, epoch, seed):
+        return default_collate([self[index] for index in indices.tolist()])
 
 
 def of_datasets(folder, kind, workers):
@@ -126,6 +133,7 @@ def of_webdataset(folder, kind, workers):
 
 READERS = {
     "Shards": of_shards,
+    "Shards, get_batch": partial(of_shards, dataset_class=NotRandom),
     "WebDataset": of_webdataset,
     "datasets": of_datasets,
     "litdata": of_litdata,
