@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tasks.images.small_models import ResNet20
+from tools.changes import changed
 from tools.copy import with_task
 from tools.lessons import LADDER, ROOT
 from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
@@ -367,6 +368,10 @@ ORDERS = {  # {name: (an import, the sampler)}
         "from utils.shards import ShardOrder",
         "ShardOrder(train_set.shard_sizes, 3, 20)",
     ),
+    "stream": (
+        "from torch.utils.data import SequentialSampler",
+        "SequentialSampler(train_set)",
+    ),
     "weighted": (
         "from torch.utils.data import WeightedRandomSampler",
         "WeightedRandomSampler(1.0 + train_set.labels, len(train_set), replacement=False)",
@@ -381,8 +386,9 @@ ORDERS = {  # {name: (an import, the sampler)}
 def order_copy(script, path, order):
     """Write a copy of a script with one of ORDERS: docs/streams.md, docs/recipes/samplers.md."""
     line, sampler = ORDERS[order]
-    imports = f"import torch\n{line}\nfrom utils.shares import ShareOf\n"
-    text = re.sub(r"\bimport torch\n", imports, script.read_text(), count=1)
+    anchor = "from utils.checkpoint import Checkpointer\n"
+    imports = f"{anchor}{line}\nfrom utils.shares import ShareOf\n"
+    text = changed(script.read_text(), [(anchor, imports)], script)
     train_sampler = f"train_sampler = ShareOf({sampler}, cfg.seed)"
     text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)
     assert count == 1
