@@ -43,10 +43,12 @@ def test_run_of_the_text_task_survives_faults(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_on_shards_survives_faults(tmp_path):
-    run = Soak("train_ddp.py", 2, tmp_path, task="shards")
-    rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=0, real_share=0.0)
+@pytest.mark.parametrize("task", ["shards", "stream"])
+def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
+    run = Soak("train_ddp.py", 2, tmp_path, task=task)
+    rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=2, real_share=0.0)
     assert ([row.problems for row in rows], verdict) == ([[], []], [])
+    assert "after epoch 2, step 3" in rows[0].last_line  # the next run begins within an epoch
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
     python -m lab.chaos --script train_ddp.py --nproc 2 --faults 20 --seed 0
     python -m lab.chaos --script all --faults 100 --write docs/results/chaos.md
-    python -m lab.chaos --task text                     or shards: images in tar files
+    python -m lab.chaos --task text
+    python -m lab.chaos --task shards                   images in tar files, in a ShardOrder
+    python -m lab.chaos --task stream                   images that can only be iterated over
     python -m lab.chaos --kinds kill-rank,term-all      only these; --kinds list: the names
 
 After each fault that ends the run, the same command continues it. At the end, weights, optimizer

@@ -14,10 +14,11 @@ import torch
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.plant import FILLER
 from lab.chaos.start import forked_run, real_run
+from tools.changes import changed
 from tools.lessons import ROOT
 from tools.runs import last_line, load_script
 from tools.verify.cases import MATRIX_FLAGS
-from tools.verify.run import project_with_task, write_shards, write_text
+from tools.verify.run import order_copy, project_with_task, write_shards, write_text
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
@@ -37,16 +38,14 @@ FLAGS = {
 }
 SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
+IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}
 TASK_FLAGS = {
-    "images": {
-        "dataset": "synthetic",
-        "synthetic_samples": 60,
-        "image_size": 8,
-        "model": "resnet20",
-    },
+    "images": IMAGES,
     "shards": {"dataset": "shards", "image_size": 8, "model": "resnet20"},
+    "stream": IMAGES | {"augment": "none"},
     "text": {"context": 24, "layers": 4, "heads": 4, "width": 16},
 }
+STREAM_TASK = "import tasks.images as task", "import lab.chaos.stream_task as task"
 VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
 WITH_VIT = ("train_tp.py", "train_fsdp_tp.py", "train_pp.py")
 STOP_TIMEOUT = 10  # --timeout of a run in which a rank is stopped for good
@@ -74,7 +73,8 @@ class Soak:
     `output`.
 
     nproc: the number of ranks; None for a single process. limit, patience: see forked_run(). task:
-    a name in TASK_FLAGS; shards: the images task, reading tar files.
+    a name in TASK_FLAGS; shards: the images task, reading tar files in the order of a ShardOrder;
+    stream: the same task over Streamed datasets.
     """
 
     def __init__(
@@ -96,9 +96,15 @@ class Soak:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.flags = FLAGS | TASK_FLAGS[task] | SCRIPT_FLAGS.get(script, {})
         self.path = ROOT / script
+        if task in ("shards", "stream"):
+            self.path = self.folder / script
+            order_copy(ROOT / script, self.path, task)
         if task == "shards":
             self.flags["data_dir"] = self.folder / "shards"
-            write_shards(self.flags["data_dir"], TASK_FLAGS["images"])
+            write_shards(self.flags["data_dir"], IMAGES)
+        if task == "stream":
+            text = changed(self.path.read_text(), [STREAM_TASK], self.path)
+            self.path.write_text(text)
         if task == "text":
             self.flags["text_file"] = write_text(self.folder / "text", train=60, val=6)
             self.path = project_with_task(task, self.folder / "project") / script
