@@ -24,7 +24,7 @@ from tools.runs import flag_list
 SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from utils.errors import UserError, report_errors
+from utils.errors import UserError, report_errors, write_error_file
 rank = os.environ["RANK"]
 
 def cannot_save(*_):
@@ -45,6 +45,9 @@ def main():
         raise ValueError("not a number")
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "abort":
+        write_error_file("stopped by SIGTERM after epoch 1, and saved", "stopped")
+        os.abort()
     if sys.argv[1] == "exit":
         sys.exit(7)
 
@@ -88,6 +91,10 @@ def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch
     assert error.strip().splitlines()[-1].startswith(last), error
     assert ("memory was exhausted" in error) == (mode == "kill")
     assert error.count("Traceback") == (mode == "bug")  # the script's own, none of torchrun's
+
+
+def test_run_that_is_saved_may_abort_in_its_teardown(launch):
+    assert launch("abort", nproc=1).wait(60) == 75
 
 
 def test_arguments_are_torchruns(launch):

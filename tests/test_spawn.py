@@ -5,6 +5,8 @@ import runpy
 import signal
 import sys
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.multiprocessing as mp
@@ -134,6 +136,17 @@ def test_error_that_a_rank_has_reported_is_not_repeated(exit_code, tmp_path):
         exit_code,
         "error (rank 0): what, where, what to do\n",
     )
+
+
+def test_run_that_is_saved_may_abort_in_its_teardown():
+    """As a rank does now and then whose group still exists when Python shuts down."""
+    aborted = mp.ProcessExitedException("", 0, 1, -signal.SIGABRT, "SIGABRT")
+    ranks = SimpleNamespace(join=Mock(side_effect=aborted))
+    ranks.processes = [SimpleNamespace(exitcode=code) for code in (-signal.SIGABRT, 75)]
+    launcher = FORK.Process(target=wait_for_ranks, args=(ranks,))
+    launcher.start()
+    launcher.join(30)
+    assert launcher.exitcode == 75
 
 
 def test_killed_rank_ends_the_others(tmp_path):
