@@ -45,7 +45,7 @@ import tasks.images as task
 from tasks.images.models import build_classifier
 from utils.config import load_config
 from utils.data import build_loader
-from utils.distributed import cores_per_rank, init_distributed, select_device
+from utils.distributed import available_cores, init_distributed, select_device
 from utils.optim import build_optimizer
 
 EPOCHS = 2
@@ -290,7 +290,7 @@ def main():
             pin_memory=device.type == "cuda",
             drop_last=True,
         )
-    clock = Clock(cfg.num_threads or cores_per_rank())
+    clock = Clock(cfg.num_threads or max(1, available_cores() // WORLD_SIZE))
     accuracy = PEERS[name](cfg, len(train_set.classes), device, loader, precision, clock)
     result = {"seconds": clock.seconds[-1], "samples": clock.samples, "accuracy": accuracy}
     rank = os.environ.get("RANK", "0")
