@@ -33,11 +33,13 @@ def main():
             times.append(time.perf_counter())
         yield from batches
 
+    def write():
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+        result = {"seconds": [b - a for a, b in pairwise(times)], "memory": memory}
+        (Path(folder) / "epochs.json").write_text(json.dumps(result))
+
     MetricLogger.log = timed_log
-    run_script(script, flags, around)
-    memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-    result = {"seconds": [b - a for a, b in pairwise(times)], "memory": memory}
-    (Path(folder) / "epochs.json").write_text(json.dumps(result))
+    run_script(script, flags, around, write)
 
 
 if __name__ == "__main__":

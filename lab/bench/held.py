@@ -71,10 +71,13 @@ def install(result):
 def main():
     folder, script, *flags = sys.argv[1:]
     result = {}
+    path = Path(folder) / f"rank-{os.environ.get('RANK', '0')}.json"
     install(result)
-    run_script(script, flags, lambda loader, batches: batches)
-    rank = os.environ.get("RANK", "0")
-    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(result))
+
+    def write():
+        path.write_text(json.dumps(result))
+
+    run_script(script, flags, lambda loader, batches: batches, write)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Running a script unchanged with a function around the batches of each epoch."""
 
+import atexit
 import runpy
 import sys
 
@@ -9,8 +10,13 @@ from utils.data import Loader
 PARTS = ["data", "forward", "backward", "optimizer", "rest"]
 
 
-def run_script(script, flags, around):
-    """Run a script with around(loader, batches) in place of the batches of each training epoch."""
+def run_script(script, flags, around, at_exit=None):
+    """Run a script with around(loader, batches) in place of the batches of each training epoch.
+
+    at_exit: called when the process ends: some scripts, such as train_fsdp.py, end it themselves.
+    """
+    if at_exit:
+        atexit.register(at_exit)
     iterate = Loader.__iter__
 
     def iterate_around(loader):

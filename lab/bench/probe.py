@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -117,8 +118,7 @@ def main():
     folder, script, *flags = sys.argv[1:]
     probe = Probe()
     probe.install()
-    run_script(script, flags, probe.around)
-    probe.write(folder)
+    run_script(script, flags, probe.around, partial(probe.write, folder))
 
 
 if __name__ == "__main__":
