@@ -169,15 +169,26 @@ def test_settings_for_all_rows():
     assert setting("config=a=b") == ("config", "a=b")
 
 
+def small_bench(folder, only):
+    """bench.json of a small run of some rows."""
+    flags = ["--processes=1,2", "--repeats=1", "--steps=3", f"--output={folder}"]
+    settings = {"model": "resnet20", "image_size": 16, "global_batch_size": 8, "device": "cpu"}
+    flags += [f"--set={name}={value}" for name, value in settings.items()]
+    run_main(bench, f"--only={only}", *flags)
+    return json.loads((folder / "bench.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """The folder and bench.json of a small run of everything."""
     folder = tmp_path_factory.mktemp("bench")
-    flags = ["--processes=1,2", "--repeats=1", "--steps=3", f"--output={folder}"]
-    settings = {"model": "resnet20", "image_size": 16, "global_batch_size": 8, "device": "cpu"}
-    flags += [f"--set={name}={value}" for name, value in settings.items()]
-    run_main(bench, "--only=DDP x2, 8 each", *flags)
-    return folder, json.loads((folder / "bench.json").read_text())
+    return folder, small_bench(folder, "DDP x2, 8 each")
+
+
+@pytest.mark.slow
+def test_script_that_ends_the_process_is_measured(tmp_path):
+    ((name, (sample,)),) = small_bench(tmp_path, "FSDP")["rows"].items()
+    assert name == "FSDP x2" and len(sample["steps"]) == 3
 
 
 @pytest.mark.slow
@@ -326,6 +337,20 @@ def test_peer_trains_on_the_same_images(name, tmp_path):
     run_main(peer, str(tmp_path), name, "0", "bfloat16", *flags)
     result = json.loads((tmp_path / "peer-0.json").read_text())
     assert result["samples"] == SMALL["synthetic_samples"] and 0 <= result["accuracy"] <= 1
+
+
+def test_ranks_of_a_peer_share_the_cores(tmp_path, monkeypatch):
+    """Although the peer has yet to create their process group."""
+
+    def train(cfg, num_classes, device, loader, precision, clock):
+        clock.seconds.append(1.0)
+        return clock.threads
+
+    monkeypatch.setitem(peer.PEERS, "fabric", train)
+    monkeypatch.setattr(peer, "WORLD_SIZE", 2)
+    monkeypatch.setattr(peer, "available_cores", lambda: 8)
+    run_main(peer, str(tmp_path), "fabric", "0", "float32", *flag_list(SMALL))
+    assert json.loads((tmp_path / "peer-0.json").read_text())["accuracy"] == 4
 
 
 def test_failed_peer_is_reported(tmp_path, monkeypatch):
