@@ -15,11 +15,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from tests.forked import FORK
 from tests.launch import SMALL
 from tools import launch as launch_module
 from tools.launch import root_cause, watch_rendezvous
 from tools.lessons import ROOT
-from tools.runs import flag_list
+from tools.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
 SCRIPT = """
 import os, signal, sys, time
@@ -94,7 +95,9 @@ def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch
 
 
 def test_run_that_is_saved_may_abort_in_its_teardown(launch):
-    assert launch("abort", nproc=1).wait(60) == 75
+    process = launch("abort", nproc=1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 def test_arguments_are_torchruns(launch):
@@ -150,6 +153,27 @@ def test_signal_before_the_first_step_ends_the_job(number, launch):
     code, error = stopped(launch("sleep", nproc=1), number)
     assert code == 128 + number
     assert "Traceback" not in error
+
+
+def test_sigterm_to_a_command_ends_the_run_that_it_has_started(tmp_path):
+    """make bench and make verify start runs in sessions of their own."""
+    (tmp_path / "script.py").write_text("import time\ntime.sleep(60)")
+    receiver, sender = FORK.Pipe()
+
+    def measure():
+        end_runs_on_sigterm()
+        process = start_run(tmp_path / "script.py", None, {})
+        sender.send(process.run_tag)
+        finish_run(process, tmp_path)
+
+    command = FORK.Process(target=measure)
+    command.start()
+    tag = receiver.recv()
+    time.sleep(0.5)
+    assert len(family(tag)) == 1
+    os.kill(command.pid, signal.SIGTERM)
+    command.join(30)
+    assert command.exitcode == 128 + signal.SIGTERM and family(tag) == []
 
 
 @pytest.mark.parametrize(

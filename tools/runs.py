@@ -32,6 +32,11 @@ class TooSlow(AssertionError):
     """A run did not end within its time limit."""
 
 
+def end_runs_on_sigterm():
+    """Let SIGTERM raise an exception, as Ctrl-C does, so that a run that goes on is ended, too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def command(script, nproc, flags, launcher="torch.distributed.run"):
     """The command that runs a script: torchrun for a number of processes, Python for nproc=None.
 

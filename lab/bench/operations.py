@@ -34,7 +34,7 @@ from lab.bench.report import medians, run_counts, spread, write_table
 from lab.bench.runner import machine, take_turns
 from tasks.images.models import build_classifier
 from tools.markdown import markdown_table
-from tools.runs import ROOT, finish_run, flag_list, start_run
+from tools.runs import ROOT, end_runs_on_sigterm, finish_run, flag_list, start_run
 from utils.config import load_config
 from utils.optim import build_optimizer
 
@@ -202,4 +202,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
+        end_runs_on_sigterm()
         main()

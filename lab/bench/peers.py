@@ -25,7 +25,7 @@ from lab.bench.rows import Row
 from lab.bench.runner import Runner, machine, process_counts, setting, take_turns
 from tasks.images import Settings
 from tools.markdown import markdown_table
-from tools.runs import flag_list
+from tools.runs import end_runs_on_sigterm, flag_list
 from utils.config import load_config
 from utils.distributed import available_cores
 
@@ -219,4 +219,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_runs_on_sigterm()
     main()

@@ -19,7 +19,7 @@ import torch
 from lab.bench.report import write_table
 from lab.bench.runner import machine
 from tools.markdown import markdown_table
-from tools.runs import finish_run, start_run
+from tools.runs import end_runs_on_sigterm, finish_run, start_run
 
 RANKS = 2
 FLAGS = {"dataset": "synthetic", "synthetic_samples": 1280, "model": "vit_tiny", "epochs": 2}
@@ -82,4 +82,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_runs_on_sigterm()
     main()

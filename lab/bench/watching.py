@@ -27,7 +27,7 @@ from lab.bench.operations import FLAGS
 from lab.bench.report import write_table
 from lab.bench.runner import machine
 from tools.markdown import markdown_table
-from tools.runs import ROOT, flag_list
+from tools.runs import ROOT, end_runs_on_sigterm, flag_list
 
 BLOCK, PAIRS = 20, 60  # steps; pairs of blocks, after one pair that warms up
 # {row: (flags, whether stderr is a terminal, the package that it needs)}
@@ -166,4 +166,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], sys.argv[3:])
     else:
+        end_runs_on_sigterm()
         main()

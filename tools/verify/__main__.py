@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tools.runs import end_runs_on_sigterm
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
 from tools.verify.plants import PLANTS, planted_copy
 from tools.verify.run import Verifier, run_matrix
@@ -86,4 +87,5 @@ def main():
 
 
 if __name__ == "__main__":
+    end_runs_on_sigterm()
     sys.exit(main())
