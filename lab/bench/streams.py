@@ -177,18 +177,23 @@ def speed(loader):
 
 def epoch_seconds(order, steps):
     """Train the text task's model on one core, in an order that is made of (lengths, batch size).
-    Returns the seconds of an epoch, extrapolated from `steps` of its steps, evenly spaced."""
+    Returns the seconds of an epoch, extrapolated from `steps` of its steps, evenly spaced among
+    those sorted by length."""
     flags = [f"--context={LENGTH}", "--padding=longest"]
     cfg = load_config(tasks.text.Settings, None, flags)
     train_set, _ = tasks.text.build_datasets(cfg)
     model = tasks.text.build_model(cfg, train_set)
+    lengths = [len(piece) for piece in train_set.pieces]
     torch.manual_seed(0)
-    indices = list(order([len(piece) for piece in train_set.pieces], cfg.global_batch_size))
+    indices = list(order(lengths, cfg.global_batch_size))
     count = len(indices) // cfg.global_batch_size
-    timed = range(count)[:: max(1, count // steps)][:steps]
+    batches = [
+        indices[step * cfg.global_batch_size :][: cfg.global_batch_size] for step in range(count)
+    ]
+    batches.sort(key=lambda batch: max(lengths[index] for index in batch))
+    timed = batches[count // (2 * steps) :: count // steps][:steps]
     start = time.perf_counter()
-    for step in timed:
-        chosen = indices[step * cfg.global_batch_size :][: cfg.global_batch_size]
+    for chosen in timed:
         inputs, targets = train_set.collate_fn([train_set[index] for index in chosen])
         tasks.text.loss(model(inputs), targets).backward()
     return (time.perf_counter() - start) / len(timed) * count
