@@ -162,15 +162,18 @@ def test_sigterm_to_a_command_ends_the_run_that_it_has_started(tmp_path):
 
     def measure():
         end_runs_on_sigterm()
+        fork = FORK.Process(target=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        fork.start()
+        fork.join(30)
         process = start_run(tmp_path / "script.py", None, {})
-        sender.send(process.run_tag)
+        sender.send((process.run_tag, fork.exitcode))
         finish_run(process, tmp_path)
 
     command = FORK.Process(target=measure)
     command.start()
-    tag = receiver.recv()
+    tag, fork_code = receiver.recv()
     time.sleep(0.5)
-    assert len(family(tag)) == 1
+    assert len(family(tag)) == 1 and fork_code == -signal.SIGTERM
     os.kill(command.pid, signal.SIGTERM)
     command.join(30)
     assert command.exitcode == 128 + signal.SIGTERM and family(tag) == []

@@ -35,6 +35,8 @@ class TooSlow(AssertionError):
 def end_runs_on_sigterm():
     """Let SIGTERM raise an exception, as Ctrl-C does, so that a run that goes on is ended, too."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # A fork that waits in C++ would not call the handler.
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def command(script, nproc, flags, launcher="torch.distributed.run"):
