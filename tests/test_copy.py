@@ -60,6 +60,7 @@ def test_copy_runs_its_default_command(script, task, tmp_path):
     assert others == []  # but for the progress of a slow machine, it is quiet
 
 
+@pytest.mark.slow
 def test_copy_without_an_option_names_the_file(tmp_path):
     """Only the setting that needs the file fails; --with brings it."""
     for _ in range(2):  # the second time, over the same files

@@ -128,6 +128,7 @@ def test_settings_of_all_jobs_are_known(tmp_path):
     assert max(job.seconds for job in jobs) < 9 * 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not batched.is_available(), reason="torch 2.11 has no batched_grad_copy")
 def test_copying_gradients_in_batches_trains_the_same_weights(tmp_path):
     flags = SMALL | {"dtype": "float64", "epochs": 1}

@@ -48,6 +48,7 @@ def notebook():
         yield notebook
 
 
+@pytest.mark.slow
 def test_cells_of_the_page(notebook, tmp_path):
     function, start, *readers = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     notebook.run(function)
@@ -59,6 +60,7 @@ def test_cells_of_the_page(notebook, tmp_path):
     assert [notebook.run(code)[1].count(",") for code in readers] == [2, 1]
 
 
+@pytest.mark.slow
 def test_stop_button_saves_and_the_cell_continues(notebook, tmp_path):
     folder = tmp_path / "run"
     flags = SMALL | {"epochs": 1000, "output_dir": folder, "save_epochs": 1000}

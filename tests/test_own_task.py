@@ -85,6 +85,7 @@ def test_losses_of_dicts():
     assert torch.isclose(names["loss"](outputs, batch), expected) and names["count"](batch) == 3
 
 
+@pytest.mark.slow
 def test_own_task_trains_on_two_processes(project):
     folder, training = project
     _, task, _, settings = blocks("python")

@@ -15,6 +15,7 @@ def numbers(run):
     return [row[name] for row in run.rows for name in NAMES]
 
 
+@pytest.mark.slow
 def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
     script = applied("metrics", tmp_path / "copy") / "train_ddp.py"
     train = partial(run_to_end, synthetic_samples=155, global_batch_size=12)

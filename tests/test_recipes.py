@@ -79,6 +79,7 @@ def test_exponential_moving_average(optimizer, tmp_path):
         assert [row["val_loss"] for row in run.rows] == pytest.approx(losses, rel=EXACT)
 
 
+@pytest.mark.slow
 def test_unused_parameters(tmp_path):
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     uses = experts_task.chosen(experts_task.Points(60, 0).points)[order].view(5, 6, 2).sum(1)
@@ -126,6 +127,7 @@ def compile_without_inductor():
     nn.Module.compile = lambda module, mode: compile_module(module, backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_activation_checkpointing(script, tmp_path):
     folder = applied("activation-checkpointing", tmp_path / "copy")
