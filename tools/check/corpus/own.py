@@ -233,7 +233,10 @@ def _verdict(own, name, row):
 
 
 def _place(finding):
-    return f"{finding.place[0]}:{finding.place[1]}: " if finding.place else ""
+    if not finding.place:
+        return ""
+    file, line = finding.place
+    return f"{str(file).removeprefix(f'{ROOT}/')}:{line}: "  # not where this project happens to be
 
 
 def write(page, rows):
