@@ -14,7 +14,7 @@ import torch
 from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.progress
-from tests.launch import SMALL
+from tests.launch import CRASHES, SMALL
 from tools.runs import Run, flag_list, load_script
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
@@ -65,6 +65,9 @@ def fork_script(script, nproc=None, before=None, limit=120, settings=SMALL, **fl
         "".join((logs / f"{name}-{rank}").read_text() for rank in range(len(ranks)))
         for name in ("stdout", "stderr")
     )
+    for number, rank in enumerate(ranks):
+        name = CRASHES.get(rank.exitcode)
+        assert name is None, f"rank {number} of {script} died of {name}:\n{stdout}{stderr}"
     assert not alive, f"ranks {alive} of {script} did not end in {limit} s:\n{stdout}{stderr}"
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics)
@@ -78,6 +81,7 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
         flag = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
         os.dup2(os.open(logs / f"{name}-{rank}", flag), number)
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    faulthandler.enable()  # to this stderr: pytest's own is that of the process that was forked
     faulthandler.dump_traceback_later(limit - 10)  # all threads, to stderr
     warnings.resetwarnings()
     # Since Python 3.12, about workers of a loader, for example. Python hides it by default.

@@ -5,6 +5,8 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import queue
+import signal
 import socket
 import threading
 import traceback
@@ -13,6 +15,9 @@ from contextlib import contextmanager, suppress
 from torch import set_num_threads  # as it is before a fixture replaces it
 
 from tools.runs import ROOT, finish_run, start_run
+
+# {exit code: signal} of a process that crashed in C++; pyproject.toml says why its test is rerun.
+CRASHES = {-number: number.name for number in (signal.SIGSEGV, signal.SIGABRT)}
 
 # A small run of a BatchNorm model; tests pass what they change.
 SMALL = {
@@ -107,6 +112,9 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, li
         rank.start()
     try:
         returned = dict(results.get(timeout=limit) for _ in ranks)
+    except queue.Empty:
+        codes = [CRASHES.get(rank.exitcode, rank.exitcode) for rank in ranks]
+        raise AssertionError(f"no result from a rank; the exit codes: {codes}") from None
     finally:
         for _ in ranks:
             done.release()  # an Event would wait for ranks that have been killed

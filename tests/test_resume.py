@@ -1,5 +1,10 @@
 """A killed and resumed run matches an uninterrupted one, bit for bit, even within an epoch."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 import torchvision
@@ -14,6 +19,7 @@ from tests.forked import (
     without_seconds,
 )
 from tests.launch import run_script
+from tools.runs import ROOT
 from utils.checkpoint_file import read_checkpoint
 
 ADAMW = {"optimizer": "adamw", "lr": 0.001}
@@ -103,6 +109,30 @@ def test_run_moves_between_scripts_and_world_sizes(tmp_path):
     assert largest_difference(ours["model"], theirs["model"]) < 1e-11
     for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
         assert row | {"world_size": 1} == pytest.approx(other, rel=1e-9)
+
+
+def test_crash_in_cpp_is_named_and_its_test_runs_once_more(tmp_path):
+    def crash():
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(AssertionError, match=r"rank 0 .* died of SIGSEGV:\n(.|\n)*Fatal Python"):
+        fork_script("train_1gpu.py", None, crash, output_dir=tmp_path / "run")
+
+    (tmp_path / "test_of_tests.py").write_text(
+        """
+calls = []
+
+def test_crash():
+    calls.append(1)
+    assert len(calls) > 1, "rank 1 of train_ddp.py died of SIGSEGV"
+
+def test_error():
+    assert False
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-p", "no:xdist"]
+    process = subprocess.run([*command, tmp_path], capture_output=True, text=True)
+    assert "1 failed, 1 passed, 1 rerun" in process.stdout, process.stdout + process.stderr
 
 
 def test_batches_are_kept_within_an_epoch(tmp_path):
