@@ -286,12 +286,17 @@ def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
 
 
 def two_ranks_read(rule, shares, **fields):
+    """The rules of findings_of_two_ranks()."""
+    return [finding.rule for finding in findings_of_two_ranks(rule, shares, **fields)]
+
+
+def findings_of_two_ranks(rule, shares, **fields):
     """The findings of a rule about two ranks, each with one epoch of these samples."""
     same = {"loader": 0, "dataset": 0, "base": 0, "contents": {}, "iterable": False, "place": None}
     epochs = [same | {"samples": own, "base_samples": own} | fields for own in shares]
     ranks = [SimpleNamespace(training=[epoch], fetches=[]) for epoch in epochs]
     two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
-    return [finding.rule for finding in rule({"two": two})]
+    return list(rule({"two": two}))
 
 
 def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
@@ -306,6 +311,16 @@ def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
     epoch = {"sizes": [3, 16], "whole": True}
     assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
     assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
+
+
+def test_samples_in_no_share_are_not_counted_in_subsets_that_may_differ():
+    shares = [list(range(0, 40)), list(range(20, 60))]
+    epoch = {"sizes": [3, 16], "whole": True}
+    (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=90)
+    assert finding.observed.startswith("20 samples are in the shares of")
+    assert finding.observed.endswith(", and 30 of 90 in neither")
+    (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=50, dataset=1)
+    assert finding.observed == "20 samples are in the shares of rank 0 and of rank 1"
 
 
 @pytest.mark.parametrize("kind, function", [("save", "torch.save"), ("dump", "pickle")])

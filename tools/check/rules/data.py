@@ -48,12 +48,10 @@ def same_samples(checked):
             missing = length - len(set(ours) | set(theirs)) if length else 0
             if len(common) <= _fillers(ranks, first, missing):
                 continue
-            yield Finding(
-                "shares-overlap",
-                where(first),
-                f"{len(common)} samples are in the shares of rank 0 and of rank 1, and "
-                f"{missing} of {length} in neither",
-            )
+            text = f"{len(common)} samples are in the shares of rank 0 and of rank 1"
+            if first["dataset"] == first["base"]:  # or the ranks may have drawn different subsets
+                text += f", and {missing} of {length} in neither"
+            yield Finding("shares-overlap", where(first), text)
 
 
 def _fillers(ranks, epoch, missing):
