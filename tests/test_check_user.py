@@ -183,6 +183,24 @@ def output(limit, source, folder):
     return subprocess.check_output(command, env=os.environ | environment, text=True)
 
 
+def test_batches_of_two_ranks_are_joined(tmp_path):
+    """Tensors, arrays, and lists with an entry per sample; what is one per batch stays."""
+    source = """
+import numpy
+from check_inside.exact import _join
+ranks = [
+    [{"x": torch.tensor(x), "y": numpy.array(x), "names": [str(i) for i in x], "scale": 2}, pair]
+    for x, pair in (([1, 2, 3], (numpy.zeros(3), numpy.ones(3))), ([4], (numpy.ones(1),) * 2))
+]
+fields, pair = _join([3, 1], ranks)
+print(fields["x"].tolist(), fields["y"].tolist(), fields["names"], fields["scale"])
+print([array.tolist() for array in pair])
+"""
+    lines = output(0, source, tmp_path).splitlines()
+    assert lines[0] == "[1, 2, 3, 4] [1, 2, 3, 4] ['1', '2', '3', '4'] 2"
+    assert lines[1] == "[[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]"
+
+
 def numbers(limit, source, folder):
     return [int(word) for word in output(limit, source, folder).split()]
 

@@ -8,6 +8,7 @@ statistics are on if the script joins those of all ranks itself.)
 
 import os
 import random
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -138,13 +139,15 @@ def _joined(folder, loader, number, batch):
 
 
 def _join(sizes, parts):
-    """Parts of these numbers of samples as one: tensors are concatenated, and so are lists that
-    hold an entry per sample."""
+    """Parts of these numbers of samples as one: tensors and arrays are concatenated, and so are
+    lists that hold an entry per sample."""
     import torch
 
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.dim():
         return torch.cat(parts)
+    if _is_array(first):
+        return sys.modules["numpy"].concatenate(parts) if first.ndim else first
     if isinstance(first, list | tuple):
         if [len(part) for part in parts] == sizes and not _holds_batches(sizes[0], first):
             joined = [sample for part in parts for sample in part]
@@ -159,10 +162,17 @@ def _join(sizes, parts):
 
 
 def _holds_batches(size, fields):
-    """Whether the entries of a list are tensors of a whole batch, not of one sample each."""
+    """Whether the entries of a list are tensors or arrays of a whole batch, not of one sample."""
     import torch
 
-    return all(isinstance(x, torch.Tensor) and x.dim() and len(x) == size for x in fields)
+    return all(
+        (isinstance(x, torch.Tensor) or _is_array(x)) and x.ndim and len(x) == size for x in fields
+    )
+
+
+def _is_array(value):
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def gradients_of(optimizer, parameters):
