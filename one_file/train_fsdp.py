@@ -299,3 +299,4 @@ if __name__ == "__main__":
             time.sleep(5)
         sys.exit(traceback.format_exc())  # frees the loader, which ends its processes; not `raise`
     dist.destroy_process_group()
+    os._exit(0)  # threads of gloo may abort a process that shuts down (pytorch/pytorch#190489)

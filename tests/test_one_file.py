@@ -18,7 +18,7 @@ SCRIPTS = sorted((ROOT / "one_file").glob("*.py"))
 
 def test_it_is_one_short_file():
     for script in SCRIPTS:
-        assert size(script).lines <= 220
+        assert size(script).lines <= 225
         modules = set()
         for node in ast.walk(ast.parse(script.read_text())):
             if isinstance(node, ast.Import):
