@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 
 import tasks.text
 import tools.verify.__main__ as verify
+from tests.launch import CRASHES
 from tools.copy import task_module
 from tools.lessons import LADDER, ROOT, RUNGS
 from tools.runs import flag_list
@@ -100,10 +102,30 @@ def rows(request, verifiers):
     }
 
 
+def row_without_crash(run):
+    """The Row that run(attempt) returns; of a second run if a rank of the first crashed in C++, for
+    which pyproject.toml has the reason: its rule does not repeat fixtures."""
+    row = run(1)
+    return run(2) if re.search("|".join(CRASHES.values()), row.details) else row
+
+
+def test_only_a_run_that_crashed_in_cpp_is_repeated():
+    crash, other = Row("", Problem.FAILED, "Signal 11 (SIGSEGV)"), Row("", Problem.FAILED, "?")
+    assert row_without_crash({1: crash, 2: other}.get) is other
+    assert row_without_crash({1: other}.get) is other
+
+
 @parametrize(CASES, FAST_CASES)
-def test_case_passes(name, rows):
+def test_case_passes(name, rows, verifiers, tmp_path):
     suite, case = CASES[name]
-    row = rows[suite.task][case.name]
+
+    def run(attempt):
+        if attempt == 1:
+            return rows[suite.task][case.name]
+        references = verifiers[suite.task].references
+        return Verifier(tmp_path, suite, references=references).run([case])[0]
+
+    row = row_without_crash(run)
     assert row.problem is None, row
     is_sharded = case.flags.get("save_sharded")
     assert row.each_sample_once and (row.writers == (0,) or is_sharded)
@@ -124,7 +146,11 @@ def planted(request, verifiers, tmp_path_factory):
         root = planted_copy(bug, folder / bug.name / "copy")
         verifier = verifiers[bug.task]
         shared = {"cores": verifier.cores, "references": verifier.references}
-        return Verifier(folder / bug.name, suite, root, **shared).run([case])[0]
+
+        def run(attempt):
+            return Verifier(folder / bug.name / str(attempt), suite, root, **shared).run([case])[0]
+
+        return row_without_crash(run)
 
     for task, verifier in verifiers.items():
         rows_of_task = [CASES[f"{task}: {bug.row}"][1] for bug in bugs if bug.task == task]
@@ -154,7 +180,7 @@ def test_scripts_continue_each_other(tmp_path):
     """Two of the scripts, one with sharded checkpoints; --matrix runs all pairs."""
     rows = run_matrix(tmp_path, lambda row: None, ["train_1gpu.py", "train_fsdp.py"])
     assert len(rows) == 6
-    assert [row.problem for row in rows] == [None] * 6
+    assert [row.problem for row in rows] == [None] * 6, str(rows)
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
