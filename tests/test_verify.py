@@ -92,40 +92,46 @@ def verifiers(tmp_path_factory):
     }
 
 
+def rows_of(verifier, cases):
+    """{case: Row}. A case in which a rank crashed in C++ runs once more, for the reason that
+    pyproject.toml gives: its rule repeats tests, but not what a fixture has returned."""
+    rows = {row.case: row for row in verifier.run(cases)}
+    crash = "|".join(CRASHES.values())
+    crashed = [case for case in cases if re.search(crash, rows[case.name].details)]
+    if crashed:
+        shared = {"cores": verifier.cores, "references": verifier.references}
+        again = Verifier(verifier.folder / "again", verifier.suite, verifier.root, **shared)
+        rows |= {row.case: row for row in again.run(crashed)}
+    return rows
+
+
+def test_only_a_run_that_crashed_in_cpp_is_repeated(tmp_path, monkeypatch):
+    details, ran = ["Signal 11 (SIGSEGV)", "?", "!"], []
+
+    def run(verifier, cases):
+        ran.append([case.name for case in cases])
+        return [Row(case.name, Problem.FAILED, details.pop(0)) for case in cases]
+
+    monkeypatch.setattr(Verifier, "run", run)
+    rows = rows_of(Verifier(tmp_path), [CASES[f"images: {name}"][1] for name in ("dp", "ddp x1")])
+    assert ran == [["dp", "ddp x1"], ["dp"]]
+    assert (rows["dp"].details, rows["ddp x1"].details) == ("!", "?")
+
+
 @pytest.fixture(scope="module")
 def rows(request, verifiers):
     """{task: {case: Row}} of the selected cases."""
     chosen = [CASES[name] for name in selected(request, CASES)]
     return {
-        task: {row.case: row for row in verifier.run([c for s, c in chosen if s.task == task])}
+        task: rows_of(verifier, [case for suite, case in chosen if suite.task == task])
         for task, verifier in verifiers.items()
     }
 
 
-def row_without_crash(run):
-    """The Row that run(attempt) returns; of a second run if a rank of the first crashed in C++, for
-    which pyproject.toml has the reason: its rule does not repeat fixtures."""
-    row = run(1)
-    return run(2) if re.search("|".join(CRASHES.values()), row.details) else row
-
-
-def test_only_a_run_that_crashed_in_cpp_is_repeated():
-    crash, other = Row("", Problem.FAILED, "Signal 11 (SIGSEGV)"), Row("", Problem.FAILED, "?")
-    assert row_without_crash({1: crash, 2: other}.get) is other
-    assert row_without_crash({1: other}.get) is other
-
-
 @parametrize(CASES, FAST_CASES)
-def test_case_passes(name, rows, verifiers, tmp_path):
+def test_case_passes(name, rows):
     suite, case = CASES[name]
-
-    def run(attempt):
-        if attempt == 1:
-            return rows[suite.task][case.name]
-        references = verifiers[suite.task].references
-        return Verifier(tmp_path, suite, references=references).run([case])[0]
-
-    row = row_without_crash(run)
+    row = rows[suite.task][case.name]
     assert row.problem is None, row
     is_sharded = case.flags.get("save_sharded")
     assert row.each_sample_once and (row.writers == (0,) or is_sharded)
@@ -146,11 +152,7 @@ def planted(request, verifiers, tmp_path_factory):
         root = planted_copy(bug, folder / bug.name / "copy")
         verifier = verifiers[bug.task]
         shared = {"cores": verifier.cores, "references": verifier.references}
-
-        def run(attempt):
-            return Verifier(folder / bug.name / str(attempt), suite, root, **shared).run([case])[0]
-
-        return row_without_crash(run)
+        return rows_of(Verifier(folder / bug.name, suite, root, **shared), [case])[case.name]
 
     for task, verifier in verifiers.items():
         rows_of_task = [CASES[f"{task}: {bug.row}"][1] for bug in bugs if bug.task == task]
