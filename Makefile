@@ -39,7 +39,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
 ifeq ($(CONFIG) $(ARGS),configs/quickstart.yaml )
-	@echo 'Next: `$(python) -m tools.report runs/quickstart` draws these curves, `make diff` shows what' \
+	@echo 'Next: `$(python) -m tools.report runs/train_ddp` draws the curves, `make diff` shows what' \
 	    'train_ddp.py adds to train_1gpu.py, and docs/own-task.md is about a task of your own.'
 endif
 
@@ -121,7 +121,7 @@ lint: $(dev)  ## ruff check, ruff format --check, and mypy on utils/ and tasks/
 	$(python) -m mypy
 
 diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
-	@git --no-pager diff --no-index --color=auto train_$(FROM).py train_$(TO).py || true
+	@diff -u train_$(FROM).py train_$(TO).py || test $$? = 1
 
 readme: $(env)  ## update the generated blocks of README.md and docs/
 	$(python) -m tools.readme
@@ -133,6 +133,9 @@ clean:  ## remove the environment and the caches; runs/ and data/ stay
 .venv/.train: requirements.txt requirements-extras.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x .venv/bin/python || python3 -m venv .venv
+	@.venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip # of uv venv
+	@echo 'Installing into .venv: with the CUDA libraries of PyTorch, about 6 GB on Linux.' \
+	    'README.md says how to install PyTorch for CPUs instead, or to use an existing environment.'
 	.venv/bin/python -m pip install --quiet -r requirements.txt -r requirements-extras.txt
 	touch $@
 

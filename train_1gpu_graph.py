@@ -20,7 +20,7 @@ from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.run_folder import claim_output_dir
 from utils.rungs.graph import GraphedStep, GraphSettings
-from utils.runtime import configure_torch, log_summary
+from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.sampler import EpochSampler
 from utils.seeds import set_seed
 
@@ -70,8 +70,8 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
-    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
 

@@ -17,15 +17,15 @@ from utils.checkpoint import Checkpointer
 from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
-from utils.distributed import init_distributed, mean_over_replicas
+from utils.distributed import init_distributed, mean_over_replicas, settle_ddp_buckets
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
-from utils.replicas import CompareReplicas, check_setup, settle_ddp_buckets
+from utils.replicas import CompareReplicas, check_setup
 from utils.run_folder import claim_output_dir
 from utils.rungs import spawn
-from utils.runtime import configure_torch, log_summary
+from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
@@ -67,8 +67,8 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
-    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
     if cfg.compile != "none":
@@ -91,7 +91,7 @@ def main():
     }
     check_setup(cfg, state)  # all ranks have the same code, settings and data
     claim_output_dir(cfg)  # one run at a time
-    hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
+    hooks = build_hooks(cfg, state, CompareReplicas)  # compares what all ranks hold
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order

@@ -24,7 +24,7 @@ from utils.options import build_hooks
 from utils.replicas import CompareReplicas, check_setup
 from utils.run_folder import claim_output_dir
 from utils.rungs import fsdp
-from utils.runtime import configure_torch, log_summary
+from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
@@ -66,8 +66,8 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
-    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
     if cfg.compile != "none":
@@ -95,7 +95,7 @@ def main():
     }
     check_setup(cfg, state)  # all ranks have the same code, settings and data
     claim_output_dir(cfg)  # one run at a time
-    hooks = [CompareReplicas(cfg, state), *build_hooks(cfg, state)]  # compares what all ranks hold
+    hooks = build_hooks(cfg, state, fsdp.CompareShards, CompareReplicas)  # used alike on all ranks
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -22,7 +22,7 @@ from utils.options import build_hooks
 from utils.replicas import check_setup
 from utils.run_folder import claim_output_dir
 from utils.rungs import pipeline
-from utils.runtime import configure_torch, log_summary
+from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.seeds import set_seed
 
 
@@ -62,8 +62,8 @@ def main():
     val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
 
     # Model
-    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
-    check_task(task, model, train_loader)  # with one sample: fails now, not after an epoch
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
     # A Pipeline keeps only the layers of this rank's stages.
     model = pipeline.Pipeline(model, task.layers(model), train_loader, device, cfg)
 
@@ -83,7 +83,7 @@ def main():
     }
     check_setup(cfg, state)  # all ranks have the same code, settings and data
     claim_output_dir(cfg)  # one run at a time
-    hooks = [pipeline.OwnStages(), *build_hooks(cfg, state)]
+    hooks = build_hooks(cfg, state, pipeline.OwnStages)
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # 0 unless there is a run to resume
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -10,27 +10,31 @@ same samples, transformed alike. (A model with dropout drops different elements.
 """
 
 import argparse
+import hashlib
 import math
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.datasets import CIFAR10
+from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-STEPS_BETWEEN_LOOKS = 10  # at whether a rank has received SIGTERM; each look waits for the device
-stop_requested = threading.Event()
+STEPS_BETWEEN_LOOKS = 10  # at whether a rank has received a signal; each look waits for the device
+SECONDS_BETWEEN_LINES = 10  # of output within an epoch
+received_signals = []  # a threading.Event has a lock: a second signal could wait for it forever
 
 
 # What is trained
@@ -42,7 +46,9 @@ class Images(Dataset):
     be PyTorch's, as those of transforms.v2 are; NumPy's and Python's are not seeded here."""
 
     def __init__(self, dataset, transform, seed):
-        self.dataset, self.transform, self.seed = dataset, transform, seed
+        self.dataset = dataset
+        self.transform = transform
+        self.seed = seed
 
     def __len__(self):
         return len(self.dataset)
@@ -50,28 +56,55 @@ class Images(Dataset):
     def __getitem__(self, key):
         epoch, index = key
         image, label = self.dataset[index]
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**63)
-            return self.transform(image), label
+        with torch.random.fork_rng(devices=[]):  # without workers, dropout draws from it, too
+            torch.default_generator.manual_seed(seed_of_sample(self.seed, epoch, index))
+            image = self.transform(image)
+        return image, label
+
+
+def seed_of_sample(seed, epoch, index):
+    """The first 8 bytes of a SHA-256: the same in every process and version of Python, and, unlike
+    a sum, different for (epoch 1, index 2) and (epoch 2, index 1)."""
+    text = f"{seed} {epoch} {index}"
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 def build_datasets(args):
     """The training set and the validation set, whose indices are (epoch, index)."""
-    plain = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.25])]
-    random = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *plain])
     if os.environ["LOCAL_RANK"] == "0":  # one download per node
-        torchvision.datasets.CIFAR10(args.data, download=True)
+        CIFAR10(args.data, download=True)
     dist.barrier()
-    train, val = (torchvision.datasets.CIFAR10(args.data, train=part) for part in (True, False))
-    return Images(train, random, args.seed), Images(val, v2.Compose(plain), args.seed)
+
+    to_tensor = v2.Compose(
+        [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5], [0.25]),
+        ]
+    )
+    augment = v2.Compose(
+        [
+            v2.RandomCrop(32, padding=4),
+            v2.RandomHorizontalFlip(),
+            to_tensor,
+        ]
+    )
+    train_set = CIFAR10(args.data, train=True)
+    val_set = CIFAR10(args.data, train=False)
+    train_set = Images(train_set, augment, args.seed)
+    val_set = Images(val_set, to_tensor, args.seed)
+    return train_set, val_set
 
 
 def build_model():
     """ResNet-18 for small images. GroupNorm, unlike BatchNorm, does not mix the samples of a batch,
     so that the number of processes does not matter."""
-    model = torchvision.models.resnet18(
-        num_classes=10, norm_layer=lambda channels: nn.GroupNorm(32, channels)
-    )
+
+    def norm_layer(channels):
+        return nn.GroupNorm(32, channels)
+
+    model = resnet18(num_classes=10, norm_layer=norm_layer)
     model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -88,7 +121,78 @@ def count_targets(labels):
     return labels.numel()
 
 
+# Signals and output
+
+
+def remember_signal(number, frame):
+    """Nothing else: all ranks have to stop after the same step."""
+    received_signals.append(number)
+
+
+def outlive_signal(number, frame):
+    """In a loader process: torchrun signals these, too, but their batches are needed until the run
+    stops. torchrun kills all that is left after 30 seconds."""
+    signal.alarm(30)
+
+
+def handle_signals(handler):
+    """Call the handler on SIGTERM, a scheduler's, and SIGHUP, that of a terminal that is closed."""
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGHUP, handler)
+
+
+def start_worker(worker):
+    """What each new loader process calls first."""
+    handle_signals(outlive_signal)
+
+
+def any_rank_stops(device):
+    """Whether a signal has reached any rank: all must stop after the same step."""
+    stop = torch.tensor(len(received_signals), device=device)
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    return stop.item() > 0
+
+
+def say(text):
+    """Write a line on rank 0. On a full disk, or to a terminal that is gone, print() would end the
+    run with an error, or with exit code 120 for what is left in its buffer."""
+    if dist.get_rank() == 0:
+        with suppress(OSError):
+            os.write(1, os.fsencode(f"{text}\n"))
+
+
 # How it is trained
+
+
+def zero(device):
+    """A sum to add to: in float64, and on the device, where nothing has to wait for its value."""
+    return torch.zeros((), dtype=torch.float64, device=device)
+
+
+class Run:
+    """How far a run has come, and what this rank has added up since the epoch began."""
+
+    def __init__(self, settings, steps_per_epoch, device):
+        self.settings = settings  # a run can only be resumed with the same
+        self.steps_per_epoch = steps_per_epoch
+        self.device = device
+        self.epoch = 0
+        self.step = 0  # the number of steps done in this epoch
+        self.loss = zero(device)
+        self.targets = zero(device)
+
+    def start_next_epoch(self):
+        """Set everything to the beginning of the next epoch."""
+        self.epoch += 1
+        self.step = 0
+        self.loss.zero_()
+        self.targets.zero_()
+
+    def totals(self):
+        """(the sum of the losses, the number of targets) of all ranks, as a tensor."""
+        sums = torch.stack([self.loss, self.targets])
+        dist.all_reduce(sums)
+        return sums
 
 
 class EpochSampler(DistributedSampler):
@@ -98,95 +202,111 @@ class EpochSampler(DistributedSampler):
     start = 0
 
     def __iter__(self):
-        indices = list(super().__iter__())[self.start :]
-        return iter([(self.epoch, index) for index in indices])
-
-
-def outlive_sigterm(worker):
-    """torchrun signals loader processes, too, whose batches are needed until the next look. It
-    kills all that is left after 30 seconds."""
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(30))
+        indices = list(super().__iter__())
+        for index in indices[self.start :]:
+            yield self.epoch, index
 
 
 def train_one_epoch(model, loader, optimizer, scheduler, run, args):
-    """Train from run["step"] to the end of the epoch. Returns False if the run has to stop."""
-    device, steps = run["device"], run["steps_per_epoch"]
-    loader.sampler.set_epoch(run["epoch"])  # otherwise, every epoch would have the same order
-    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size
+    """Train from run.step to the end of the epoch, or until the run has to stop."""
+    loader.sampler.set_epoch(run.epoch)  # otherwise, every epoch would have the same order
+    loader.sampler.start = run.step * args.micro_batches * loader.batch_size
+    device = run.device
     model.train()
-    batches, shown = iter(loader), time.monotonic()
-    for step in range(run["step"], steps):
-        micro_batches = [next(batches) for _ in range(args.micro_batches)]
-        targets = sum(count_targets(labels) for _, labels in micro_batches)
+    batches = iter(loader)
+    shown = time.monotonic()
+    while run.step < run.steps_per_epoch:
+        micro_batches = []
+        targets = 0
+        for _ in range(args.micro_batches):
+            images, labels = next(batches)
+            micro_batches.append((images, labels))
+            targets += count_targets(labels)
+
         # DistributedDataParallel averages over the ranks, so each divides by the ranks' mean count.
-        count = torch.tensor(targets, dtype=torch.float64, device=device)
-        dist.all_reduce(count)
-        count /= dist.get_world_size()
-        for number, (images, labels) in enumerate(micro_batches):
-            images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-            is_last = number == args.micro_batches - 1
+        mean_targets = zero(device) + targets
+        dist.all_reduce(mean_targets)
+        mean_targets /= dist.get_world_size()
+
+        for number, (images, labels) in enumerate(micro_batches, start=1):
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            is_last = number == args.micro_batches
             with nullcontext() if is_last else model.no_sync():  # one all-reduce per step
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                     outputs = model(images)
                     loss = loss_sum(outputs, labels)
-                (loss / count).backward()
-            run["sums"][0] += loss.detach()
-        run["sums"][1] += targets
-        nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)  # of the averaged gradients
+                (loss / mean_targets).backward()
+            run.loss += loss.detach()  # not .item(), which would wait for the device
+        run.targets += targets
+
+        if args.clip_norm > 0:  # of the averaged gradients
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        run["step"] = step + 1
-        if dist.get_rank() == 0 and time.monotonic() - shown > 10:
-            shown, mean = time.monotonic(), run["sums"][0] / run["sums"][1]
-            text = f"epoch {run['epoch']}, step {step + 1} of {steps}"
-            print(f"{text}: loss {mean.item():.4f} (rank 0)", flush=True)
-        if run["step"] % STEPS_BETWEEN_LOOKS == 0 and any_rank_stops(device):
-            return False
-    return True
+        run.step += 1
 
-
-def any_rank_stops(device):
-    """Whether a signal has reached any rank: all must stop after the same step."""
-    stop = torch.tensor(float(stop_requested.is_set()), device=device)
-    dist.all_reduce(stop, dist.ReduceOp.MAX)
-    return bool(stop.item())
+        if time.monotonic() - shown > SECONDS_BETWEEN_LINES:
+            shown = time.monotonic()
+            mean = run.loss / run.targets
+            place = f"epoch {run.epoch}, step {run.step} of {run.steps_per_epoch}"
+            say(f"{place}: loss {mean.item():.4f} (rank 0)")
+        if run.step % STEPS_BETWEEN_LOOKS == 0 and any_rank_stops(device):
+            return
 
 
 @torch.no_grad()
-def evaluate(model, dataset, device, args):
+def evaluate(model, dataset, batch_size, device, args):
     """(mean loss, accuracy) over the dataset, in which each sample counts once. DistributedSampler
     would repeat samples to give all ranks equally many."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    own = range(rank, len(dataset), world_size)
+    keys = [(0, index) for index in own]
+    loss = zero(device)
+    correct = zero(device)
+    targets = zero(device)
+    samples = zero(device)
     model.eval()
-    own = [(0, index) for index in range(dist.get_rank(), len(dataset), dist.get_world_size())]
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
-    for images, labels in DataLoader(dataset, batch_size=256, sampler=own):
-        images, labels = images.to(device), labels.to(device)
+    for images, labels in DataLoader(dataset, batch_size, sampler=keys):
+        images = images.to(device)
+        labels = labels.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
             outputs = model.module(images)  # without DistributedDataParallel: batches are uneven
-            sums[0] += loss_sum(outputs, labels)
-        sums[1] += (outputs.argmax(1) == labels).sum()
-        sums[2] += count_targets(labels)
-        sums[3] += len(labels)
+            loss += loss_sum(outputs, labels)
+        correct += (outputs.argmax(1) == labels).sum()
+        targets += count_targets(labels)
+        samples += len(labels)
+    sums = torch.stack([loss, correct, targets, samples])
     dist.all_reduce(sums)
-    assert sums[3] == len(dataset)
-    return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+    loss, correct, targets, samples = sums
+    assert samples == len(dataset)
+    mean = loss / targets
+    accuracy = correct / targets
+    return mean.item(), accuracy.item()
 
 
 def save(path, model, optimizer, scheduler, run):
     """Replace the checkpoint: a kill at any moment leaves the old one or the new one."""
-    sums = run["sums"].clone()
-    dist.all_reduce(sums)  # of all ranks; load() gives them to rank 0
+    totals = run.totals()  # load() gives them to rank 0
+    model_state = model.module.state_dict()
+    optimizer_state = optimizer.state_dict()
     if dist.get_rank() == 0:
-        parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
-        contents = {name: part.state_dict() for name, part in parts.items()}
-        contents |= {name: run[name] for name in ("epoch", "step", "settings")}
-        contents["sums"] = sums.cpu()
-        temporary = path.with_suffix(".tmp")
+        checkpoint = {
+            "model": model_state,
+            "optimizer": optimizer_state,
+            "scheduler": scheduler.state_dict(),
+            "epoch": run.epoch,
+            "step": run.step,
+            "sums": totals.cpu(),
+            "settings": run.settings,
+        }
+        temporary = path.with_name(f"{path.name}.tmp")
         with open(temporary, "wb") as file:
-            torch.save(contents, file)
+            torch.save(checkpoint, file)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or a crash of the machine might leave an empty file
         os.replace(temporary, path)
     dist.barrier()
 
@@ -199,84 +319,119 @@ def load(path, model, optimizer, scheduler, run):
         return
     if not all(found):
         raise FileNotFoundError(f"only some ranks see {path}: use a folder that all nodes share")
-    contents = torch.load(path, map_location="cpu", weights_only=True)
-    if contents["settings"] != run["settings"]:
-        raise ValueError(f"{path} is of a run with {contents['settings']}, not {run['settings']}")
-    parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
-    for name, part in parts.items():
-        part.load_state_dict(contents[name])
-    run |= {"epoch": contents["epoch"], "step": contents["step"]}
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    settings = checkpoint["settings"]
+    if settings != run.settings:
+        raise ValueError(f"{path} is of a run with {settings}, not {run.settings}")
+    model.module.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    run.epoch = checkpoint["epoch"]
+    run.step = checkpoint["step"]
     if dist.get_rank() == 0:
-        run["sums"] += contents["sums"].to(run["device"])
-        print(f"continues at epoch {run['epoch']}, step {run['step']}, of {path}", flush=True)
+        loss, targets = checkpoint["sums"].tolist()
+        run.loss += loss
+        run.targets += targets
+    say(f"continues at epoch {run.epoch}, step {run.step}, of {path}")
 
 
 def main(args):
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(args.seed)  # the same initial weights everywhere
 
+    # Data
     train_set, val_set = build_datasets(args)
-    sampler = EpochSampler(train_set, seed=args.seed, drop_last=True)
-    batch_size, rest = divmod(args.global_batch, dist.get_world_size() * args.micro_batches)
     steps_per_epoch = len(train_set) // args.global_batch
-    if rest or steps_per_epoch == 0:
+    parts = dist.get_world_size() * args.micro_batches
+    batch_size = args.global_batch // parts
+    if steps_per_epoch == 0 or args.global_batch % parts != 0:
         raise ValueError("--global-batch: too large, or no multiple of processes x --micro-batches")
-    options = {"num_workers": args.workers, "worker_init_fn": outlive_sigterm, "drop_last": True}
-    options |= {"pin_memory": device.type == "cuda", "persistent_workers": args.workers > 0}
-    loader = DataLoader(train_set, batch_size, sampler=sampler, **options)
+    loader = DataLoader(
+        train_set,
+        batch_size,
+        sampler=EpochSampler(train_set, seed=args.seed, drop_last=True),
+        drop_last=True,
+        num_workers=args.workers,
+        worker_init_fn=start_worker,
+        persistent_workers=args.workers > 0,
+        pin_memory=device.type == "cuda",
+    )
 
-    model = DistributedDataParallel(build_model().to(device), gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4)
-    warmup, total = steps_per_epoch, args.epochs * steps_per_epoch
+    # Model
+    model = build_model()
+    model.to(device)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    # Optimization
+    optimizer = SGD(
+        model.parameters(),
+        lr=args.lr,
+        momentum=0.9,
+        weight_decay=5e-4,
+    )
+    warmup = steps_per_epoch
+    decay = max(1, args.epochs * steps_per_epoch - warmup)
 
     def factor(step):  # linear warmup in the first epoch, then half a cosine
         if step < warmup:
             return (step + 1) / warmup
-        return (1 + math.cos(math.pi * (step - warmup) / max(1, total - warmup))) / 2
+        angle = math.pi * (step - warmup) / decay
+        return (1 + math.cos(angle)) / 2
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    run = {"device": device, "epoch": 0, "step": 0, "steps_per_epoch": steps_per_epoch}
-    run |= {"sums": torch.zeros(2, dtype=torch.float64, device=device)}
-    fixed = ("epochs", "global_batch", "lr", "clip_norm", "seed")  # when a run is resumed
-    run["settings"] = {name: vars(args)[name] for name in fixed} | {"samples": len(train_set)}
+    scheduler = LambdaLR(optimizer, factor)
+
+    # Checkpoints
+    settings = {
+        "epochs": args.epochs,
+        "global_batch": args.global_batch,
+        "lr": args.lr,
+        "clip_norm": args.clip_norm,
+        "seed": args.seed,
+        "samples": len(train_set),
+    }
+    run = Run(settings, steps_per_epoch, device)
     path = Path(args.checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
     load(path, model, optimizer, scheduler, run)
-    while run["epoch"] < args.epochs:
-        if train_one_epoch(model, loader, optimizer, scheduler, run, args):
-            dist.all_reduce(run["sums"])
-            train_loss = (run["sums"][0] / run["sums"][1]).item()
-            loss, accuracy = evaluate(model, val_set, device, args)
-            if rank == 0:
-                text = f"train loss {train_loss:.4f}, val loss {loss:.4f}, accuracy {accuracy:.4f}"
-                print(f"epoch {run['epoch']}: {text}", flush=True)
-            run["epoch"], run["step"] = run["epoch"] + 1, 0
-            run["sums"].zero_()
+
+    while run.epoch < args.epochs:
+        train_one_epoch(model, loader, optimizer, scheduler, run, args)
+        # Before the evaluation: if that fails, the same command trains nothing again.
         save(path, model, optimizer, scheduler, run)
         if any_rank_stops(device):
             sys.exit(128 + signal.SIGTERM)  # torchrun's own exit code is then 1
+        loss, targets = run.totals()
+        train_loss = (loss / targets).item()
+        val_loss, accuracy = evaluate(model, val_set, batch_size, device, args)
+        text = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}, accuracy {accuracy:.4f}"
+        say(f"epoch {run.epoch}: {text}")
+        run.start_next_epoch()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parse_args():
+    purpose = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(description=purpose)
     parser.add_argument("--data", default="data", help="folder for CIFAR-10")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--global-batch", type=int, default=256, help="samples per step, all ranks")
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch, per step")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--clip-norm", type=float, default=1.0)
+    parser.add_argument("--clip-norm", type=float, default=1.0, help="0: off")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", default="checkpoint.pt")
-    signal.signal(signal.SIGTERM, lambda number, frame: stop_requested.set())
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    handle_signals(remember_signal)
     try:
-        main(parser.parse_args())
+        main(parse_args())
     except Exception:
         # An error that all ranks have is printed once: torchrun ends the others before they do.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

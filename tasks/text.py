@@ -64,18 +64,11 @@ class Settings(Config):
 class Documents(Dataset[tuple[Tensor, Tensor]]):
     """Pieces of a text, each with its next bytes.
 
-    pieces: each of length 2 to context + 1. padding: as in Settings. facts: about the files of the
-    pieces, for describe(); without them, it reads the pieces.
+    pieces: each of length 2 to context + 1, in a list or a PackedText. padding: as in Settings.
     """
 
-    def __init__(
-        self,
-        pieces: Any,
-        context: int,
-        padding: str = "longest",
-        facts: dict[str, str] | None = None,
-    ) -> None:
-        self.pieces, self.facts = pieces, facts
+    def __init__(self, pieces: Any, context: int, padding: str = "longest") -> None:
+        self.pieces = pieces
         self.shortest_batch = context if padding == "context" else 1
 
     def __len__(self) -> int:
@@ -106,9 +99,9 @@ def build_datasets(cfg: Settings) -> tuple[Documents, Documents]:
     if cfg.text_file and Path(cfg.text_file).is_dir():
         with required_by("--text-file FOLDER"):
             from utils.packed_text import packed_splits
-        train, val, facts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir)
-        train_set = Documents(train, cfg.context, cfg.padding, facts)
-        return train_set, Documents(val, cfg.context, cfg.padding)
+        parts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir)
+        train_set, val_set = (Documents(part, cfg.context, cfg.padding) for part in parts)
+        return train_set, val_set
     text = _read(cfg.text_file)
     paragraphs = [p for p in re.split(rb"\r?\n\s*\n", text) if len(p) >= 2]
     if len(paragraphs) < 10:
@@ -268,12 +261,13 @@ def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
 
 def describe(train_set: Documents, val_set: Documents) -> dict[str, Any]:
     """The sizes and a checksum of the text, or of the files in its folder."""
-    if train_set.facts:
-        return describe_datasets(train_set, val_set) | train_set.facts
+    facts = describe_datasets(train_set, val_set)
+    if not isinstance(train_set.pieces, list):
+        return facts | train_set.pieces.describe("train") | val_set.pieces.describe("val")
     checksum = 0
     for piece in train_set.pieces + val_set.pieces:
         checksum = zlib.crc32(piece, checksum)
-    return describe_datasets(train_set, val_set) | {"text_checksum": checksum}
+    return facts | {"text_checksum": checksum}
 
 
 def blocks(model: GPT) -> list[nn.Module]:

@@ -44,7 +44,7 @@ def requested_threads(monkeypatch):
 @pytest.fixture(autouse=True)
 def no_signal_handler_is_left():
     """Later tests fork this process, and their ranks would ignore what should end them."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
     after = [signal.signal(*pair) for pair in zip(numbers, before, strict=True)]

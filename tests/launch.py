@@ -55,9 +55,9 @@ def planted(tmp_path, script, line, instead):
     return copy
 
 
-# Below the system's ephemeral ports, and different for each of pytest's processes: no other process
-# takes one before the ranks do.
-_ports = itertools.count(20000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Below the system's ephemeral ports, and different for each of pytest's processes, also those of
+# other checkouts: no other process takes one before the ranks do.
+_ports = itertools.count(20000 + os.getpid() % 120 * 100)
 
 
 def free_port():
@@ -91,7 +91,7 @@ def web_server(folder, requests):
     server.shutdown()
 
 
-def run_ranks(function, world_size, *args, local_world_size=None, timeout=20, limit=60):
+def run_ranks(function, world_size, *args, local_world_size=None, timeout=60, limit=180):
     """Run function(rank, *args) in `world_size` forked processes that form a gloo group.
 
     Returns what each rank returned, in order; an exception comes back as an Exception object.

@@ -1,13 +1,14 @@
 """Batches of any shape: collated, moved, and described."""
 
 from collections import OrderedDict, UserDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
 from PIL import Image
+from torch.distributions import Normal
 from torch.utils.data import default_collate
 
 from utils.batches import as_pair, collate, describe, map_tensors, on_device_of, tensors_of
@@ -152,6 +153,29 @@ def test_tensors_are_found_at_any_depth():
     assert tensors_of([1, "a", {}]) == []
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """Computes in __post_init__(), which must not run again."""
+
+    pixels: torch.Tensor
+    label: int
+    area: torch.Tensor = field(init=False)
+    unset: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "pixels", self.pixels / 255)
+        object.__setattr__(self, "area", self.pixels.sum())
+
+
+def test_dataclasses_are_initialized_once():
+    samples = [Scaled(torch.full((2,), 255.0 * i), i) for i in (1, 2)]
+    for batch in (collate(samples), map_tensors(torch.clone, collate(samples))):
+        assert type(batch) is Scaled
+        assert batch.pixels.tolist() == [[1, 1], [2, 2]] and batch.area.tolist() == [2, 4]
+        assert batch.label.tolist() == [1, 2] and not hasattr(batch, "unset")
+    assert samples[0].label == 1 and samples[0].pixels.tolist() == [1, 1]
+
+
 def test_targets_follow_the_outputs_to_their_device():
     targets = {"label": torch.tensor([1]), "name": ["a"]}
     for outputs in (
@@ -162,8 +186,8 @@ def test_targets_follow_the_outputs_to_their_device():
     ):
         moved = on_device_of(outputs, targets)
         assert moved["label"].device.type == "meta" and moved["name"] == ["a"]
-    same = on_device_of(torch.zeros(1), targets)
-    assert same["label"] is targets["label"]
+    for outputs in (torch.zeros(1), Normal(torch.zeros(1), 1.0)):  # without tensors that are seen
+        assert on_device_of(outputs, targets)["label"] is targets["label"]
 
 
 def test_two_values_are_a_pair_and_all_else_is_both():

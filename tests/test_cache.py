@@ -1,6 +1,8 @@
 """What takes long to compute from image files: decoded images, and lists of bad files."""
 
 import os
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tasks.images import folder as image_folder
 from tasks.images.cache import bad_files
 from tasks.images.decode import BadImageError, decode
 from tests.images import break_file, config, folder, photo
+from utils.cache_file import write_atomically
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -38,7 +41,7 @@ def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
     cfg = config(tmp_path, "--on-bad-sample=skip")
     train, val = build_datasets(cfg)
     assert (len(train), len(val), train.labels.tolist()) == (11, 12, [0] * 6 + [1] * 5)
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "skipping 1 of 24 files" in out and "dog/3.jpg" in out
     assert len(train.resident(CPU)) == 11
     for path in (tmp_path / "val").rglob("*.jpg"):
@@ -86,3 +89,16 @@ def test_large_folders_are_checked_in_parallel(tmp_path):
     state = torch.get_rng_state()
     assert bad_files(paths, tmp_path / "cache") == {paths[i] for i in (77, 800, 1099)}
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    """In time: nodes may share the folder, and a different process may still write its file."""
+    old, young = (tmp_path / f"{name}.npy.{uuid.uuid4().hex}.tmp" for name in ("old", "young"))
+    foreign = tmp_path / "download.tmp"
+    for path in (old, young, foreign):
+        path.touch()
+    two_days_ago = time.time() - 2 * 86400
+    for path in (old, foreign):
+        os.utime(path, (two_days_ago, two_days_ago))
+    write_atomically(tmp_path / "new", lambda file: file.write(b"x"), "")
+    assert sorted(tmp_path.iterdir()) == sorted([young, foreign, tmp_path / "new"])

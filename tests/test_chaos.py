@@ -1,6 +1,7 @@
 """A run survives random faults; and without one of its guards, the same faults are noticed."""
 
 import ctypes
+import json
 import re
 import sys
 import time
@@ -13,8 +14,10 @@ import utils.data
 import utils.distributed
 from lab.chaos.__main__ import main
 from lab.chaos.faults import BY_NAME, End, make_plan
-from lab.chaos.run import Soak, flip_bit, sha256
+from lab.chaos.log import SAME, report, write
+from lab.chaos.run import Row, Soak, compare, flip_bit, sha256
 from tests.launch import ROOT
+from tests.test_checkpoint import make_state, save
 from utils.checkpoint_file import FORMAT, read_checkpoint, save_atomically
 from utils.errors import UserError
 
@@ -29,7 +32,8 @@ def soak(tmp_path, names, count, seed=0, real_share=0.0, patience=30, **flags):
 
 
 def test_run_survives_faults(tmp_path):
-    names = ["kill-save", "kill-launcher", "usr1-rank", "leave", "flip", "leftover"]
+    names = ["kill-save", "kill-rename", "eio-link", "usr1-rank", "leave", "flip", "leftover"]
+    names += ["torn-row", "kill-launcher"]
     rows, verdict = soak(tmp_path, names, len(names))
     assert [row.problems for row in rows] == [[]] * len(names), rows
     assert verdict == []
@@ -135,6 +139,27 @@ def test_flipped_bit_is_in_a_tensor(fraction, tmp_path):
         read_checkpoint(path)
 
 
+def test_result_is_compared_as_a_whole(tmp_path):
+    """Except for times."""
+    row = {"epoch": 0, "step": 3, "loss": 0.5, "samples_per_second": 7.0, "memory": 1}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        save(folder, make_state(), is_best=True)
+        for name in ("metrics", "steps"):
+            (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    assert list(compare(tmp_path / "a", tmp_path / "b")) == []
+    timed = row | {"samples_per_second": 8.0, "memory": 2, "train_seconds": 5.0}
+    for name, changed, found in (
+        ("steps", timed, []),
+        ("steps", row | {"loss": 0.25}, ["steps"]),
+        ("metrics", row | {"epoch": 1}, ["steps", "metrics"]),
+    ):
+        (tmp_path / "a" / f"{name}.jsonl").write_text(json.dumps(changed))
+        assert {text.split()[0] for text in compare(tmp_path / "a", tmp_path / "b")} == set(found)
+    save(tmp_path / "a", make_state(seed=1), 2, is_best=True)
+    save(tmp_path / "a", make_state(), 3)
+    assert any(text.startswith("best differs") for text in compare(tmp_path / "a", tmp_path / "b"))
+
+
 def test_checksum_changes_with_every_part():
     value = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x"]}
     same = {"b": (1, None, "x"), "a": torch.tensor([1.0, 2.0])}
@@ -159,6 +184,17 @@ def test_command_line(monkeypatch, capsys):
             main()
         message = "must end a run" if "flip" in arguments else arguments[1]
         assert message in capsys.readouterr().err
+
+
+def test_log_counts_what_each_script_has_had(tmp_path):
+    row = Row("train_ddp.py", 1, "full disk", "rank 0", "fork", 1, 0.25, "error: No space", [])
+    wrong = row._replace(number=2, code=75, seconds=3.0, problems=["exit code 75"])
+    summary = [f"`train_ddp.py`: {SAME}", "`train_tp.py`: FAIL: weights differ"]
+    for task in ("images", "text"):
+        write(tmp_path / "log.json", task, [row, wrong], summary)
+    *lines, table = report(json.loads((tmp_path / "log.json").read_text())).split("\n\n")
+    assert lines[0].count("2 faults, 1 ended") == lines[0].count("1 of 2 scripts") == 2
+    assert table.splitlines()[2:] == ["| full disk | 4 | 4 | 1, 75 | 3.0 |"]
 
 
 def test_cited_tests_exist():

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tools.check.__main__ import parse, script_file
+from tools.check.__main__ import main, parse, repository, script_file
 from tools.check.findings import Finding
-from tools.check.mirror import mirror
-from tools.check.processes import INSIDE, Processes
+from tools.check.processes import INSIDE, CannotRun, Processes
 from tools.check.report import as_sarif
+from tools.check.scenarios import Options, _remedies
 from tools.lessons import ROOT
 
 CHECK = [sys.executable, ROOT / "tools" / "check"]
@@ -49,6 +50,32 @@ def check(folder, *arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+def blocks_of_the_page():
+    """The hook and the workflow that docs/check.md tells users to copy."""
+    text = (ROOT / "docs" / "check.md").read_text()
+    blocks = [block.split("```")[0] for block in text.split("```yaml\n")[1:]]
+    return {block.split()[1]: yaml.safe_load(block) for block in blocks}
+
+
+def test_documented_hook_is_installed_for_its_stage():
+    """`pre-commit install` installs hooks of other types than pre-commit only if they are named."""
+    config = blocks_of_the_page()[".pre-commit-config.yaml"]
+    (repository,) = config["repos"]
+    (hook,) = repository["hooks"]
+    assert set(hook["stages"]) <= set(config["default_install_hook_types"])
+
+
+def test_documented_workflow_may_check_out_and_upload():
+    """Rights that a workflow does not name are taken away; a fork's pull request gets none."""
+    job = blocks_of_the_page()[".github/workflows/check.yml"]["jobs"]["check"]
+    needed = {"contents": "read", "actions": "read", "security-events": "write"}
+    assert job["permissions"] == needed
+    checkout, *_, upload = job["steps"]
+    assert checkout["with"]["persist-credentials"] is False
+    for condition in ("always()", "head.repo.full_name == github.repository", "hashFiles"):
+        assert condition in upload["if"]
+
+
 def test_script_of_another_folder_is_refused(tmp_path, monkeypatch, capsys):
     """It would run in its own folder, not in a copy."""
     project(tmp_path, TRAINS)
@@ -64,13 +91,6 @@ def test_absolute_path_means_the_copy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = parse(["--", str(tmp_path / "sub" / "train.py"), "--lr", "1"])
     assert args.command == ["sub/train.py", "--lr", "1"]
-
-
-def test_folder_that_keeps_the_copies_is_not_copied(tmp_path):
-    """Otherwise, a --keep within the project would have no end."""
-    source = project(tmp_path / "project", TRAINS)
-    mirror(source, source / "kept" / "one")
-    assert sorted(path.name for path in (source / "kept" / "one").iterdir()) == ["train.py"]
 
 
 def test_file_of_a_module(tmp_path, monkeypatch):
@@ -101,6 +121,79 @@ def test_sarif_has_what_the_standard_requires():
         assert place["artifactLocation"]["uri"] == uri and place["region"]["startLine"] >= 1
 
 
+def test_files_of_a_project_in_a_repository_are_named_from_its_root(tmp_path):
+    """As code hosts expect, wherever in the repository the check was started."""
+    (tmp_path / ".git").mkdir()
+    folder = project(tmp_path / "training" / "vision", TRAINS)
+    prefix = os.path.relpath(folder, repository(folder))
+    found = [Finding("same-samples", ("train.py", 3), "x"), Finding("fails-on-two", None, "y")]
+    results = json.loads(as_sarif(found, "train.py", prefix))["runs"][0]["results"]
+    places = [result["locations"][0]["physicalLocation"] for result in results]
+    uris = {place["artifactLocation"]["uri"] for place in places}
+    assert uris == {"training/vision/train.py"}
+
+
+def main_in(folder, monkeypatch, *arguments):
+    """The exit code of a check, in this process."""
+    project(folder, TRAINS)
+    monkeypatch.chdir(folder)
+    return main([*arguments, "--", "train.py"])
+
+
+def old_results(folder):
+    """The options for files of results, which an earlier check has left there."""
+    for name in ("out.json", "out.sarif"):
+        (folder / name).write_text("of an earlier check")
+    return ["--json", str(folder / "out.json"), "--sarif", str(folder / "out.sarif")]
+
+
+def test_mistake_of_the_check_is_no_finding(tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise KeyError("of the check")
+
+    monkeypatch.setattr("tools.check.__main__.run_all", fail)
+    assert main_in(tmp_path, monkeypatch, *old_results(tmp_path)) == 2
+    assert "KeyError: 'of the check'" in capsys.readouterr().err
+    assert "of the check" in json.loads((tmp_path / "out.json").read_text())["error"]
+
+
+def test_check_that_fails_leaves_no_old_results(tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise CannotRun("The script failed")
+
+    monkeypatch.setattr("tools.check.__main__.run_all", fail)
+    assert main_in(tmp_path, monkeypatch, *old_results(tmp_path)) == 2
+    assert json.loads((tmp_path / "out.json").read_text()) == {"error": "The script failed"}
+    assert not (tmp_path / "out.sarif").exists()
+    assert main_in(tmp_path, monkeypatch, "--json", "-") == 2
+    assert json.loads(capsys.readouterr().out) == {"error": "The script failed"}
+
+
+def test_python_without_torch_is_one_line(tmp_path):
+    """-S leaves out what is installed."""
+    command = [sys.executable, "-S", *CHECK[1:], "--", "train.py"]
+    done = subprocess.run(
+        command, cwd=project(tmp_path, TRAINS), capture_output=True, text=True, env={}
+    )
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 2 and first == "Checking train.py"
+    assert "cannot import torch" in second and "Python of the script" in second
+
+
+def test_remedies_for_data_that_is_missing_and_folders_that_are_not_writable():
+    def remedies(output, **options):
+        return " ".join(_remedies(output, Options([], Path(), **options)))
+
+    no_data = "RuntimeError: Dataset not found. You can use download=True to download it"
+    for output in (no_data, "<urlopen error [Errno -3] Temporary failure in name resolution>"):
+        assert "--fake-data" in remedies(output)
+        assert remedies(output, fake_data={}) == ""
+    denied = remedies("PermissionError: [Errno 13] Permission denied: '/scratch/last.pt'")
+    for option in ("--writable", "--copy-limit", "--hide"):
+        assert option in denied
+    assert "--device cpu" in remedies("CUDA error: not initialized")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     """Neither a process, one that has left its session included, nor a folder."""
@@ -116,7 +209,7 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
     # A shell lets what it starts in the background ignore SIGINT, which would be inherited.
     process = subprocess.Popen(
-        [*CHECK, "--", "train.py", pids],
+        [*CHECK, "--writable", tmp_path, "--", "train.py", pids],
         cwd=folder,
         env=environment,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -1,5 +1,8 @@
 """Checkpoints: plain contents, complete or absent on the disk, rejected if they do not fit."""
 
+import collections
+import datetime
+import errno
 import itertools
 import os
 import random
@@ -8,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -335,6 +339,137 @@ def test_how_to_compute_is_not_taken_from_the_file(tmp_path):
         assert loaded["optimizer"].param_groups[0]["lr"] == 0.05  # of the step
 
 
+class StateInGroups(torch.optim.Optimizer):
+    """Keeps what it knows in its groups of parameters, as Prodigy and schedule-free optimizers do:
+    a number, a tensor, and a value that is there only after a step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "k": 0, "d": torch.tensor(1.0, dtype=torch.double)})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"].mul_(1.5)
+            group["largest"] = max(group.get("largest", 0.0), group["k"] % 3)
+            for p in group["params"]:
+                size = group["lr"] * group["d"] * (1 + group["largest"]) / group["k"]
+                p.data.sub_(size * p.grad)
+                self.state[p]["seen"] = torch.ones(1)
+
+
+def no_schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+
+def cyclic(optimizer):
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 0.1, step_size_up=4)
+
+
+class WeightDecay:
+    """A schedule of weight decay, as of DINO, and of a key of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 1.5 * group["weight_decay"] + 0.01
+            group["mine"] = group.get("mine", 0) + 1
+
+
+GROUPS = {
+    "momentum of OneCycleLR": (torch.optim.SGD, {"momentum": 0.9}, one_cycle),
+    "betas of OneCycleLR": (torch.optim.AdamW, {}, one_cycle),
+    "momentum of CyclicLR": (torch.optim.SGD, {"momentum": 0.9}, cyclic),
+    "weight decay": (torch.optim.SGD, {"weight_decay": 0.01}, WeightDecay),
+    "state in groups": (StateInGroups, {}, no_schedule),
+}
+
+
+def make_groups(kind, seed=0, **changed):
+    """The state of a run with two groups of parameters, and the function that takes a step."""
+    build_optimizer, options, build_schedule = GROUPS[kind]
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = build_optimizer(groups, **{"lr": 0.01} | options | changed)
+    schedule = build_schedule(optimizer)
+    state = {"model": model, "optimizer": optimizer, "loader": Steps()}
+    if hasattr(schedule, "state_dict"):
+        state["scheduler"] = schedule
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 2).double()).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    return state, step
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_whatever_a_group_of_parameters_holds_is_restored(kind, tmp_path):
+    straight, step = make_groups(kind)
+    writer = checkpointer(tmp_path, straight)
+    assert writer.load() == 0
+    for _ in range(7):
+        step()
+    writer.save(1)
+    writer.wait()
+    resumed, step_again = make_groups(kind, seed=1)
+    assert checkpointer(tmp_path, resumed).load() == 1
+    for _ in range(5):
+        step(), step_again()
+    assert same_model(straight, resumed)
+    groups = [state["optimizer"].state_dict()["param_groups"] for state in (straight, resumed)]
+    assert str(groups[0]) == str(groups[1])
+
+
+def test_changed_setting_of_a_group_takes_effect(tmp_path):
+    """The others of the group continue."""
+    saved, step = make_groups("momentum of OneCycleLR", weight_decay=0.25)
+    writer = checkpointer(tmp_path, saved)
+    step(), writer.save(1), writer.wait()
+    before = saved["optimizer"].param_groups[0]
+    for is_old in (False, True):
+        if is_old:  # one that does not tell how the groups were at the start
+            contents = read_checkpoint(tmp_path / "last.pt")
+            del contents["initial_groups"]
+            save_atomically(contents, tmp_path / "last.pt")
+        resumed, _ = make_groups("momentum of OneCycleLR", seed=1, weight_decay=0.5)
+        checkpointer(tmp_path, resumed, lr=0.2, allow_config_change=True).load()
+        after = resumed["optimizer"].param_groups[0]
+        assert (after["weight_decay"], after["lr"]) == (0.5, before["lr"])
+        assert (after["momentum"] == before["momentum"]) is not is_old
+
+
+def test_optimizer_of_another_kind_starts_with_its_own_groups(tmp_path):
+    save(tmp_path, make_groups("weight decay")[0])
+    resumed, _ = make_groups("state in groups", seed=1)
+    checkpointer(tmp_path, resumed, optimizer="adamw", allow_config_change=True).load()
+    group = resumed["optimizer"].param_groups[0]
+    assert (group["k"], group["d"].item()) == (0, 1.0)
+    assert "momentum" not in group and "nesterov" not in group
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 0)])
+def test_another_number_of_groups_is_refused(sizes, tmp_path):
+    state = make_state()
+    save(tmp_path, state)
+    parameters = list(state["model"].parameters())
+    groups = [{"params": parameters[: sizes[0]]}, {"params": parameters[sizes[0] :]}]
+    state["optimizer"] = torch.optim.SGD(groups, lr=0.1)
+    for folder, others in ((tmp_path, state), (tmp_path / "two", make_state())):
+        if folder != tmp_path:
+            save(folder, state)
+        with pytest.raises(UserError, match=r"last\.pt has . groups? of parameters, not .*never"):
+            checkpointer(folder, others).load()
+
+
 # Which files there are
 
 
@@ -365,6 +500,57 @@ def test_leftover_link_does_not_overwrite_another_checkpoint(tmp_path):
     save(tmp_path, state, 2)
     assert read_checkpoint(tmp_path / "epoch-0001.pt")["epoch"] == 1
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
+
+
+@pytest.mark.parametrize("name", ["best.pt", "epoch-0002.pt", "last.pt"])
+def test_best_is_not_lost_if_the_run_ends_between_two_renames(name, tmp_path, monkeypatch):
+    """It is replaced first: a run that resumes from whatever file repeats the epoch, which is the
+    best again."""
+    state = make_state()
+    save(tmp_path, state, 1, is_best=True)
+    replace = os.replace
+
+    def fail(source, target):
+        if target == tmp_path / name:
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match="Input/output error"):
+        save(tmp_path, state, 2, is_best=True)
+    assert read_checkpoint(tmp_path / "best.pt")["epoch"] == (1 if name == "best.pt" else 2)
+    assert (tmp_path / "epoch-0002.pt").exists() == (name == "last.pt")
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_checkpoints_of_later_epochs_do_not_count(tmp_path, capsys):
+    """Damaged ones, after the run went back to an older one: each good one would be removed."""
+    state = make_state()
+    for epoch in (11, 12):
+        save(tmp_path, state, epoch)
+    for epoch in range(4, 7):
+        save(tmp_path, state, epoch, keep_last=2)
+        good = [path.name for path in sorted(tmp_path.glob("epoch-*"))]
+        assert good == [f"epoch-{n:04d}.pt" for n in (epoch - 1, epoch) if n > 3]
+    aside = sorted(path.name for path in tmp_path.glob("previous-*"))
+    assert aside == ["previous-epoch-0011.pt", "previous-epoch-0012.pt"]
+    warning = capsys.readouterr().err
+    assert warning.count("epoch-0011.pt is previous-epoch-0011.pt now") == 1
+
+
+def test_epoch_that_was_saved_before_the_run_was_killed_is_replaced(tmp_path):
+    """If last.pt was not: the run repeats this epoch, and nothing is set aside."""
+    state = make_state()
+    save(tmp_path, state, 1)
+    os.link(tmp_path / "epoch-0001.pt", tmp_path / "epoch-0002.pt")
+    state["loader"].step = 2
+    writer = checkpointer(tmp_path, state)
+    writer.save(1, between_steps=True)
+    writer.save(2)
+    writer.wait()
+    names = ["epoch-0001.pt", "epoch-0002.pt", "last.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_save_between_steps_replaces_last_alone(tmp_path):
@@ -424,6 +610,24 @@ def test_truncated_file_is_passed_over(part, tmp_path, capsys):
         checkpointer(tmp_path, state).load()
 
 
+@pytest.mark.parametrize("number", ["EIO", "ESTALE", "EMFILE", "EACCES"])
+def test_file_that_cannot_be_read_now_is_not_passed_over(number, tmp_path, monkeypatch):
+    """It may be whole: to continue from an older one would lose work, without need."""
+    state, number = make_state(), getattr(errno, number)
+    save(tmp_path, state, 1)
+    save(tmp_path, state, 2)
+
+    def fail(path):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile, "ZipFile", fail)
+        text = rf"last\.pt cannot be read now: {os.strerror(number)}; .* remove the file"
+        with pytest.raises(UserError, match=text):
+            checkpointer(tmp_path, state).load()
+    assert checkpointer(tmp_path, state).load() == 2
+
+
 def test_missing_module_for_sharded_checkpoints_is_named(tmp_path, monkeypatch):
     save(tmp_path, make_state(), save_sharded=True)
     monkeypatch.setitem(sys.modules, "utils.options.sharded", None)
@@ -459,7 +663,8 @@ def test_other_settings_are_named(tmp_path):
     assert checkpointer(tmp_path, **free).load() == 1
     changed = {"lr": 0.2, "optimizer": "adamw"}
     with pytest.raises(
-        UserError, match=r"adamw', not 'sgd'; lr 0\.2, not 0\.1\): pass a different"
+        UserError,
+        match=r"adamw', not 'sgd'; lr 0\.2, not 0\.1\): pass --resume never .*--output-dir",
     ):
         checkpointer(tmp_path, **changed).load()
     assert checkpointer(tmp_path, allow_config_change=True, **changed).load() == 1
@@ -511,6 +716,22 @@ def test_all_ranks_raise_and_nodes_must_share_the_folder(tmp_path):
     assert [kind for kind, _ in apart] == [PeerError, UserError]
     assert "all nodes must share output_dir" in apart[1][1]
     assert [kind for kind, _ in run_ranks(body, 2, True)] == [UserError, UserError]
+
+
+def test_ranks_that_read_different_files_of_one_name_are_told(tmp_path):
+    """As a file system of several nodes may show them, from a cache. Even of one epoch: the id."""
+    for rank in (0, 1):
+        save(tmp_path / f"{rank}", make_state())
+
+    def body(rank, name):
+        os.chdir(tmp_path / name[rank])
+        return outcome(checkpointer(Path(), make_state()).load)
+
+    for kind, text in run_ranks(body, 2, "01"):
+        assert kind is UserError
+        assert "last.pt is a file of epoch 1 on rank 0, and a different one" in text
+        assert "rank 1" in text and "start the run again" in text
+    assert [text for _, text in run_ranks(body, 2, "00")] == ["", ""]
 
 
 def test_nodes_may_mount_the_folder_under_different_names(tmp_path):
@@ -628,24 +849,90 @@ def test_extra_state_of_any_kind_is_saved(is_sharded, tmp_path):
         save(tmp_path, saved, 2, save_sharded=is_sharded)
 
 
+class Held:
+    """An entry of `state` that holds a value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": [self.value]}
+
+    def load_state_dict(self, state):
+        (self.value,) = state["value"]
+
+
+@pytest.mark.parametrize("place", ["an entry", "data", "a hook", "the model", "a group"])
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (["a", numpy.str_("b")], "numpy.str_"),
-        (numpy.float64(0.5), "numpy.float64"),
-        ({"cat": (1, numpy.int64(2))}, "numpy.int64"),
         (numpy.arange(2), "numpy.ndarray"),
-        ({1, 2}, "builtins.set"),
-        (Path("x"), "pathlib"),
-        (torch.ones(1), "torch.Tensor"),
+        (datetime.date(2026, 1, 1), "datetime.date"),
+        (collections.defaultdict(int), "collections.defaultdict"),
+        (lambda: None, "lambda"),
     ],
-    ids=lambda value: str(type(value)),
+    ids=["array", "date", "defaultdict", "function"],
 )
-def test_facts_that_no_checkpoint_can_hold_are_refused_before_the_first_step(value, kind, tmp_path):
-    """numpy.unique() returns such class names. The file would be written, and never be read."""
-    state = make_state() | {"data": {"train_samples": 3, "classes": value}}
-    with pytest.raises(UserError, match=rf"the fact 'classes' in state\['data'\] holds a {kind}"):
-        checkpointer(tmp_path, state)
+def test_value_that_could_not_be_read_is_refused_before_the_first_step(
+    place, value, kind, tmp_path
+):
+    """The file would be written, and never be read."""
+    state, hooks = make_state(), []
+    if place == "an entry":
+        state["mine"] = Held(value)
+    elif place == "data":
+        state["data"] = {"classes": [value]}
+    elif place == "a hook":
+        hooks.append(Hook())
+        hooks[0].state_dict = lambda: {"value": value}
+    elif place == "the model":
+        state["model"].append(ExtraState())
+        state["model"][-1].extra = {"value": value}
+    else:
+        state["optimizer"].param_groups[0]["mine"] = value
+    writer = checkpointer(tmp_path, state, hooks)
+    if (place, kind) != ("the model", "collections.defaultdict"):  # becomes a dict
+        with pytest.raises(UserError, match=kind):
+            writer.load()
+        with pytest.raises(UserError, match=f"{kind}|function"):  # a value that is there later
+            writer.save(1)
+        assert not list(tmp_path.iterdir())
+
+
+def test_large_tensors_are_not_written_to_memory_to_try_that(tmp_path, monkeypatch):
+    ema = nn.Linear(1000, 100)
+    written, write = [], torch.save
+
+    def spy(value, file):
+        write(value, file)
+        written.append(file.tell())
+
+    monkeypatch.setattr(torch, "save", spy)
+    checkpointer(tmp_path, make_state() | {"ema": ema, "more": {"x": [torch.ones(10**5)]}}).load()
+    assert written and max(written) < 10**5
+
+
+def test_numbers_of_numpy_become_those_of_python(tmp_path):
+    """A schedule that is computed with NumPy puts them into the groups of parameters."""
+
+    def make():
+        state = make_state() | {"data": {"classes": [numpy.str_("a")], numpy.str_("n"): 1}}
+        optimizer = state["optimizer"]
+        optimizer.param_groups[0]["mine"] = (numpy.int64(1), {"x": numpy.float32(0.5)})
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(step))
+        return state | {"scheduler": schedule, "mine": Held(numpy.float64(0.25))}
+
+    saved, loaded = make(), make()
+    for _ in range(3):
+        saved["optimizer"].step()
+        saved["scheduler"].step()
+    save(tmp_path, saved)
+    assert checkpointer(tmp_path, loaded).load() == 1
+    (group,) = loaded["optimizer"].param_groups
+    assert type(group["lr"]) is float and group["lr"] == saved["scheduler"].get_last_lr()[0]
+    assert group["mine"] == (1, {"x": 0.5}) and type(group["mine"][0]) is int
+    assert loaded["mine"].value == 0.25
+    assert read_checkpoint(tmp_path / "last.pt")["data"] == {"classes": ["a"], "n": 1}
 
 
 def test_plain_facts_are_saved(tmp_path):

@@ -1,13 +1,22 @@
 """Files of checkpoints: complete or absent on the disk, and refused if they are damaged."""
 
+import errno
 import os
 import zipfile
 
+import numpy
 import pytest
 import torch
 
 from tests.test_checkpoint import make_state, save
-from utils.checkpoint_file import FORMAT, read_checkpoint, save_atomically
+from utils.checkpoint_file import (
+    FORMAT,
+    keep_newest,
+    link_atomically,
+    read_checkpoint,
+    save_atomically,
+    sorted_by_epoch,
+)
 from utils.errors import UserError
 
 
@@ -50,6 +59,40 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_type_that_is_refused_is_named(tmp_path):
+    """The file is whole, so that its owner can allow the type, or convert the value."""
+    torch.save({"format": FORMAT, "mine": numpy.arange(3)}, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"x\.pt is whole, but cannot be read .* numpy\.ndarray"):
+        read_checkpoint(tmp_path / "x.pt")
+
+
+def test_copy_is_flushed_where_links_do_not_work(tmp_path, monkeypatch):
+    flushed = []
+
+    def refuse(*names):
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    (tmp_path / "a").write_text("x")
+    link_atomically(tmp_path / "b", tmp_path / "a")
+    assert (tmp_path / "b").read_text() == "x"
+    assert flushed == [f"{tmp_path}/b.tmp", str(tmp_path)]
+
+
+def test_link_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*paths):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "a").write_text("x")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        link_atomically(tmp_path / "b", tmp_path / "a")
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_file_and_folder_are_flushed_to_the_disk(tmp_path, monkeypatch):
     events, fsync, rename = [], os.fsync, os.replace
 
@@ -67,3 +110,12 @@ def test_file_and_folder_are_flushed_to_the_disk(tmp_path, monkeypatch):
     save_atomically([1, 2], path)
     assert events == [f"fsync {path}.tmp", f"rename {path}.tmp", f"fsync {tmp_path}"]
     assert torch.load(path) == [1, 2] and os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_files_of_others_are_neither_counted_nor_removed(tmp_path):
+    for name in ("epoch-0001.pt", "epoch-0002.pt", "epoch-0001-keep.pt", "epoch-3b.pt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in sorted_by_epoch(tmp_path)] == ["epoch-0001.pt", "epoch-0002.pt"]
+    keep_newest(tmp_path, 1, 2)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"epoch-0002.pt", "epoch-0001-keep.pt", "epoch-3b.pt"}

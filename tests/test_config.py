@@ -1,6 +1,7 @@
 """The settings of training, of tasks and of scripts, together."""
 
 import inspect
+import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 
@@ -12,8 +13,7 @@ import tasks.images
 import tasks.segmentation
 import tasks.text
 from tools.lessons import LADDER, ROOT
-from utils.config import Config, load_config
-from utils.options import Options
+from utils.config import Config, Machine, Saving, Watching, load_config
 from utils.settings import rules_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -114,13 +114,39 @@ def test_flag_undoes_the_weights_of_a_file(yaml_file):
     assert (cfg.weights, cfg.freeze, cfg.image_size) == ("", "none", 32)
 
 
+def test_settings_are_frozen():
+    """Each one multiplies what can be combined. A new one names the one that it replaces, or its
+    reason, in its commit."""
+    training = """epochs global_batch_size optimizer lr momentum weight_decay warmup_epochs
+        lr_schedule clip_norm seed"""
+    machine = """device dtype sync_bn compile cudnn_benchmark deterministic loader num_workers
+        num_threads timeout"""
+    saving = """output_dir resume allow_config_change save_epochs save_steps save_minutes keep_last
+        save_sharded save_errors"""
+    watching = "check_replicas_every log_steps logger timing profile audit max_skipped_steps"
+    images = """dataset data_dir synthetic_samples image_size augment model val_fraction cache_dir
+        on_bad_sample weights freeze"""
+    general = [*training.split(), *machine.split(), *saving.split(), *watching.split()]
+    assert names(Config) == set(general)
+    assert names(IMAGES) == {*general, *images.split()}
+
+
+def test_flags_are_parsed_without_the_watchers():
+    """utils.config needs neither process groups nor what a run watches."""
+    program = "import sys, utils.config; print(*sorted(m for m in sys.modules if 'utils' in m))"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ours = {name for name in done.stdout.split() if name.startswith("utils.")}
+    assert ours == {"utils.config", "utils.errors", "utils.settings"}
+
+
 def test_task_may_change_a_default(yaml_file):
     for kind in TASKS[1:]:
         cfg = load_config(kind, argv=[])
         assert cfg.optimizer == "adamw" != Config().optimizer
         assert cfg.lr == kind().lr != Config().lr
         assert load_config(kind, argv=[yaml_file("lr: 0.5"), "--optimizer=sgd"]).lr == 0.5
-        assert names(kind) > names(Config) > names(Options)
+        assert names(kind) > names(Config) > names(Machine)
 
 
 def test_settings_of_a_task_are_unknown_to_another(capfd):
@@ -163,9 +189,9 @@ def test_script_and_task_and_options_resolve_together(yaml_file, monkeypatch, ca
         """Mixed precision with accumulation."""
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    text = "per_process_batch_size: 8\nmicro_batches: 4\namp_dtype: float16\nmodel: resnet20\n"
+    text = "global_batch_size: 16\nmicro_batches: 4\namp_dtype: float16\nmodel: resnet20\n"
     cfg = load_config(IMAGES, Two, [yaml_file(text), "--dtype=tf32"])
-    assert (cfg.global_batch_size, cfg.peak_lr, cfg.micro_batches) == (16, 2 * cfg.lr, 4)
+    assert (cfg.global_batch_size, cfg.micro_batches) == (16, 4)
     assert (cfg.autocast_dtype, cfg.precision) == (torch.float16, "float16 autocast, tf32")
     assert (cfg.dataset, cfg.model) == ("synthetic", "resnet20")
     assert vars(load_config(IMAGES, Two, [yaml_file(cfg.dump())])) == vars(cfg)
@@ -183,7 +209,7 @@ def test_help_groups_settings_by_whose_they_are(capfd):
                 load_config(task, script, ["--help"])
             usage, _, out = capfd.readouterr().out.partition("\noptions:\n")
             assert caught.value.code == 0 and "--config FILE" in usage
-            groups = [kind for kind in (script, task, Config, Options) if kind]
+            groups = [kind for kind in (script, task, Config, Machine, Saving, Watching) if kind]
             titles = [inspect.getdoc(kind).partition("\n")[0].rstrip(".") for kind in groups]
             starts = [out.index(f"\n{title}:\n") for title in titles]
             assert starts == sorted(starts)
@@ -193,7 +219,7 @@ def test_help_groups_settings_by_whose_they_are(capfd):
                     inherited.append(names(Config))
                 for name in names(kind).difference(*inherited):
                     assert out[start:end].count(f"\n  --{name.replace('_', '-')}") >= 1, name
-            texts = [rules_of(kind, name)["help"] for kind in groups[:-2] for name in names(kind)]
+            texts = [rules_of(kind, name)["help"] for kind in groups[:-4] for name in names(kind)]
             assert all(len(text) > 5 and not text.endswith(".") for text in texts)
 
 

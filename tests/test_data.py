@@ -1,6 +1,5 @@
 """Loaders for any map-style dataset: the same batches on any number of ranks and workers."""
 
-import ctypes
 import random
 import signal
 from functools import cache
@@ -30,6 +29,7 @@ from utils.data import BatchDataset, build_loader, describe_datasets
 from utils.errors import UserError
 from utils.sampler import EpochSampler
 from utils.seeds import SampleSeeds
+from utils.signals import SIGNALS
 
 CPU = torch.device("cpu")
 BATCH, STEPS = 12, 3  # a global batch that 1 to 4 ranks can share; of 40 samples, 4 are dropped
@@ -226,6 +226,8 @@ def test_floating_point_tensors_get_the_dtype_of_the_run():
         assert label.dtype == dtype  # a Python number is a float64 tensor in a batch
         scaled, _ = next(iter(eval_loader(DATASETS["whole batches"], flags)))
         assert scaled.dtype == dtype
+        waves, _ = next(iter(eval_loader([(torch.tensor([1 + 2j]), 0)] * 20, flags)))
+        assert waves.dtype == dtype.to_complex() and waves[0].item() == 1 + 2j
     loader = eval_loader(DATASETS["tensors"])
     assert torch.equal(torch.cat([inputs for inputs, _ in loader]), vectors)
 
@@ -277,21 +279,154 @@ def test_what_cannot_be_batched_is_one_line_that_says_what_was_found(workers):
     assert isinstance(FakeData(1, (3, 8, 8), 5)[0][0], Image.Image)
 
 
-def test_example_is_what_the_model_gets():
+def test_examples_are_what_the_model_gets():
     dataset, model, _ = CASES["dicts"]
-    inputs, targets = make_loader(dataset).example([0, 1])
+    [(inputs, targets)] = make_loader(dataset).examples([0, 1])
     assert inputs["input_ids"].shape == (2, 6) and model(inputs)["logits"].shape == (2, 6, 11)
     assert targets is inputs
     boxes = make_loader(Boxes())
-    images, _ = boxes.example([0, 1, 2])
+    (images, _), ((first, second), _) = boxes.examples([0, 1, 2], [2, 2])
     assert [image.shape for image in images] == [(3, 2, 2), (3, 3, 2), (3, 4, 2)]
-    first, second = boxes.example([2, 2])[0]  # the same transforms, too
-    assert first.equal(second) and first.equal(images[2])
+    assert first.equal(second) and first.equal(images[2])  # the same transforms, too
     whole = DATASETS["whole batches"]
     resident = eval_loader(whole, "--loader=device")
     assert resident.name == "device"
-    for one, two in zip(resident.example([1]), make_loader(whole).example([1]), strict=True):
-        assert one.equal(two)
+    one, two = (next(loader.examples([1])) for loader in (resident, make_loader(whole)))
+    assert all(mine.equal(other) for mine, other in zip(one, two, strict=True))
+
+
+class OpenedAtFirstAccess(Numbered):
+    """As everybody is told to: each loader process then opens the file itself."""
+
+    file = None
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(__file__, "rb")  # noqa: SIM115
+        return noise(), index
+
+
+def test_what_is_tried_and_compared_is_read_by_a_loader_process():
+    """Loader processes that are forked later would share the position in its file."""
+    dataset = OpenedAtFirstAccess()
+    loader = make_loader(dataset, flags=["--num-workers=1"])
+    one, two = loader.examples([3], [3, 7])
+    assert one[1].tolist() == [3] and two[1].tolist() == [3, 7]
+    loader.compare_samples()
+    assert len(loader.contents) == 3 and dataset.file is None
+    without = make_loader(OpenedAtFirstAccess())
+    without.compare_samples()
+    assert without.contents == loader.contents and without.source.file is not None
+    without.source.file.close()
+
+
+# Subsets
+
+
+def test_subsets_are_collated_by_the_dataset_in_them():
+    whole = Boxes()
+    for dataset in (
+        Subset(whole, range(20)),
+        ConcatDataset([Subset(whole, range(10)), Boxes()]),
+        Subset(ConcatDataset([whole, whole]), range(20)),
+    ):
+        images, targets = next(iter(make_loader(dataset)))
+        assert isinstance(images, list) and isinstance(targets, list)
+    with pytest.raises(UserError, match="different methods collate_fn: give them the same"):
+        list(make_loader(ConcatDataset([whole, Numbered()])).examples([0]))
+
+
+def test_subset_of_a_batch_dataset_is_refused():
+    """It would yield raw pixels, or the same order of a stream in each epoch."""
+    whole = DATASETS["whole batches"]
+    for dataset in (Subset(whole, range(20)), ConcatDataset([Rows(), Subset(whole, range(20))])):
+        with pytest.raises(UserError, match="the batches of the WholeBatches in it"):
+            make_loader(dataset)
+
+
+class Epochs(Numbered):
+    """Whose samples depend on set_epoch(), as curricula do."""
+
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return torch.tensor([float(self.epoch)]), index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_datasets_learn_the_epoch_in_each_process(workers):
+    loader = make_loader(Subset(Epochs(), range(COUNT)), flags=[f"--num-workers={workers}"])
+    for epoch in (0, 1, 4):
+        loader.sampler.set_epoch(epoch)
+        assert {x for inputs, _ in loader for x in inputs.flatten().tolist()} == {epoch}
+
+
+# Are the samples the same ones on all ranks, and after a resume?
+
+
+class Labeled(Numbered):
+    """Noise with a label, whose number depends on the order of the classes."""
+
+    def __init__(self, *classes, change=lambda pixels: pixels):
+        self.classes, self.change = classes, change
+
+    def __getitem__(self, index):
+        label = self.classes.index("abc"[index % 3])
+        return self.change(index + noise()), label, f"/node-{id(self)}/{index}.png"
+
+
+def compared(*args, flags=(), **options):
+    loader = make_loader(Labeled(*args, **options), flags=flags)
+    loader.compare_samples()
+    return loader
+
+
+def test_ranks_and_runs_with_different_samples_are_refused(monkeypatch):
+    """As of classes = list(set(names)), or of files in the order of os.listdir()."""
+    one, other = compared("a", "b", "c"), compared("b", "a", "c")
+    text = r"different training samples: .* Sort what set\(\), os.listdir\(\) or glob"
+    monkeypatch.setattr(utils.data, "all_gather_object", lambda mine: [one.contents, mine])
+    with pytest.raises(UserError, match=f"^rank 0 has {text}"):
+        other.compare_samples()
+    state = one.state_dict()
+    with pytest.raises(UserError, match=f"^the checkpoint has {text}.*, or pass --allow-config-ch"):
+        other.load_state_dict(state)
+    monkeypatch.undo()
+    changed = compared("b", "a", "c", flags=["--allow-config-change"])
+    changed.load_state_dict(state)
+    with pytest.raises(UserError, match=text):  # within an epoch, they would be mixed
+        changed.load_state_dict(state | {"step": 1})
+    with pytest.raises(UserError, match=text):  # in another order
+        compared("a", "b", "c", change=lambda pixels: 40 - pixels).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pixels: pixels * 1.01,  # decoded differently on a different machine
+        lambda pixels: pixels + torch.from_numpy(numpy.random.default_rng().normal(size=3)) * 9,
+        lambda pixels: pixels.flip(0) if numpy.random.default_rng().random() < 0.5 else pixels,
+        lambda pixels: object(),
+        lambda pixels: 1 / 0,
+    ],
+    ids=["decoded", "random numbers of its own", "flipped at random", "no tensors", "unreadable"],
+)
+def test_samples_that_may_differ_are_not_compared(change):
+    state = compared("a", "b", "c").state_dict()
+    for _ in range(5):
+        compared("a", "b", "c", change=change).load_state_dict(state)
+
+
+def test_older_checkpoints_and_streams_have_no_samples_to_compare():
+    loader = compared("a", "b", "c")
+    loader.load_state_dict({"step": 0, "global_batch": BATCH})
+    loader.source = type("Stream", (BatchDataset,), {"in_order": True})()
+    loader.contents = []
+    loader.compare_samples()
+    assert "contents" not in loader.state_dict()
 
 
 # BatchDataset
@@ -541,6 +676,8 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused():
     sampler = range(COUNT)
     with pytest.raises(UserError, match="40 training samples do not fill one global batch of 64"):
         build_loader(PAIRS, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
+    with pytest.raises(UserError, match="12 training samples do not fill one global batch of 64"):
+        build_loader(PAIRS, range(12), 64, CPU, config("--global-batch-size=64"), train=True)
     with pytest.raises(UserError, match="there are no validation samples"):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
@@ -549,18 +686,6 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused():
     text = r"cannot be divided evenly among 3 replicas: .*-size 9$"
     with as_rank(0, 3), pytest.raises(UserError, match=text):
         build_loader(PAIRS, sampler, 7 // 3, CPU, cfg, train=True)
-
-
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, [15, 15, 10]), (2, [7, 7, 6])])
-def test_evaluation_may_have_larger_batches(ranks, sizes):
-    cfg = config("--val-batch-size=15")
-    for rank in range(ranks):
-        with as_rank(rank, ranks):
-            sampler = range(rank, COUNT, ranks)
-            loader = build_loader(PAIRS, sampler, BATCH // ranks, CPU, cfg)
-            assert [len(targets) for _, targets in loader] == sizes
-            loader = build_loader(PAIRS, sampler, BATCH // ranks, CPU, cfg, train=True)
-            assert {len(targets) for _, targets in loader} == {BATCH // ranks}
 
 
 # What a checkpoint stores about the data
@@ -621,18 +746,28 @@ def test_description_of_the_data_tells_splits_apart():
 
 
 class Process(Numbered):
-    """Whether a worker ignores Ctrl-C, and the signal that it receives when its parent dies."""
+    """Whether a worker blocks each of the signals that stop a run."""
 
     def __getitem__(self, index):
-        number = ctypes.c_int()
-        ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # 2: PR_GET_PDEATHSIG
-        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN, number.value
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return torch.tensor([number in blocked for number in SIGNALS]), 0
 
 
-def test_workers_leave_ctrl_c_to_their_rank_and_die_with_it():
+def test_workers_leave_signals_to_their_rank():
     cfg = config("--num-workers=1", "--global-batch-size=1")
-    ignored, numbers = next(iter(build_loader(Process(), [0], 1, CPU, cfg)))
-    assert (ignored.tolist(), numbers.tolist()) == ([True], [signal.SIGKILL])
+    blocked, _ = next(iter(build_loader(Process(), [0], 1, CPU, cfg)))
+    assert blocked.all()
+
+
+def test_workers_are_forked_by_their_rank(monkeypatch):
+    """Also where a server would fork them, which Python 3.14 starts."""
+    monkeypatch.setattr(utils.data.multiprocessing, "get_start_method", lambda: "forkserver")
+    reader = build_loader(PAIRS, range(COUNT), BATCH, CPU, config("--num-workers=1")).reader
+    assert reader.multiprocessing_context.get_start_method() == "fork"
+    monkeypatch.setattr(utils.data.multiprocessing, "get_start_method", lambda: "spawn")
+    for flags in (["--num-workers=1"], ["--num-workers=0"]):
+        reader = build_loader(PAIRS, range(COUNT), BATCH, CPU, config(*flags)).reader
+        assert reader.multiprocessing_context is None
 
 
 def test_automatic_workers_leave_the_cores_to_training(monkeypatch):

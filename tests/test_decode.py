@@ -1,8 +1,11 @@
 """Decoding image files of every kind."""
 
+import errno
 import pickle
+import struct
 import sys
 import zlib
+from pathlib import Path
 
 import numpy
 import pytest
@@ -13,6 +16,7 @@ from tasks.images import decode as decoding
 from tasks.images.decode import BadImageError, decode
 from tasks.images.files import is_image
 from tests.images import photo
+from utils.errors import UserError
 
 ABSENT = ["torchcodec.decoders", "torchvision.io"]  # a torchvision that no longer decodes
 
@@ -68,7 +72,7 @@ def test_every_kind_of_image_is_decoded_in_color(name, mode, absent, tmp_path, m
     image = decode(tmp_path / name)
     assert (image.shape, image.dtype) == ((3, 16, 20), torch.uint8)
     assert image.float().mean() > 50
-    assert is_image((tmp_path / name).relative_to(tmp_path))
+    assert is_image((tmp_path / name).relative_to(tmp_path), [])
 
 
 def test_16_bit_pixels_of_either_byte_order_keep_their_upper_8_bits(tmp_path):
@@ -105,6 +109,74 @@ def test_decompression_bomb_is_refused(tmp_path):
     (tmp_path / "a.png").write_bytes(data)
     with pytest.raises(BadImageError, match=r"a\.png cannot be decoded .*decompression bomb"):
         decode(tmp_path / "a.png")
+
+
+def chunk(kind, contents, checksum=None):
+    """A chunk of a PNG."""
+    checksum = zlib.crc32(kind + contents) if checksum is None else checksum
+    return len(contents).to_bytes(4) + kind + contents + checksum.to_bytes(4)
+
+
+LONG = zlib.compress(b"x" * 2_000_000)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        chunk(b"zTXt", b"Comment\0\0" + LONG),
+        chunk(b"iTXt", b"Comment\0\1\0\0\0" + LONG),
+        chunk(b"iCCP", b"ICC\0\0" + LONG),
+        b"".join(chunk(b"tEXt", b"k%d\0" % i + b"x" * 1_000_000) for i in range(70)),
+        chunk(b"tEXt", b"Comment\0text", checksum=1),
+    ],
+    ids=["zTXt", "iTXt", "iCCP", "70 tEXt", "wrong checksum"],
+)
+def test_metadata_of_a_png_does_not_matter(extra, tmp_path):
+    if decoding.decode_jpeg_or_png is None:
+        pytest.skip("Pillow refuses such files")
+    photo(tmp_path / "a.png")
+    data, expected = (tmp_path / "a.png").read_bytes(), decode(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes(data[:33] + extra + data[33:])
+    assert torch.equal(decode(tmp_path / "a.png"), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "int8"])
+def test_integers_of_unknown_range_are_refused(dtype, tmp_path):
+    """They turned all white or all black."""
+    write_tiff(tmp_path / "a.tiff", numpy.full((4, 6), 100, dtype))
+    with pytest.raises(BadImageError, match=r"a\.tiff cannot be decoded .*32 bits or with a sign"):
+        decode(tmp_path / "a.tiff")
+
+
+def write_tiff(path, pixels):
+    """Without Pillow, which writes few types: little-endian, one strip."""
+    code, bits = {"u": 1, "i": 2}[pixels.dtype.kind], 8 * pixels.dtype.itemsize
+    height, width = pixels.shape
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 1, 273: 134, 277: 1, 278: height}
+    tags |= {279: pixels.nbytes, 339: code}
+    entries = b"".join(struct.pack("<HHLL", tag, 4, 1, value) for tag, value in tags.items())
+    head = b"II*\0" + struct.pack("<LH", 8, len(tags)) + entries + bytes(4)
+    path.write_bytes(head.ljust(134, b"\0") + pixels.tobytes())
+
+
+def test_unsigned_16_bits_are_kept(tmp_path):
+    write_tiff(tmp_path / "a.tiff", numpy.full((4, 6), 40000, "uint16"))
+    assert (decode(tmp_path / "a.tiff") == 40000 // 256).all()
+
+
+def test_read_errors_that_pass_are_not_damage(tmp_path, monkeypatch):
+    """With --on-bad-sample skip, the file would be left out of this run and of later ones."""
+    photo(tmp_path / "a.jpg")
+    error = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (_ for _ in ()).throw(error))
+    with pytest.raises(UserError, match=r"cannot read .*a\.jpg: Stale") as caught:
+        decode(tmp_path / "a.jpg")
+    assert not isinstance(caught.value, BadImageError)
+
+
+def test_missing_file_is_not_called_undecodable(tmp_path):
+    with pytest.raises(BadImageError, match=r"a\.jpg cannot be read \(No such file"):
+        decode(tmp_path / "a.jpg")
 
 
 def test_floating_point_pixels_are_refused(tmp_path):

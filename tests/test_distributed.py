@@ -159,6 +159,14 @@ def test_ranks_know_their_place():
     ]
 
 
+def test_count_on_the_cpu_is_reduced_where_the_loss_is(monkeypatch):
+    """NCCL reduces no CPU tensor, such as a sum of len()."""
+    monkeypatch.setattr(distributed, "_device", torch.device("meta"))
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor)
+    assert mean_over_replicas(torch.tensor(3)).is_meta
+    assert mean_over_replicas(torch.empty((), device="meta")).is_meta
+
+
 def test_mean_over_replicas():
     """A tensor is reduced, exactly; a number is taken to be the same everywhere."""
 
@@ -292,7 +300,7 @@ def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
 
 def test_cores_follow_affinity_and_cgroup_quota(monkeypatch):
     def cpu_max(text):
-        monkeypatch.setattr(distributed.Path, "read_text", lambda path: text)
+        monkeypatch.setattr(distributed.Path, "read_text", lambda path, **options: text)
         return available_cores()
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
@@ -353,7 +361,7 @@ def test_other_processes_fail_at_once_when_the_first_one_raises():
     results = run_ranks(body, 3)
     assert [kind for kind, _, _ in results] == [OSError, PeerError, PeerError]
     assert [ran for _, ran, _ in results] == [True, False, False]
-    assert max(seconds for _, _, seconds in results) < 5
+    assert max(seconds for _, _, seconds in results) < 15  # the timeout is longer
 
 
 def test_error_on_one_rank_is_raised_on_all():
@@ -376,6 +384,17 @@ def test_error_on_one_rank_is_raised_on_all():
     ]
 
 
+def test_rank_whose_launcher_is_dead_does_not_wait_for_it(monkeypatch):
+    """Linux sends no signal for a parent that died before it was asked to: during the imports."""
+    monkeypatch.setattr(distributed, "die_with_parent", lambda: None)
+    environment = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="the launcher has ended"):
+        init_distributed("cpu", timeout=300)
+
+
 def test_process_ends_with_its_parent():
     """A killed torchrun, or a killed rank with loader workers, must not leave processes behind."""
     reading, writing = os.pipe()
@@ -395,5 +414,5 @@ def test_process_ends_with_its_parent():
     os.waitpid(parent, 0)
     start = time.monotonic()
     assert os.read(reading, 1) == b""  # all writing ends are closed: the child is gone, too
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30  # it sleeps for 60
     os.close(reading)

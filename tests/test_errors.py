@@ -1,5 +1,7 @@
 """A failing job prints one error, from the first rank to fail, and leaves no process behind."""
 
+import errno
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.launch import ROOT, run_ranks, start_script
+from tools.launch import reports
 from tools.runs import family, finish_run, start_run, wait_for_family
 from utils import errors
 from utils.config import ConfigError
@@ -107,8 +110,8 @@ def test_missing_option_names_the_file_to_copy():
     for module, file in missing:
         with pytest.raises(UserError) as caught, required_by("--save-sharded"):
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
-        text = f"--save-sharded needs {file}, which is missing; copy that file as well"
-        assert str(caught.value) == text
+        assert f"--save-sharded needs {file}, which is missing" in str(caught.value)
+        assert f"--with {Path(file).stem}" in str(caught.value)
     with pytest.raises(ModuleNotFoundError), required_by("--save-sharded"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
@@ -120,6 +123,54 @@ def test_notes_are_part_of_the_report(monkeypatch, capfd):
     assert capfd.readouterr().err == "error: no\na note on no\n"
     assert fail(ValueError("a bug")) == 1
     assert capfd.readouterr().err.endswith("ValueError: a bug\na note on a bug\n")
+
+
+UNHEARD = """
+import multiprocessing, os
+from utils.errors import SilentExit, report_errors, say, warn
+
+class Stopped(SilentExit):
+    exit_code = 75
+
+@report_errors
+def main():
+    for number in range(3):
+        say(f"epoch {number}")
+        warn("the run continues")
+    print("a line of the task")
+    raise Stopped
+
+"""
+IN_A_CHILD = """
+child = multiprocessing.get_context("fork").Process(target=main)
+child.start()
+child.join()
+os._exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("call", ["main()", IN_A_CHILD], ids=["script", "child process"])
+def test_output_that_cannot_be_written_ends_no_run(call, monkeypatch):
+    """To a full disk here, as to a pipe or a terminal that is gone: the exit code is the run's."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", UNHEARD + call]
+        run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60)
+    assert run.returncode == 75
+
+
+def test_output_continues_once_it_can_be_written_again(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        errors.say("lost")
+        errors.drop_unwritten()
+        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 1)
+        errors.say("found")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "log").read_text() == "found\n"
 
 
 USE_TORCHRUN = "Start one process per device:  torchrun --standalone --nproc_per_node=N"
@@ -288,6 +339,22 @@ def test_error_file_is_written_for_torchrun(error, outcome, end, tmp_path, monke
     assert capfd.readouterr().err == "" and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("outcome", ["failed", "stopped"])
+def test_error_file_without_space_still_tells_the_outcome(outcome, tmp_path, monkeypatch, capfd):
+    def fail_to_write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(errors.json, "dump", fail_to_write)
+    if outcome == "failed":
+        assert fail(UserError("cannot save last.pt: No space left on device")) == 1
+        assert capfd.readouterr().err == "error: cannot save last.pt: No space left on device\n"
+    else:
+        errors.write_error_file("stopped by SIGTERM", outcome)  # which rank 0 has printed
+        assert capfd.readouterr().err == ""
+    assert reports(tmp_path, old=set()) == {outcome: ""}
+
+
 def fail_on_two_hosts(rank, error, folder):
     """As fail_in_step_5(), with one rank per host. The text is that of torchrun's error file."""
     os.environ |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(folder / str(rank))}
@@ -408,3 +475,13 @@ def test_killed_rank_ends_the_job(tmp_path):
     assert "exitcode  : -9" in stderr.split("Root Cause")[1] and "SIGKILL" in stderr
     assert "error (rank" not in stderr  # rank 0 has only lost its connection
     assert wait_for_family(process.run_tag) == []
+
+
+def test_names_that_stdout_cannot_encode_are_printed(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    report_errors(print)("caf\u00e9/\u65e5\u672c.jpg", "\udcff.jpg", flush=True)
+    assert stream.buffer.getvalue() == b"caf\xe9/\\u65e5\\u672c.jpg \\udcff.jpg\n"
+    for other in (None, io.StringIO()):  # closed; of a notebook
+        monkeypatch.setattr(sys, "stdout", other)
+        report_errors(print)("text")

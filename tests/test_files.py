@@ -1,13 +1,17 @@
 """Finding image files, and splitting off a validation set."""
 
+import io
 import os
+import sys
 
 import pytest
 import torch
 
 from tasks.images import build_datasets, describe
+from tasks.images.cache import bad_files
 from tasks.images.decode import BadImageError, decode
 from tasks.images.files import find_images, split_images
+from tasks.images.predict import find_files
 from tests.images import break_file, config, folder, photo
 from utils.errors import UserError
 
@@ -52,6 +56,48 @@ def test_wrong_folders_are_reported(tmp_path):
         build_datasets(config(tmp_path))
 
 
+def test_what_is_not_read_is_counted_and_named(tmp_path, capsys):
+    for name in ("1.jfif", "2.jpe", "3.avif", "4.JPG"):
+        photo(tmp_path / "train" / "cat" / "x.jpg")
+        (tmp_path / "train" / "cat" / "x.jpg").rename(tmp_path / "train" / "cat" / name)
+    photo(tmp_path / "train" / "cat" / "@eaDir" / "1.jpg" / "SYNOPHOTO_THUMB_M.jpg")
+    photo(tmp_path / "train" / "@eaDir" / "a.jpg")
+    photo(tmp_path / "train" / "__MACOSX" / "cat" / "._1.jpg")
+    photo(tmp_path / "train" / "dog" / "1.jpg")
+    for name in ("a.HEIC", "b.heic", "notes.txt", "Thumbs.db", ".DS_Store", "README"):
+        (tmp_path / "train" / "dog" / name).write_text("x")
+    files = find_images(tmp_path, "train")
+    assert (files.classes, files.labels) == (["cat", "dog"], [0, 0, 0, 0, 1])
+    said = capsys.readouterr().err
+    assert "ignored 4 files" in said and "2 .heic, 1 .txt, 1 without an extension" in said
+    assert find_files([str(tmp_path / "train")]) == sorted(files.paths)
+    assert capsys.readouterr().err == said
+    (tmp_path / "train" / "dog" / "1.jpg").unlink()
+    with pytest.raises(UserError, match=r"no images in .*dog"):
+        find_images(tmp_path, "train")
+    assert "2 .heic" in capsys.readouterr().err
+
+
+def test_flat_folder_of_classes_names_val_fraction(tmp_path):
+    with pytest.raises(UserError, match=r"no train images(?!.*--val-fraction)"):
+        find_images(tmp_path, "train")
+    photo(tmp_path / "cat" / "1.jpg")
+    with pytest.raises(UserError, match=r"no train images.*--val-fraction 0\.2"):
+        find_images(tmp_path, "train")
+
+
+def test_skipped_names_that_the_stream_cannot_encode(tmp_path, monkeypatch):
+    photo(tmp_path / "写真.jpg")
+    break_file(tmp_path / "写真.jpg")
+    for name in ("stdout", "stderr"):
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors=errors)
+        monkeypatch.setattr(sys, name, stream)
+    assert bad_files([str(tmp_path / "写真.jpg")], tmp_path)
+    sys.stderr.flush()
+    assert b"\\u5199" in sys.stderr.buffer.getvalue()
+
+
 def test_file_names_in_any_script_and_dangling_links(tmp_path, capsys):
     latin1 = os.fsdecode(b"caf\xe9.jpg")  # not valid UTF-8, as in old archives
     for split in ("train", "val"):
@@ -68,10 +114,10 @@ def test_file_names_in_any_script_and_dangling_links(tmp_path, capsys):
         decode(tmp_path / "train" / "Ёж" / latin1)
     assert str(caught.value).encode()
     train, _ = build_datasets(config(tmp_path))
-    with pytest.raises(BadImageError, match=r"2\.jpg cannot be decoded \(No such file"):
+    with pytest.raises(BadImageError, match=r"2\.jpg cannot be read \(No such file"):
         train[len(train) - 1]
     assert len(build_datasets(config(tmp_path, "--on-bad-sample=skip"))[0]) == 4
-    assert "skipping 2 of 11 files" in capsys.readouterr().out
+    assert "skipping 2 of 11 files" in capsys.readouterr().err
 
 
 def test_links_that_would_count_images_twice_are_refused(tmp_path):

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
@@ -18,15 +19,17 @@ import tasks.images
 from tasks.images.parts import blocks_of
 from tasks.images.small_models import ResNet20
 from tasks.images.weights import freeze_backbone
-from tests.forked import FIVE_STEPS, FORK, assert_resumes, fork_script
+from tests.forked import FIVE_STEPS, FORK, ROUNDING, assert_resumes, fork_script
 from tests.launch import ROOT, free_port, run_ranks, run_script
-from tests.test_checkpoint import Steps
+from tests.test_checkpoint import Steps, outcome
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config, load_config
+from utils.errors import UserError
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.rungs.fsdp import (
+    CompareShards,
     FsdpSettings,
     check_same_weights,
     checked_blocks,
@@ -209,7 +212,7 @@ def test_shards_are_updated_by_few_kernels_to_the_same_weights():
             fused, foreach, weights = results[number]
             assert (fused, foreach) == ((None, True) if "sgd" in name else (True, None))
             for ours, theirs in zip(weights, expected, strict=True):
-                assert abs(ours - theirs).max() < 1e-12
+                assert abs(ours - theirs).max() < ROUNDING
 
 
 # Runs
@@ -252,6 +255,94 @@ def test_offload_alone_changes_no_bit(float32_run, tmp_path):
 )
 def test_killed_and_resumed_run_matches_an_uninterrupted_one(nproc, flags, tmp_path):
     assert_resumes(tmp_path, "train_fsdp.py", nproc, **{"epochs": 1} | flags)
+
+
+# What the ranks use
+
+
+class Heads(nn.Module):
+    """Runs the heads that it is told to run, in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    def forward(self, points, numbers):
+        points = self.body(points)
+        return points.sum() + sum(self.heads[number](points).sum() for number in numbers)
+
+
+def train_heads(rank, used, blocks, save_steps, compiles=False):
+    """Train on what `used` says of each step: the heads of each rank. Returns the step before which
+    the ranks are refused and the message, or None and ""."""
+    torch.manual_seed(0)
+    cfg, model = FsdpConfig(check_replicas_every=save_steps), Heads()
+    if compiles:
+        model.compile(backend="eager")
+    for block in model.heads if blocks else ():
+        fully_shard(block, **fsdp_kwargs(cfg))
+    fully_shard(model, **fsdp_kwargs(cfg, root=True))
+    optimizer = build_optimizer(model, PLAIN)
+    state = {"model": model, "optimizer": optimizer, "loader": Steps(len(used))}
+    hook = CompareShards(cfg, state)
+    checkpoint = Namespace(state=state)
+    for step, numbers in enumerate(used, 1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3) + rank, numbers[rank]).backward()
+        optimizer.step()
+        state["loader"].step = step
+        kind, text = outcome(lambda: hook.after_step(checkpoint, wait=True))
+        if kind:
+            assert kind is UserError
+            return step, text
+    return None, ""
+
+
+BOTH, FIRST, SECOND = ([0, 1], [0, 1]), ([0], [0]), ([1], [1])
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["model", "blocks"])
+def test_parameters_that_only_some_ranks_use_are_refused(blocks):
+    """Their gradients, and the halves of their weights, would be mixed up without an error."""
+    cases = [
+        ([BOTH, FIRST, SECOND, BOTH, ([], [])], 1, None),  # all ranks alike
+        ([BOTH, ([0], [1]), BOTH], 1, 2),
+        ([BOTH, ([0], [1]), ([1], [0]), BOTH, BOTH], 4, 4),
+        ([([0], [1]), BOTH, BOTH], 0, 3),  # after the last step of an epoch
+        ([([0], [1]), BOTH, BOTH], -1, None),
+    ]
+
+    def body(rank):
+        return [train_heads(rank, used, blocks, every) for used, every, _ in cases]
+
+    for returned in run_ranks(body, 2):
+        for (step, text), (*_, expected) in zip(returned, cases, strict=True):
+            assert step == expected
+            if step:
+                assert all(f"heads.{number}.weight" in text for number in (0, 1))
+                assert "body" not in text and "docs/recipes/unused-parameters.md" in text
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_blocks_that_the_ranks_run_in_a_different_order_are_refused(compiles):
+    def body(rank):
+        used = [BOTH, ([0, 1], [1, 0]), BOTH]
+        return train_heads(rank, used, True, 1, compiles), train_heads(rank, [BOTH] * 3, True, 1)
+
+    for (step, text), same in run_ranks(body, 2):
+        assert step == 2 and "the order of the blocks" in text and same == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(torch.tensor(1.0), "shape (1,)"), (torch.tensor([1j]), "view_as_real")]
+)
+def test_parameters_that_fsdp_rejects_are_named(value, words):
+    """As logit_scale of CLIP, and the weights of a Fourier layer."""
+    model = nn.ModuleDict({"tower": nn.ParameterDict({"logit_scale": nn.Parameter(value)})})
+    with pytest.raises(UserError) as caught:
+        checked_blocks(model, [])
+    assert "tower.logit_scale" in str(caught.value) and words in str(caught.value)
 
 
 # Checkpoints

@@ -18,7 +18,7 @@ SCRIPTS = sorted(ROOT.glob("train_*.py"))
 
 # Each is what PyTorch's interface asks for, or an object that the function has just made.
 ASSIGNED = {
-    "replicas.py: model.module",  # DistributedDataParallel, for one backward pass
+    "distributed.py: model.module",  # DistributedDataParallel, for one backward pass
     "skipped_steps.py: optimizer.found_inf",  # as torch.amp.GradScaler does
     "tensor_parallel.py: module.__class__",  # a ParallelStyle changes a module in place
     "tensor_parallel.py: module.mesh",
@@ -87,9 +87,34 @@ def test_imports_have_no_circles():
         assert start not in reached, start
 
 
+def test_what_only_informs_cannot_end_a_run():
+    """It is printed by say(), which does not raise. The commands of a task may print."""
+    commands = {"evaluate.py", "export.py", "predict.py"}
+    for path in FILES:
+        if path.name not in commands | {"errors.py"}:
+            calls = [node.func for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+            assert not {"print", "os.write"} & {ast.unparse(call) for call in calls}, path
+
+
 def test_no_module_looks_for_a_file_to_decide_what_to_do():
     for path in FILES:
         assert "find_spec" not in path.read_text(), path
+
+
+def calls_without_encoding(path):
+    """Calls that read or write a text in the encoding of the locale."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and "encoding" not in {each.arg for each in node.keywords}:
+            name = getattr(node.func, "attr", "")
+            opens = getattr(node.func, "id", "") == "open" and "b'" not in ast.unparse(node)
+            if name in ("read_text", "write_text") or opens:
+                yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_texts_are_utf_8_in_any_locale():
+    tools = [path for path in (ROOT / "tools").rglob("*.py") if path.parent.name != "scripts"]
+    found = [text for path in [*FILES, *tools] for text in calls_without_encoding(path)]
+    assert found == [], "pass encoding="
 
 
 def public_functions(body):

@@ -7,9 +7,9 @@ import torch
 
 from tasks.images import Settings, build_datasets
 from tasks.images.decode import BadImageError, decode
-from tests.forked import fork_script, killed_at, largest_difference
+from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.images import break_file, config, folder
-from tests.recipes import EXACT, RUN, run_to_end
+from tests.recipes import RUN, run_to_end
 from tools.shards import main, of_folder, write_tars
 from utils.checkpoint_file import read_checkpoint
 from utils.config import load_config
@@ -92,7 +92,9 @@ def test_damaged_images(tmp_path, capsys):
         assert train.labels.tolist() == [0] * 5 + [1] * 5
         expected = [decode(s["jpg"]) for i, s in enumerate(samples["train"]) if i not in (2, 9)]
         assert all(torch.equal(train.original(i), image) for i, image in enumerate(expected))
-        assert "skipping 2 of 12 images: 00000002 in" in capsys.readouterr().out
+        assert "skipping 2 of 12 images: 00000002 in" in capsys.readouterr().err
+        for listed in (tars / ".cache").glob("bad-*.json"):
+            listed.write_bytes(bytes(20))  # as a loss of power leaves it: it is made again
     data = (tars / "val-00002.tar").read_bytes()
     (tars / "val-00002.tar").write_bytes(data[:1600])
     with pytest.raises(UserError, match=r"val-00002.tar is damaged at offset 1024"):
@@ -110,7 +112,19 @@ def test_wrong_folders(tmp_path, pair):
         build_datasets(settings(pair[1]))
 
 
+def test_the_names_of_the_classes_are_utf_8(pair, tmp_path):
+    names = pair[1] / "classes.txt"
+    names.write_text("caf\u00e9\n\u65e5\u672c\n", encoding="utf-8-sig")  # as Notepad writes it
+    assert build_datasets(settings(pair[1]))[0].classes == ["caf\u00e9", "\u65e5\u672c"]
+    names.write_bytes(b"caf\xe9\nx\n")
+    with pytest.raises(UserError, match=r"classes.txt: .* must be a text in UTF-8"):
+        build_datasets(settings(pair[1]))
+
+
 def test_text_in_json_lines(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_bytes(b"caf\xe9\n\n")
+    with pytest.raises(SystemExit):
+        make(monkeypatch, tmp_path / "lines", "--text", tmp_path / "x.txt")
     (tmp_path / "x.txt").write_text("\n\n".join(f"paragraph {i}" for i in range(25)))
     make(monkeypatch, tmp_path / "lines", "--text", tmp_path / "x.txt", "--per-shard", 10)
     names = sorted(path.name for path in (tmp_path / "lines").iterdir())
@@ -126,7 +140,7 @@ def test_runs_train_the_same_weights(tmp_path, monkeypatch):
     run_to_end("train_ddp.py", 2, tmp_path / "killed", killed_at(1, 3), **flags)
     for nproc, name, workers in ((2, "two", 1), (3, "killed", 0)):
         end = run_to_end("train_ddp.py", nproc, tmp_path / name, **flags, num_workers=workers)[1]
-        assert largest_difference(end["model"], one["model"]) < EXACT
+        assert largest_difference(end["model"], one["model"]) < ROUNDING
     facts = read_checkpoint(tmp_path / "one" / "last.pt")["data"]
     assert facts["train_shards"].startswith("5 files, 60 samples")
     (data / "train-00004.tar").rename(data / "train-00004b.tar")

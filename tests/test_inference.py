@@ -1,16 +1,19 @@
 """predict and evaluate in tasks/images with the checkpoint of a run. More: test_own_images.py."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+import tasks.images as task
 from tasks.images import evaluate, predict
 from tasks.images.inference import load_trained
-from tests.forked import fork_script
+from tests.forked import ROUNDING, fork_script
 from tests.images import photo
 from utils.checkpoint_file import read_checkpoint, save_atomically
 from utils.errors import UserError
+from utils.metrics import Meter
 
 FLAGS = {"model": "resnet20_gn", "epochs": 1, "synthetic_samples": 48, "image_size": 8}
 
@@ -52,12 +55,48 @@ def test_evaluation_of_the_run_s_own_data_agrees_with_the_run(trained, monkeypat
     result = json.loads(capsys.readouterr().out)
     assert result["samples"] == 12 == sum(map(sum, result["confusion"]))
     assert result["accuracy"] == trained.rows[-1]["val_accuracy"]
-    assert result["loss"] == pytest.approx(trained.rows[-1]["val_loss"], rel=1e-12)
+    assert result["loss"] == pytest.approx(trained.rows[-1]["val_loss"], rel=ROUNDING)
     correct = [result["confusion"][label][label] for label in range(10)]
     assert correct == [row["correct"] for row in result["classes"]]
     assert sum(correct) == round(12 * result["accuracy"])
     call(evaluate, monkeypatch, checkpoint, "--split=train")
     assert "of 48 images)" in capsys.readouterr().out
+
+
+def test_memory_of_an_evaluation_is_linear_in_the_classes():
+    classes, loader = 20_000, Mock(counts=True, train=False, samples=8, started=0.0)
+    counting = evaluate.WithConfusion(loader)
+    meter = Meter(counting, loader)
+    targets = torch.tensor([0, 0, 0, 0, 5, 5, 19_999, 19_999])
+    predicted = torch.tensor([0, 7, 7, 3, 5, 5, 0, 0])
+    for number in (0, 1):
+        outputs = torch.zeros(8, classes).scatter_(1, predicted[:, None], 1)
+        loader.counts = number == 0  # of the second batch, as of a rank without samples, nothing
+        meter.update(task.loss(outputs, targets), outputs, targets)
+        assert meter.sums.numel() < 100
+    assert meter.compute()["accuracy"] == 3 / 8
+    rows = list(evaluate.class_rows([str(label) for label in range(classes)], counting.counts()))
+    assert rows[0] == ("0", 4, 1, "7") and rows[5] == ("5", 2, 2, "") and rows[1] == ("1", 0, 0, "")
+    assert rows[19_999] == ("19999", 2, 0, "0")
+
+
+def test_drawing_takes_any_names_of_classes(tmp_path):
+    pytest.importorskip("matplotlib")
+    evaluate.draw(tmp_path / "a.png", ["a$^$", "$\\x$", "_"], torch.eye(3))
+    assert (tmp_path / "a.png").exists()
+
+
+def test_confusion_is_drawn_and_said(trained, monkeypatch, capfd, tmp_path):
+    pytest.importorskip("matplotlib")
+    checkpoint, path = trained.output_dir / "last.pt", tmp_path / "c.png"
+    call(evaluate, monkeypatch, checkpoint, "--confusion", path)
+    assert path.exists() and f"wrote {path}" in capfd.readouterr().out
+    monkeypatch.setattr(evaluate, "MOST_CLASSES", 9)
+    with pytest.raises(SystemExit):
+        call(evaluate, monkeypatch, checkpoint, "--confusion", path)
+    assert "--confusion draws at most 9 classes, not 10" in capfd.readouterr().err
+    call(evaluate, monkeypatch, checkpoint, "--json")
+    assert json.loads(capfd.readouterr().out)["confusion"] is None
 
 
 def test_folder_may_hold_a_subset_of_the_classes(trained, monkeypatch, capsys, tmp_path):

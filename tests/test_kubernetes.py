@@ -14,7 +14,7 @@ from utils.preemption import Preempted
 from utils.settings import ConfigError
 
 FOLDER = ROOT / "launch" / "kubernetes"
-SERVICE, JOB = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
+SERVICE, NETWORK, JOB = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
 TRAINJOB = yaml.safe_load((FOLDER / "trainjob.yaml").read_text())
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 ENTRYPOINT = json.loads(re.search("^ENTRYPOINT (.*)", DOCKERFILE, re.M)[1])
@@ -46,7 +46,7 @@ def environment(index):
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_job_and_service_are_valid(version):
     validator = pytest.importorskip("kubernetes_validate", reason="make test-kubernetes")
-    for document in (SERVICE, JOB):
+    for document in (SERVICE, NETWORK, JOB):
         validator.validate(document, version, strict=True)
 
 
@@ -103,6 +103,13 @@ def test_restricted_clusters_accept_the_pods():
     }
     user, group = map(int, re.search("^USER (.*)", DOCKERFILE, re.M)[1].split(":"))
     assert user and group == pod["securityContext"]["fsGroup"]  # a name would be refused
+
+
+def test_only_pods_of_the_job_connect_and_none_holds_a_token():
+    """Whoever can connect to a rank can execute code as its user."""
+    pods = {"podSelector": {"matchLabels": SERVICE["spec"]["selector"]}}
+    assert NETWORK["spec"] == pods | {"policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]}
+    assert JOB["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
 
 
 def test_lines_for_rdma_only_have_to_lose_their_mark():

@@ -13,15 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from tests.forked import FORK
 from tests.launch import SMALL
 from tools import launch as launch_module
-from tools.launch import root_cause, watch_rendezvous
+from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
 from tools.lessons import ROOT
 from tools.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
+signals_of_torchrun = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
@@ -56,12 +58,22 @@ main()
 """
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """main() leaves signals ignored, for a process that is about to end."""
+    numbers = (*signals_of_torchrun, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for pair in zip(numbers, before, strict=True):
+        signal.signal(*pair)
+
+
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     (folder / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
 
-    def start(*arguments, nproc=2):
+    def start(*arguments, nproc=2, hangup=signal.SIG_DFL):
         command = [sys.executable, "-m", "tools.launch", "--standalone"]
         command += [f"--nproc_per_node={nproc}", str(folder / "script.py"), *arguments]
         return subprocess.Popen(
@@ -71,6 +83,7 @@ def launch(tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
         )
 
     return start
@@ -109,24 +122,38 @@ def test_arguments_are_torchruns(launch):
 
 @pytest.mark.parametrize(
     ("number", "nproc", "receiver"),
-    [(signal.SIGTERM, 2, "a rank"), (signal.SIGUSR1, 1, "the launcher")],
+    [(signal.SIGHUP, 2, "a rank"), (signal.SIGUSR1, 1, "the launcher")],
 )
 def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
     """The signal goes to one process alone: a rank, whose launcher sees it end with 75, or the
-    launcher, which passes it on."""
+    launcher, which passes it on, and which more signals do not keep from waiting for the save."""
     flags = SMALL | {"epochs": 10**6, "output_dir": tmp_path / "run"}
     flags |= {"image_size": 8, "synthetic_samples": 24, "save_steps": 1}
     command = [sys.executable, "-m", "tools.launch", "--standalone", f"--nproc_per_node={nproc}"]
     command += ["train_ddp.py", *flag_list(flags)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     while not (tmp_path / "run" / "last.pt").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]) if receiver == "a rank" else process.pid, number)
+    os.kill(children_of(process)[-1] if receiver == "a rank" else process.pid, number)
+    if receiver == "the launcher":
+        for _ in range(5):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
     assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
+
+
+def children_of(process):
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
 
 
 def stopped(process, number):
@@ -147,7 +174,59 @@ def test_save_that_fails_after_a_signal_is_reported(launch):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_hangup_does_nothing_under_nohup(launch):
+    process = launch("sleep", nproc=1, hangup=signal.SIG_IGN)
+    assert process.stdout.readline().startswith("rank 0")
+    for pid in [process.pid, *children_of(process)]:
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_launcher_heeds_a_second_request_and_no_more(monkeypatch):
+    """Signals that follow at once are the same request."""
+    monkeypatch.setattr(launch_module, "SECONDS_OF_ONE_REQUEST", 0.1)
+    raised = 0
+    with stop_by_signals([signal.SIGUSR1]):
+        for _ in range(3):
+            for _ in range(3):
+                try:
+                    signal.raise_signal(signal.SIGUSR1)
+                except SignalException as error:
+                    assert error.sigval == signal.SIGUSR1
+                    raised += 1
+            time.sleep(0.11)
+    assert raised == 2
+    signal.raise_signal(signal.SIGUSR1)  # ignored: the exit code is known
+
+
+def test_reports_are_those_of_this_run_whatever_the_clock_says(tmp_path):
+    """A run in the user's --log-dir, whose clock has been set back since, or is a server's."""
+    for name, outcome in (("old", "failed"), ("new", "stopped")):
+        (tmp_path / name).mkdir()
+        message = {"message": f"{name}\n", "extraInfo": {"outcome": outcome}}
+        if name == "new":
+            old = error_files(tmp_path)
+        path = tmp_path / name / "error.json"
+        path.write_text(json.dumps({"message": message}))
+        os.utime(path, (1, 1))
+    (tmp_path / "new" / "error.json.tmp").touch()
+    assert reports(tmp_path, old) == {"stopped": "new"}
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "many"])
+def test_number_of_processes_is_checked(nproc, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["launch", f"--nproc_per_node={nproc}", "script.py"])
+    with pytest.raises(SystemExit, match="2"):
+        launch_module.main()
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: --nproc_per_node={nproc}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_before_the_first_step_ends_the_job(number, launch):
     """While the data are built, for example: there is nothing to save, so the code is not 75."""
     code, error = stopped(launch("sleep", nproc=1), number)

@@ -1,16 +1,19 @@
 """--logger: rows for other programs, which never stop or slow a run."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.forked import FIVE_STEPS, fork_script, killed_at
 from tests.launch import run_script
+from utils.config import Config
 from utils.options import loggers
 from utils.options.loggers import Logger, build_logger
 from utils.settings import ConfigError
@@ -140,6 +143,59 @@ def test_rows_that_a_killed_run_has_not_passed_on_are_logged_by_the_next(tmp_pat
     start, *logged, finish = calls(run.output_dir)
     assert (start, finish) == (["start", 2, None], ["finish"])
     assert [step for _, step, _ in logged] == [2, 4, 5, 7, 9, 10]
+
+
+class Listing(Logger):
+    """Notes the steps that it logs; slow to start, as most are."""
+
+    def __init__(self):
+        self.started, self.steps = threading.Event(), []
+
+    def start(self, folder, settings, run_id, step):
+        assert self.started.wait(60)
+
+    def log(self, values, step):
+        self.steps.append(step)
+
+
+def resumed(folder, monkeypatch, epoch=0, length=5):
+    """The Loggers of a run that continues with this epoch, and its Listing."""
+    logger = Listing()
+    monkeypatch.setattr(loggers, "build_logger", lambda name: logger)
+    cfg = Config(output_dir=str(folder), logger="listing", epochs=9)
+    hook = loggers.Loggers(cfg, {"loader": range(length)})
+    hook.after_load(SimpleNamespace(cfg=cfg, epoch=epoch))
+    return hook, logger
+
+
+def test_resumed_run_may_have_more_rows_than_wait_for_a_logger(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loggers, "MOST_ROWS", 3)
+    epochs = [[{"epoch": i, "step": step, "loss": 1.0} for step in range(1, 6)] for i in range(3)]
+    for epoch, expected in ((2, list(range(1, 11))), (3, list(range(11, 16)))):
+        rows = itertools.chain(*epochs[:epoch])
+        (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        hook, logger = resumed(tmp_path, monkeypatch, epoch)
+        hook.after_row({"epoch": epoch, "loss": 1.0})
+        logger.started.set()
+        hook.finish(60.0)
+        assert logger.steps == [*expected, 5 * epoch + 5]  # what the file has, once; the new row
+    assert capsys.readouterr().err == ""
+
+
+def test_steps_continue_if_epochs_have_another_length(tmp_path, monkeypatch):
+    """With a larger global batch: fewer steps. The killed run had logged a step of the epoch that
+    is repeated."""
+    logged = []
+    for epoch, length, steps in ((0, 12, 12), (1, 12, 1), (1, 4, 4), (2, 6, 6)):
+        hook, logger = resumed(tmp_path, monkeypatch, epoch, length)
+        logger.started.set()
+        for step in range(1, steps + 1):
+            hook.after_row({"epoch": epoch, "step": step, "loss": 1.0})
+        if steps == length:
+            hook.after_row({"epoch": epoch, "val_loss": 1.0})
+        hook.finish(60.0)
+        logged.append(logger.steps)
+    assert logged == [[*range(1, 13), 12], [13], [14, 15, 16, 17, 17], [*range(18, 24), 23]]
 
 
 def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):

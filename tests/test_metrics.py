@@ -1,5 +1,6 @@
 """Loss and metrics over all ranks, each sample counted once; and the log of the epochs."""
 
+import copy
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, SequentialSampler
 
 import tasks.images
 from tests.any_batch import CASES, COUNT, make_task
+from tests.forked import ROUNDING
 from tests.launch import run_ranks
 from utils import distributed
 from utils.config import Config
@@ -23,7 +25,7 @@ from utils.data import build_loader
 from utils.distributed import all_reduce, dp_rank, dp_world_size, mean_over_replicas
 from utils.errors import UserError
 from utils.hooks import Hook
-from utils.metrics import Meter, MetricLogger, evaluate, read_metrics
+from utils.metrics import History, Meter, MetricLogger, evaluate, read_metrics
 from utils.sampler import EpochSampler
 
 CPU = torch.device("cpu")
@@ -93,9 +95,11 @@ def test_evaluation_counts_every_sample_exactly_once(world_size):
         outputs = torch.cat([images * 0, images, images * 0], dim=1)
         for result in results:
             assert result["samples"] == count
-            assert result["loss"] == pytest.approx(cross_entropy(outputs, labels).item(), rel=1e-12)
+            assert result["loss"] == pytest.approx(
+                cross_entropy(outputs, labels).item(), rel=ROUNDING
+            )
             correct = (outputs.argmax(1) == labels).sum().item()
-            assert result["accuracy"] == pytest.approx(correct / count, abs=1e-12)
+            assert result["accuracy"] == pytest.approx(correct / count, abs=ROUNDING)
             # The same number on all ranks: a forward pass may communicate.
             assert result["calls"] == -(-max(1, -(-count // world_size)) // 2)
 
@@ -166,7 +170,7 @@ def test_loss_that_is_trained_is_the_loss_that_is_evaluated(name):
         outputs = model(inputs)
         expected = task.loss(outputs, targets) / task.count(targets)
     result = evaluate(model, eval_loader(dataset, 7), task)
-    assert result["loss"] == pytest.approx(expected.item(), rel=1e-12)
+    assert result["loss"] == pytest.approx(expected.item(), rel=ROUNDING)
     assert result["samples"] == COUNT
     sampler = SequentialSampler(dataset)  # the same samples as in the evaluation
     cfg = Config(global_batch_size=8, dtype="float64", num_workers=0)
@@ -177,7 +181,7 @@ def test_loss_that_is_trained_is_the_loss_that_is_evaluated(name):
         meter.update(task.loss(outputs, targets), outputs, targets)
     trained = meter.compute()
     for metric in result.keys() - {"seconds"}:
-        assert trained[metric] == pytest.approx(result[metric], rel=1e-12)
+        assert trained[metric] == pytest.approx(result[metric], rel=ROUNDING)
 
 
 def test_means_are_those_of_a_loss_computed_by_hand():
@@ -186,8 +190,8 @@ def test_means_are_those_of_a_loss_computed_by_hand():
     error = (inputs @ model.weight.detach())[:, 0] - targets
     dataset, _, task = CASES["regression with an L1 loss"]
     result = evaluate(model, eval_loader(dataset, 16), task)
-    assert result["loss"] == pytest.approx(error.abs().mean().item(), rel=1e-12)
-    assert result["squares"] == pytest.approx((error**2).mean().item(), rel=1e-12)
+    assert result["loss"] == pytest.approx(error.abs().mean().item(), rel=ROUNDING)
+    assert result["squares"] == pytest.approx((error**2).mean().item(), rel=ROUNDING)
     assert abs(result["loss"] - result["squares"]) > 0.1
 
 
@@ -235,13 +239,13 @@ def test_ranks_and_micro_batches_change_neither_gradients_nor_metrics():
         for name, (epochs, val) in found.items():
             (expected, _, metrics), expected_val = alone[name][0][0], alone[name][1]
             for gradients, means_of_means, result in epochs:
-                torch.testing.assert_close(gradients, expected, rtol=1e-10, atol=1e-12)
-                assert result == pytest.approx(metrics, rel=1e-12)
+                torch.testing.assert_close(gradients, expected, rtol=ROUNDING, atol=ROUNDING)
+                assert result == pytest.approx(metrics, rel=ROUNDING)
                 if name in ("dicts", "boxes"):  # this test would notice the mistake
                     wrong = (means_of_means - expected).abs().max() / expected.abs().max()
                     assert wrong > 0.01
             del val["seconds"], expected_val["seconds"]
-            assert val == pytest.approx(expected_val, rel=1e-12)
+            assert val == pytest.approx(expected_val, rel=ROUNDING)
             expected_val["seconds"] = 0.0
 
 
@@ -459,14 +463,18 @@ def test_log_is_written_by_one_rank_and_continued(tmp_path, capfd):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
-def test_first_of_equal_epochs_is_the_best(tmp_path):
-    """Even without a correct prediction. A metric may be one to minimize."""
-    metrics, best = MetricLogger(config(tmp_path)), []
+def test_first_of_equal_epochs_is_the_best(tmp_path, capsys):
+    """Even without a correct prediction. A metric may be one to minimize. The run ends by saying
+    which epoch it is, and where its weights are."""
+    metrics, best = MetricLogger(config(tmp_path, epochs=4)), []
     for epoch, (accuracy, error) in enumerate([(0.0, 9.0), (0.0, 7.0), (0.1, 8.0), (0.1, 7.0)]):
         val = RESULT | {"accuracy": accuracy, "error": error}
         metrics.log(epoch, RESULT, val, lr=0.1)
         best.append((metrics.is_best("accuracy", max), metrics.is_best("error", min)))
     assert best == [(True, True), (False, True), (True, False), (False, False)]
+    *_, accuracy, error = capsys.readouterr().out.splitlines()
+    assert accuracy.startswith(f"best: epoch 2, accuracy 0.1000, in {tmp_path / 'best.pt'}")
+    assert error.startswith("best: epoch 1, error 7.0000,")
 
 
 def test_file_that_cannot_be_written_is_named(tmp_path, capfd):
@@ -483,13 +491,50 @@ def test_file_that_cannot_be_written_is_named(tmp_path, capfd):
     assert [row["epoch"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
-def test_rows_before_a_damaged_line_are_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"epoch": 0}\n{"epoch": 1}\n\xff\x00\xfe{"epoch": 2}\n')
+def test_damaged_rows_are_left_out_and_named(tmp_path, capsys):
+    """But for one that was cut off when the run was killed."""
+    path, good = tmp_path / "steps.jsonl", [b'{"epoch": 0}', b'{"epoch": 1}']
+    for damaged in (b'\xff\x00\xfe{"epoch": 2}', b'{"epocH": 2}', b'["epoch"]', b"{}", b"", b"7"):
+        path.write_bytes(b"\n".join([good[0], damaged, good[1], b'{"epoch": 3, "tr']))
+        assert read_metrics(path) == [{"epoch": 0}, {"epoch": 1}]
+        warning = capsys.readouterr().err
+        assert str(path) in warning and warning.endswith(" 2\n")
+    path.write_bytes(b"\n".join([*good, b""]))
     assert read_metrics(path) == [{"epoch": 0}, {"epoch": 1}]
+    assert capsys.readouterr().err == ""
     assert read_metrics(tmp_path / "none.jsonl") == []
     with pytest.raises(UserError, match=r"^cannot read /.*: Is a directory$"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["removed", "empty", "a bit"])
+def test_best_so_far_is_known_without_the_file(damage, tmp_path, capsys):
+    """From the checkpoint: if only *.pt were moved, for example. The rows are restored, too."""
+    path = tmp_path / "metrics.jsonl"
+
+    def resume(state):
+        history = History()
+        if state:
+            history.load_state_dict(state)
+        return history, MetricLogger(config(tmp_path), 2 * bool(state), [history])
+
+    history, metrics = resume(None)
+    for epoch, accuracy in enumerate((0.3, 0.5, 0.7)):  # the last one is not saved
+        metrics.log(epoch, RESULT, RESULT | {"accuracy": accuracy}, lr=0.1)
+        if epoch == 1:
+            state = copy.deepcopy(history.state_dict())
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"[" + path.read_bytes()[1:])
+    history, metrics = resume(state)
+    assert [row["val_accuracy"] for row in read_metrics(path)] == [0.3, 0.5]
+    metrics.log(2, RESULT, RESULT | {"accuracy": 0.4}, lr=0.1)
+    assert not metrics.is_best("accuracy", max)
+    metrics.log(3, RESULT, RESULT | {"accuracy": 0.6}, lr=0.1)
+    assert metrics.is_best("accuracy", max)
+    assert len(history.state_dict()["rows"]) == 4
+    assert capsys.readouterr().err == ""
 
 
 def test_hooks_add_to_a_row_before_it_is_written(tmp_path):
@@ -539,7 +584,7 @@ def test_epoch_without_targets_is_named():
 def test_metric_that_is_nan_or_new_is_not_the_best(tmp_path):
     logger = MetricLogger(Config(output_dir=str(tmp_path)))
     answers = []
-    for value in (None, math.nan, 2.0, math.nan, 3.0, 1.0):
-        logger.rows.append({} if value is None else {"val_error": value})
+    for epoch, value in enumerate((None, math.nan, 2.0, math.nan, 3.0, 1.0)):
+        logger.rows.append({"epoch": epoch} | ({} if value is None else {"val_error": value}))
         answers.append(logger.is_best("error", max))
     assert answers == [False, False, True, False, True, False]

@@ -62,10 +62,24 @@ def test_vision_transformer_takes_the_image_size_of_the_config():
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 7)
 
 
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("resnet-50", "resnet50"),
+        ("ResNet50", "resnet50"),
+        ("resnet_50_cifar", "resnet50"),
+        ("vit-tiny", "vit_tiny"),
+        ("efficientnet-b0", "efficientnet_b0"),
+    ],
+)
+def test_near_miss_of_a_model_is_named(name, close):
+    with pytest.raises(UserError, match=rf"no --model .*: did you mean '{close}'\?$"):
+        make(name)
+
+
 def test_unknown_model_lists_the_known_ones():
-    for name in ("resnet17", "resnet17_cifar"):
-        with pytest.raises(UserError, match=r"'resnet17' is neither resnet20 nor resnet9 nor "):
-            make(name)
+    with pytest.raises(UserError, match=r"no --model 'my_net': choose one of .*vit_tiny.*resnet18"):
+        make("my_net")
 
 
 def test_model_has_an_output_for_each_class_of_the_training_set():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.forked import FORK, fork_script, largest_difference, same_bits
+from tests.forked import FORK, ROUNDING, fork_script, largest_difference, same_bits
 from tests.namespaces import Gate, c10d, finish, hosts, needs_namespaces, static
 from tools.runs import ROOT, wait_for_family
 from utils.checkpoint_file import read_checkpoint
@@ -125,7 +125,7 @@ def test_signal_to_one_node_stops_both_with_the_same_exit_code(tmp_path):
         processes = [host.start(command) for host in machines]
         gate.wait(2, processes)
         processes[1].send_signal(signal.SIGTERM)
-        time.sleep(1)  # for the signal to reach the rank
+        time.sleep(3)  # for the signal to reach the rank
         gate.open(10**6)
         runs = finish(processes, tmp_path / "run", limit=60)
     assert [run.code for run in runs] == [75, 75], [run.stderr for run in runs]
@@ -203,9 +203,9 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
     single = fork_script("train_1gpu.py", output_dir=tmp_path / "one", **flags)
     assert single.code == 0, single.stderr
     ours, theirs = (read_checkpoint(f / "last.pt")["model"] for f in (out, single.output_dir))
-    assert largest_difference(ours, theirs) < 1e-9
+    assert largest_difference(ours, theirs) < ROUNDING
     losses = [[row["train_loss"] for row in rows] for rows in (runs[0].rows, single.rows)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    assert losses[0] == pytest.approx(losses[1], abs=ROUNDING)
 
 
 @SLOW
@@ -292,4 +292,4 @@ def test_nothing_is_left_of_tests_that_are_ended(number, tmp_path, monkeypatch):
         with hosts(0):
             pass
     assert namespace not in os.listdir("/run/netns")
-    assert wait_for_family(tag, limit=1) == []
+    assert wait_for_family(tag, limit=60) == []

@@ -10,6 +10,7 @@ from torch import nn
 from tasks.images import Settings
 from tasks.images.models import build_classifier
 from tasks.images.one_pixel import OnePixelConv2d, use_middle_weights
+from tests.forked import ROUNDING
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -35,7 +36,7 @@ def test_same_results_and_gradients(options, size):
         assert conv.weight.grad.stride() == conv.weight.stride()
         results.append([outputs, images.grad, *(p.grad for p in conv.parameters())])
     for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from tests.launch import run_ranks
 from utils.config import Config
+from utils.errors import UserError
 from utils.optim import build_optimizer, build_scheduler
 
 
@@ -69,6 +70,27 @@ def test_optimizer_of_mixed_tensors_steps_on_cuda(optimizer, monkeypatch):
         return [bool((a != b).any()) for a, b in zip(after, before, strict=True)]
 
     assert run_ranks(body, 1) == [[True] * 4]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizer_of_complex_parameters_steps(optimizer):
+    """For which no fused kernel exists."""
+    weight = torch.nn.Parameter(torch.tensor([1 + 2j]))
+    model = torch.nn.ParameterList([weight, torch.nn.Parameter(torch.ones(2))])
+    built = build_optimizer(model, Config(optimizer=optimizer, lr=0.1))
+    for _ in range(2):
+        built.zero_grad()
+        (weight - 3j).abs().square().sum().backward()
+        built.step()
+    assert weight.real.item() < 0.99 and weight.imag.item() > 2.01
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_layers_with_sparse_gradients_are_refused(layer):
+    """Fused SGD, DDP's first pass and FSDP fail with messages that do not name them."""
+    build_optimizer(torch.nn.ModuleDict({"words": layer(5, 2)}), Config())
+    with pytest.raises(UserError, match=r"words has sparse gradients.*sparse=False"):
+        build_optimizer(torch.nn.ModuleDict({"words": layer(5, 2, sparse=True)}), Config())
 
 
 def test_schedule_resumes_at_the_same_place_with_other_steps_and_another_peak():

@@ -60,7 +60,7 @@ def shell(command, folder, *flags):
 @pytest.fixture
 def project(tmp_path):
     """my_project as the page builds it, but for my_task.py; and the page's command to train."""
-    first, training = (block.replace("\\\n", "") for block in blocks("sh"))
+    first, training, *_ = (block.replace("\\\n", "") for block in blocks("sh"))
     copying, entering = first.splitlines()
     assert copying.endswith(" my_project") and entering == "cd my_project"
     shell(copying.replace("my_project", str(tmp_path / "my_project")), ROOT)

@@ -56,5 +56,14 @@ def test_the_lines_of_the_page(tmp_path):
     assert sorted(ShardOrder(sizes)) == list(range(len(packed)))
 
 
+def test_tokens_as_the_page_packs_them(tmp_path):
+    lines = [{"ids": ids, "tokens": len(ids)} for ids in ([3, 1, 4], [1, 5, 9, 2], [6])]
+    (tmp_path / "train-0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    paths = sorted(tmp_path.glob("train-*.jsonl"))
+    documents = Shards(paths, transform=lambda line: torch.tensor(line["ids"]), label="tokens")
+    packed = Packed(documents, documents.labels, 3)
+    assert [piece.tolist() for piece in packed] == [[3, 1, 4, 1], [1, 5, 9, 2], [2, 6]]
+
+
 def encode(value):
     return torch.tensor(list((value["text"] + "\n").encode()))

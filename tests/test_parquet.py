@@ -1,18 +1,22 @@
 """utils/parquet.py: rows of Parquet files as samples."""
 
+import errno
+import io
 import os
 import pickle
+import tracemalloc
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from utils import shards
 from utils.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from utils.parquet import ParquetShards  # noqa: E402
+from utils.parquet import ParquetShards, _scan_parquet  # noqa: E402
 
 
 def write(folder, sizes=(7, 0, 12)):
@@ -54,14 +58,63 @@ def test_faults(tmp_path, capsys):
     with pytest.raises(UserError, match=r"0.parquet is damaged at offset 0 \(no Parquet: "):
         ParquetShards(paths)
     assert ParquetShards(paths, on_bad="skip").shard_sizes == [0, 0, 12]
-    assert "0.parquet is damaged" in capsys.readouterr().out
+    assert "0.parquet is damaged" in capsys.readouterr().err
     paths[0].write_bytes(data)
     with pytest.raises(UserError, match=r"must be all of one kind, .parquet"):
         ParquetShards([tmp_path / "x.tar"])
-    with pytest.raises(UserError, match=r"damaged at offset 0 \(row 0 has no integer 'text'\)"):
+    with pytest.raises(UserError, match=r"0.parquet in row 0 of row group 0: no integer 'text'"):
         ParquetShards(paths, label="text")
-    with pytest.raises(UserError, match="there is no column other"):
+    with pytest.raises(UserError, match=r"0.parquet in its schema: 0 columns 'other' of n, text"):
         ParquetShards(paths, label="other")
+    with pytest.raises(UserError, match="pass length"):  # a row has none of its own
+        _ = ParquetShards(paths).lengths
+
+
+def test_values_that_are_no_labels(tmp_path, capsys):
+    path = tmp_path / "x.parquet"
+    table = {
+        "n": pyarrow.array([0, None, 2]),
+        "text": ["a", "bb", None],
+        "in": [{"n": 1}, {"n": 2}, {"n": 3}],
+    }
+    parquet.write_table(pyarrow.table(table), path)
+    with pytest.raises(UserError, match="in row 1 of row group 0: no integer 'n'"):
+        ParquetShards([path], label="n")
+    assert ParquetShards([path], label="n", on_bad="skip").labels.tolist() == [0, 2]
+    assert "skipping 1 samples; 2 samples are left" in capsys.readouterr().err
+    with pytest.raises(UserError, match="in row 2 of row group 0: no string 'text'"):
+        ParquetShards([path], length="text")
+    assert ParquetShards([path], length="text", on_bad="skip").lengths.tolist() == [1, 2]
+    with pytest.raises(UserError, match=r"0 columns 'in.n' of n, text, in"):
+        ParquetShards([path], label="in.n")
+    twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["n", "n"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    paths = [path, tmp_path / "twice.parquet"]
+    with pytest.raises(UserError, match=r"twice.parquet in its schema: 2 columns 'n' of n, n"):
+        ParquetShards(paths[1:], label="n")
+    assert ParquetShards(paths, label="n", on_bad="skip").shard_sizes == [2, 0]
+
+
+def test_an_index_takes_little_memory_while_it_is_made(tmp_path):
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"n": [7] * 300_000}), path)
+    for name in ("", "n"):
+        tracemalloc.start()
+        index, _ = shards._scan(_scan_parquet, shards.Number(name, ""), path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(index) == 300_000 and peak < 80 * len(index)  # as tuples, they take 150 each
+
+
+def test_what_cannot_be_read_is_no_fault_of_the_file(tmp_path):
+    [path] = write(tmp_path, [20])
+
+    class Failing(io.FileIO):
+        def read(self, size=-1):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        list(_scan_parquet(Failing(path), shards.Number("n", ""), shards.LeftOut()))
 
 
 def test_damage_in_a_row_group_is_noticed(tmp_path, capsys):
@@ -80,4 +133,5 @@ def test_damage_in_a_row_group_is_noticed(tmp_path, capsys):
     os.utime(paths[2])
     dataset = ParquetShards(paths, label="n", on_bad="skip")
     assert dataset.shard_sizes == [7, 0, 7] and dataset[7]["n"] == 12
-    assert "skipping 0 bytes, about 5 samples; 7 are left" in capsys.readouterr().out
+    assert "in row group 0: " in (said := capsys.readouterr().err)
+    assert "skipping 5 samples; 7 samples are left" in said

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import threading
 import time
@@ -15,13 +17,17 @@ import pytest
 import torch.distributed as dist
 
 import utils.preemption
+import utils.signals
 from tests.forked import FIVE_STEPS, FORK, fork_script, same_bits, without_seconds
 from tests.launch import run_ranks, start_script
+from tests.test_spawn import is_alive
 from tools.runs import family, finish_run, kill_family
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
-from utils.errors import set_failure_store
-from utils.preemption import SECONDS_OF_ONE_REQUEST, Interrupts, Preempted
+from utils.config import Config
+from utils.errors import report_errors, set_failure_store
+from utils.preemption import Interrupts, Preempted
+from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS, shield_worker
 
 FLAGS = FIVE_STEPS | {"save_steps": 0}
 
@@ -30,6 +36,8 @@ def signalled(number, epoch, step, rank=0, again=False):
     """For fork_script(before=...): this rank receives a signal after this step of this epoch."""
 
     def before():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        utils.signals.SIGNALS[:] = {*SIGNALS, signal.SIGHUP}
         real = Checkpointer.step
 
         def step_and_signal(checkpoint):
@@ -61,7 +69,7 @@ def straight(tmp_path_factory):
     ("number", "rank", "at", "saved"),
     [
         (signal.SIGTERM, 0, (1, 2), (1, 3)),
-        (signal.SIGUSR1, 1, (0, 1), (0, 2)),
+        (signal.SIGHUP, 1, (0, 1), (0, 2)),
         (signal.SIGINT, 1, (0, 4), (1, 0)),  # known in the last step, so saved after the epoch
         (signal.SIGTERM, 0, (0, 5), (1, 1)),  # known in the next epoch
     ],
@@ -131,7 +139,7 @@ def fake_checkpoint(tmp_path):
 
 def started(checkpoint, minutes=1000.0):
     """Interrupts that handle signals."""
-    interrupts = Interrupts(minutes)
+    interrupts = Interrupts(Config(save_minutes=minutes), {})
     interrupts.after_load(checkpoint)
     return interrupts
 
@@ -150,10 +158,35 @@ def test_signals_are_handled_from_the_start_of_the_run_on(fake_checkpoint):
 
     def body():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Interrupts(1000.0)
+        Interrupts(Config(), {})
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert exit_code(body) == -signal.SIGTERM
+
+
+def test_hangup_stays_ignored_under_nohup():
+    def body():
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, handler)
+            module = runpy.run_path(utils.signals.__file__)
+            is_ignored = handler == signal.SIG_IGN
+            assert (signal.SIGHUP in module["SIGNALS"]) != is_ignored
+        os._exit(7)
+
+    assert exit_code(body) == 7
+
+
+def test_run_stops_with_its_exit_code_although_nobody_can_read_why(fake_checkpoint):
+    """Ctrl-C has ended the tee of  2>&1 | tee log, too."""
+
+    def body():
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        interrupts = Interrupts(Config(), {})
+        interrupts.agreed = signal.SIGINT
+        fake_checkpoint.wait = lambda: None
+        report_errors(interrupts.after_save)(fake_checkpoint)
+
+    assert exit_code(body) == 75
 
 
 @pytest.mark.parametrize("is_waited_for", [False, True])
@@ -220,10 +253,49 @@ def test_signals_act_as_before_in_child_processes(fake_checkpoint):
     assert exit_code(body) == 1
 
 
+def work(pid_file):
+    shield_worker(0)
+    pid_file.write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_worker_obeys_its_rank_alone_and_dies_with_it(method, tmp_path):
+    """Not with the thread of its rank that has started it, nor with the signals of a scheduler."""
+    files, ready = [tmp_path / "first", tmp_path / "second"], FORK.Event()
+
+    def rank():
+        context = multiprocessing.get_context(method)
+        workers = [context.Process(target=work, args=(file,), daemon=True) for file in files]
+        thread = threading.Thread(target=lambda: [worker.start() for worker in workers])
+        thread.start()
+        thread.join()
+        ready.wait(60)
+        workers[0].terminate()
+        time.sleep(60)
+
+    process = FORK.Process(target=rank)
+    process.start()
+    try:
+        wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        first, second = (int(file.read_text()) for file in files)
+        for number in SIGNALS:
+            os.kill(first, number)
+            os.kill(second, number)
+        time.sleep(0.3)
+        assert is_alive(first) and is_alive(second)
+        ready.set()
+        wait_until(lambda: not is_alive(first))
+        assert is_alive(second)
+    finally:
+        process.kill()
+    wait_until(lambda: not is_alive(second))
+
+
 def test_launcher_learns_that_the_run_is_saved(fake_checkpoint, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     fake_checkpoint.wait = lambda: (tmp_path / "saved").touch()
-    interrupts = Interrupts(1000.0)
+    interrupts = Interrupts(Config(), {})
     interrupts.agreed = signal.SIGUSR1
     assert interrupts.ends_run(fake_checkpoint)
     with pytest.raises(Preempted):
@@ -240,7 +312,7 @@ def test_saves_when_minutes_are_over_on_the_clock_of_any_rank(fake_checkpoint, m
         minutes = itertools.count(0, 4 if rank else 0)  # rank 0's clock stands still
         clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
         monkeypatch.setattr(utils.preemption, "time", clock)
-        interrupts, saved = Interrupts(7.0), []
+        interrupts, saved = Interrupts(Config(save_minutes=7.0), {}), []
         for step in range(12):
             if interrupts.is_due(fake_checkpoint):
                 saved.append(step)

@@ -4,6 +4,7 @@ import os
 import pty
 import sys
 import termios
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import utils.progress
 from tests.forked import FIVE_STEPS, fork_script
 from utils.errors import UserError
 from utils.hooks import Readout
+from utils.metrics import MetricLogger
 from utils.progress import Progress
 
 
@@ -66,11 +68,11 @@ def test_lines_show_what_happened_since_the_last_one(watched, capsys):
         watched.step(loss=5.0)
     first, second = capsys.readouterr().err.splitlines()
     assert first == (
-        "epoch 0: step 16 of 100, loss 3.1250 (rank 0), 8 samples/s, 01:24 left in the epoch, "
-        "04:44 in the run"
+        "epoch 0: step 16 of 100, 04:44 left in the run, 01:24 in the epoch, loss 3.1250 (rank 0), "
+        "8 samples/s"
     )
     assert second.startswith(
-        "epoch 0: step 31 of 100, loss 5.0000 (rank 0), 8 samples/s, 01:09 left in the epoch,"
+        "epoch 0: step 31 of 100, 04:29 left in the run, 01:09 in the epoch, loss 5.0000 (rank 0),"
     )
 
 
@@ -85,8 +87,8 @@ def test_time_left_in_the_run_includes_what_lies_between_epochs(watched, capsys)
         watched.step(loss=2.0)
     # 84 steps of this epoch, 100 of the last one, and once the 50 seconds from step to step.
     assert capsys.readouterr().err == (
-        "epoch 1: step 16 of 100, loss 2.0000 (rank 0), 8 samples/s, 01:24 left in the epoch, "
-        "03:54 in the run\n"
+        "epoch 1: step 16 of 100, 03:54 left in the run, 01:24 in the epoch, loss 2.0000 (rank 0), "
+        "8 samples/s\n"
     )
 
 
@@ -113,7 +115,7 @@ def test_loss_is_shown_once_it_has_arrived(watched, monkeypatch, capsys):
         watched.step(loss=step)
     (line,) = capsys.readouterr().err.splitlines()
     # Of the steps up to the sixteenth, although two more have been taken.
-    assert line.startswith("epoch 0: step 18 of 100, loss 7.5000 ")
+    assert line.startswith("epoch 0: step 18 of 100, ") and ", loss 7.5000 " in line
 
 
 def run_on_terminal(columns=100, **flags):
@@ -144,10 +146,51 @@ def run_on_terminal(columns=100, **flags):
 def test_bar_on_a_terminal(tmp_path):
     shown, run = run_on_terminal(output_dir=tmp_path / "run")
     assert run.code == 0
-    last = [part for part in shown.split("\r") if "5/5, loss " in part]
-    assert last and " in the run" in last[-1] and last[0].startswith("epoch 0 ")
+    last = [part for part in shown.split("\r") if "5/5, " in part]
+    assert last and "left in the run, loss" in last[-1] and last[0].startswith("epoch 0 ")
     assert shown.split("\r")[-1].strip() == ""  # the bar is gone
     assert "step 3 of 5" not in shown
+
+
+@pytest.mark.parametrize(("columns", "is_narrow"), [(80, True), (100, True), (120, False)])
+def test_time_left_fits_beside_the_bar(columns, is_narrow, watched, capsys, monkeypatch):
+    """Whatever does not fit is cut off at the end."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(utils.progress, "_columns", lambda: columns)
+    watched.progress.new_bar = lambda **options: tqdm(
+        **options | {"dynamic_ncols": False}, ncols=columns
+    )
+    watched.loader.epoch, watched.loader.global_batch = 12, 9310
+    watched.progress.epochs = 15
+    for _ in range(16):
+        watched.step()
+    watched.progress.bar.disable = True  # or its next bar would leave space for it
+    bar = capsys.readouterr().err.split("\r")[-1]
+    assert bar.index("04:44 left in the run, ") < bar.index("loss 1.0000") and "9,310 sampl" in bar
+    assert ("(rank 0)" not in bar) == ("in the epoch" not in bar) == is_narrow
+    assert len(bar.rstrip()) <= columns
+
+
+def test_terminal_that_goes_away_ends_no_run(tmp_path):
+    def before():
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(theirs, number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+        utils.progress.SECONDS_BETWEEN_BARS = 0.0
+        real = MetricLogger.log
+
+        def close_and_log(*args, **kwargs):
+            with suppress(OSError):  # it is closed after the first epoch
+                os.close(ours)
+            real(*args, **kwargs)
+
+        MetricLogger.log = close_and_log
+
+    run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path / "run", **FIVE_STEPS)
+    assert run.code == 0 and len(run.rows) == 2
+    assert (tmp_path / "run" / "epoch-0002.pt").exists()
 
 
 def test_error_stands_on_a_line_of_its_own(tmp_path):

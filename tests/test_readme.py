@@ -1,9 +1,13 @@
-"""The generated blocks of README.md and docs/ are up to date."""
+"""The generated blocks of README.md and docs/ are up to date, and links lead somewhere."""
+
+import re
+from functools import cache
 
 import pytest
 
 from tools import readme
-from tools.lessons import LADDER
+from tools.lessons import LADDER, ROOT
+from tools.markdown import anchor
 from tools.verify.plants import BUGS
 
 
@@ -41,3 +45,26 @@ def test_traps_have_an_entry_per_bug():
     assert len(entries) == len(BUGS)
     for bug, entry in zip(BUGS, entries, strict=True):
         assert bug.name in entry and bug.row in entry and bug.file in entry
+
+
+PAGES = [*ROOT.glob("*.md"), *(p for room in ROOT.iterdir() for p in room.glob("**/*.md"))]
+PAGES = [page for page in PAGES if not page.relative_to(ROOT).parts[0].startswith(".")]
+
+
+@cache
+def prose(page):
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, place = link.partition("#")
+        if ":" in path:
+            continue  # the web
+        target = page.parent / path if path else page
+        assert target.exists(), f"no such file: {link}"
+        if place and target.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE)
+            assert place in map(anchor, titles), f"no such heading: {link}"

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from tests.forked import killed_at
-from tests.recipes import EXACT, applied, run_to_end
+from tests.forked import ROUNDING, killed_at
+from tests.recipes import applied, run_to_end
 
 pytest.importorskip("torchmetrics")
 NAMES = ("val_auc", "val_f1", "val_loss", "val_accuracy", "val_samples")
@@ -24,7 +24,7 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
     train(script, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
     for nproc, name in ((2, "two"), (3, "three"), (2, "killed")):
         run = train(script, nproc, tmp_path / name)[0]
-        assert numbers(run) == pytest.approx(one, rel=EXACT)
+        assert numbers(run) == pytest.approx(one, rel=ROUNDING)
     text = script.read_text()
     for line, mistake in (
         ("    dist.all_gather_object(parts_of_rank, parts)", "    parts_of_rank = [parts]"),

@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import utils.metrics
-from tests.forked import killed_at, largest_difference
+from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.launch import SMALL
-from tests.recipes import EXACT, RUN, applied, run_to_end
+from tests.recipes import RUN, applied, run_to_end
 from utils.checkpoint_file import read_checkpoint
 from utils.seeds import set_seed
 
@@ -46,17 +46,17 @@ def test_mixed_runs(mixing, tmp_path):
         train(1, tmp_path / "killed"),
     ]
     for run, checkpoint in runs:
-        assert largest_difference(checkpoint["model"], end["model"]) < EXACT
+        assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
         for name in ("train_loss", "train_accuracy", "val_loss"):
             values = [row[name] for row in one.rows]
-            assert [row[name] for row in run.rows] == pytest.approx(values, rel=EXACT)
+            assert [row[name] for row in run.rows] == pytest.approx(values, rel=ROUNDING)
     task, cfg, train_set, val_set = images_task()
     model = task.build_model(cfg, train_set).double().eval()
     model.load_state_dict(end["model"])
     images, labels = val_set.get_batch(torch.arange(len(val_set)), 0, 0)
     images, labels = val_set.on_device((images, labels), torch.float64)
     loss = cross_entropy(model(images), labels).item()
-    assert one.rows[-1]["val_loss"] == pytest.approx(loss, rel=EXACT)
+    assert one.rows[-1]["val_loss"] == pytest.approx(loss, rel=ROUNDING)
 
 
 def test_mixed_samples(mixing):
@@ -75,7 +75,7 @@ def test_mixed_samples(mixing):
     assert sorted(partners) == sorted(everything) and 0 < cut.sum() < len(cut)
 
     blended = torch.lerp(others, own, weights.view(-1, 1, 1, 1))
-    assert torch.allclose(images[~cut], blended[~cut], rtol=0, atol=1e-12)
+    assert torch.allclose(images[~cut], blended[~cut], rtol=0, atol=ROUNDING)
     is_own, is_other = (images == own).all(1), (images == others).all(1)
     assert (is_own | is_other)[cut].all()
     left = is_own.double().mean((1, 2))
@@ -84,7 +84,7 @@ def test_mixed_samples(mixing):
     outputs = torch.randn(targets.shape, dtype=torch.float64)
     smoothed = partial(cross_entropy, outputs, label_smoothing=0.1, reduction="none")
     losses = torch.lerp(smoothed(labels[partners]), smoothed(labels), left.where(cut, weights))
-    assert task.loss(outputs, targets).item() == pytest.approx(losses.sum().item(), rel=EXACT)
+    assert task.loss(outputs, targets).item() == pytest.approx(losses.sum().item(), rel=ROUNDING)
     assert task.count(targets) == len(targets)
 
     part = torch.tensor([7, 30, 2])
@@ -140,7 +140,7 @@ def test_early_stopping(tmp_path):
         assert files == {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
         assert (again.code, again.stderr, checkpoint["epoch"]) == (0, "", epochs)
         assert [row["val_accuracy"] for row in again.rows] == values
-        assert largest_difference(checkpoint["model"], end["model"]) < EXACT
+        assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
 
 
 @pytest.mark.parametrize(("optimizer", "epoch"), [("sgd", 0), ("adamw", 1)])
@@ -150,7 +150,7 @@ def test_layer_wise_learning_rates(optimizer, epoch, tmp_path):
     end = train(1, tmp_path / "one")[1]
     train(2, tmp_path / "two", killed_at(epoch, 3), save_steps=2)
     two = train(2, tmp_path / "two")[1]
-    assert largest_difference(two["model"], end["model"]) < EXACT
+    assert largest_difference(two["model"], end["model"]) < ROUNDING
 
     task, cfg, train_set, _ = images_task(model="vit_tiny")
     set_seed(cfg.seed)

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -18,19 +19,33 @@ from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state, outcome
 from utils.config import Config
 from utils.data import describe_datasets
+from utils.distributed import settle_ddp_buckets
 from utils.errors import UserError
+from utils.optim import build_optimizer
 from utils.replicas import (
     CompareReplicas,
     check_replicas,
     check_setup,
     checksums,
-    settle_ddp_buckets,
 )
 from utils.sync_batchnorm import SyncBatchNorm
 
 
 def checksum(tensor):
     return checksums([tensor])[0]
+
+
+class Running(nn.Module):
+    """Subtracts a running mean of its inputs."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(features))
+
+    def forward(self, inputs):
+        if self.training:
+            self.running_mean = self.running_mean.lerp(inputs.detach().mean(0), 0.1)
+        return inputs - self.running_mean
 
 
 def make(norm=nn.BatchNorm1d):
@@ -170,24 +185,26 @@ def test_copies_of_a_shard_are_compared():
             assert f"rank 3 differs from the others in {name}, the first of 1 tensors" in text
 
 
-def test_buffers_may_differ_between_steps():
-    """DistributedDataParallel broadcasts them at the next forward pass."""
+def test_statistics_of_batchnorms_may_differ_between_steps():
+    """DistributedDataParallel broadcasts them at the next forward pass. It does so with all other
+    buffers, too, of which nothing says that a share of each batch is enough."""
 
     def body(rank):
         outcomes = []
-        for norm in (nn.BatchNorm1d, SyncBatchNorm):
+        for norm in (nn.BatchNorm1d, SyncBatchNorm, Running):
             for between_steps in (True, False):
                 model, optimizer = make(norm)
                 model.module[1].running_mean += rank
-                try:
-                    check_replicas(model, optimizer, between_steps=between_steps)
-                    outcomes.append("same")
-                except UserError:
-                    outcomes.append("different")
-        return outcomes
+                kind, text = outcome(
+                    lambda m=model, o=optimizer, b=between_steps: check_replicas(m, o, b)
+                )
+                outcomes.append(kind)
+        return outcomes, text
 
-    expected = ["same", "different", "same", "different"]
-    assert run_ranks(body, 2) == [expected, expected]
+    expected = [None, UserError, None, UserError, UserError, UserError]
+    for outcomes, text in run_ranks(body, 2):
+        assert outcomes == expected
+        assert "1.running_mean" in text and "docs/recipes/running-statistics.md" in text
 
 
 def test_names_are_the_models_own():
@@ -236,6 +253,49 @@ def replicas_run(folder, rank, steps=4, **settings):
     except UserError as error:
         return step, str(error)
     return step + 1, ""
+
+
+@pytest.mark.parametrize("norm", [Running, nn.InstanceNorm1d, nn.BatchNorm1d])
+def test_buffers_of_one_ranks_samples_are_found_before_the_evaluation_broadcasts_them(
+    norm, tmp_path
+):
+    """Each rank would go on with what rank 0 has seen of its share of the batches alone."""
+
+    def body(rank):
+        state = make_state()
+        norms = norm(3) if norm is Running else norm(3, track_running_stats=True)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Unflatten(0, (-1, 3)), norms)
+        state["model"] = model = DistributedDataParallel(model)
+        state["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
+        writer = compared(tmp_path, state)
+        inputs = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))[rank]
+        for step in range(1, len(state["loader"]) + 1):
+            state["loader"].step = step
+            model(inputs).sum().backward()
+            kind, text = outcome(writer.step)
+            if kind:
+                return step, text
+        model.eval()
+        model(inputs)
+        return outcome(lambda: writer.save(1))
+
+    returned = run_ranks(body, 2)
+    if norm is nn.BatchNorm1d:  # with --no-sync-bn, as documented
+        assert returned == [(None, "")] * 2
+    else:
+        for step, text in returned:
+            assert step == 5 and "rank 1 differs from the others in 2.running_mean" in text
+
+
+def test_buffers_that_no_checkpoint_holds_may_differ():
+    """They are caches, of the longest input that a rank has seen, for example."""
+
+    def body(rank):
+        model = nn.Linear(2, 2)
+        model.register_buffer("positions", torch.arange(3 + rank), persistent=False)
+        return outcome(lambda: check_replicas(model, torch.optim.SGD(model.parameters(), 0.1)))
+
+    assert run_ranks(body, 2) == [(None, "")] * 2
 
 
 @pytest.mark.parametrize(
@@ -318,13 +378,17 @@ def test_ranks_with_different_random_splits_are_refused():
         assert kind is UserError and " has train_subsets [" in text
 
 
-def test_facts_that_cannot_be_compared_are_refused():
-    def body(rank):
-        state = make_state() | {"data": {"labels": torch.arange(2)}}
+def test_facts_of_any_type_are_compared_or_refused():
+    def body(rank, labels):
+        state = make_state() | {"data": {"labels": labels}}
         return outcome(lambda: check_setup(Config(), state))
 
-    for kind, text in run_ranks(body, 2):
-        assert kind is UserError and "the fact 'labels' in state['data'] holds a torch" in text
+    for kind, text in run_ranks(body, 2, numpy.arange(2)):
+        assert kind is UserError and "'labels'" in text and "numpy.ndarray" in text
+    for labels in (torch.arange(2), [numpy.str_("a")], {"a": (1, None)}):
+        assert run_ranks(body, 2, labels) == [(None, "")] * 2
+    for kind, text in run_ranks(lambda rank: body(rank, torch.tensor([1, rank])), 2):
+        assert kind is UserError and "has labels tensor([1, " in text
 
 
 def test_ranks_with_different_numbers_of_steps_or_versions_are_refused(monkeypatch):
@@ -428,6 +492,37 @@ def test_ddp_sums_gradients_in_the_same_order_at_every_step():
 
     assert run_ranks(body, 3, True) == [True] * 3
     assert run_ranks(body, 3, False) == [False] * 3  # the test would notice
+
+
+class Waves(nn.Module):
+    """A model with a complex parameter, as of a Fourier layer, and a complex buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+        self.register_buffer("rotation", torch.tensor([1j]))
+
+    def forward(self, points):
+        return self.layer(points) * self.rotation @ self.weight
+
+
+def test_ranks_with_complex_parameters_train_alike():
+    def body(rank):
+        torch.manual_seed(0)
+        model = Waves()
+        wrapped = DistributedDataParallel(model)
+        optimizer = build_optimizer(wrapped, Config(lr=0.1))
+        settle_ddp_buckets(wrapped)
+        before = model.weight.detach().clone()
+        for points in torch.randn(2, 2, 3, 2)[:, rank]:
+            optimizer.zero_grad()
+            wrapped(points).abs().square().sum().backward()
+            optimizer.step()
+            check_replicas(wrapped, optimizer)
+        return bool(((model.weight - before).imag != 0).all())
+
+    assert run_ranks(body, 2) == [True, True]
 
 
 def test_settling_ddp_buckets_compiles_nothing():

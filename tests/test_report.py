@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.forked import fork_script
 from tools.report import curves, main, marks, names_of, picture, rank_times, read_run, report
@@ -67,6 +68,7 @@ def full(tmp_path):
     rows.append(epoch(1, 1.0, time=times, limited_by=limit, skipped_steps=[3]))
     steps = [step(e, s, 2.5 - e - s / 10) for e in (0, 1) for s in (5, 10)] + [step(2, 5, 0.5)]
     starts = [start(0, 0), start(1, 5)]
+    starts[1] |= {"model": "Net, 5 parameters", "torch": "2.14", "command": "train.py --x '<b>'"}
     return write(tmp_path / "full", rows, steps, starts, epochs=3)
 
 
@@ -112,6 +114,32 @@ def test_times_of_ranks_add_up_over_epochs(full):
     assert "data" not in times
     text = report([read_run(full, "full")])
     assert "rank 0 computes 1.5 times as long as the median" in text and "18.0 s" in text
+
+
+def test_page_says_what_was_run_and_which_epoch_is_the_best(full):
+    torch.save({"epoch": 1}, full / "best.pt")
+    text = report([read_run(full, "full")])
+    best = text[text.index("Best epoch") : text.index("Curves")]
+    assert re.findall("<t[hd][^>]*>(.*?)</t", best) == [
+        *("run", "val accuracy", "val loss", "train accuracy", "train loss", "epoch"),
+        *("full", "0.5000", "2.0000", "0.5000", "2.0000", "0"),
+    ]
+    run = text[text.index("What was run") :]
+    assert "started: 1970-01-01 00:00 UTC<br>model: Net, 5 parameters<br>torch: 2.14" in run
+    assert "command: train.py --x &#x27;&lt;b&gt;&#x27;" in run
+    for kind in ("solid", "dashed", "dotted", "cross"):
+        assert f'class="line {kind}"' in text
+    (full / "best.pt").write_bytes(b"damaged")
+    assert "Best epoch" not in report([read_run(full, "full")])
+
+
+def test_best_that_holds_code_is_not_executed(full, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "executed",)
+
+    torch.save({"epoch": Payload()}, full / "best.pt")
+    assert read_run(full, "full").best is None and not (tmp_path / "executed").exists()
 
 
 def test_only_settings_that_differ_are_listed(tmp_path):
@@ -205,6 +233,9 @@ def test_report_of_a_real_run(tmp_path):
     run = read_run(tmp_path / "run", "run")
     assert len(curves(run)["loss"]["train"]) == 8 and run.notes == []
     assert len(rank_times(run)["computing"]) == 2
+    best = max(run.rows, key=lambda row: row["val_accuracy"])
+    assert run.best == best["epoch"]
+    assert "train_ddp.py" in run.starts[0]["command"] or "pytest" in run.starts[0]["command"]
     assert "over time" in report([run])
 
 
@@ -248,6 +279,87 @@ def test_broken_rows_are_one_line(full, tmp_path, capfd):
     assert f"line 1 of {metrics} has no number 'train_loss'" in error
     assert "has no number 'epoch'" in error_of("steps.jsonl", "[7]\n")
     assert "has no number 'step'" in error_of("starts.jsonl", '{"epoch": 1}\n')
+
+
+NESTED = "\n".join(
+    ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))]
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (NESTED, ""),
+        ("a: &a [*a]", ""),
+        ("? [1, 2]\n: 3\n1: 2\nepochs: many", ""),
+        ("- a\n- b", ""),
+        ("a: " + "[" * 5000 + "]" * 5000, "config.yaml"),
+    ],
+    ids=["aliases of aliases", "recursive", "keys", "list", "deep"],
+)
+def test_settings_of_anybody_neither_hang_nor_crash(tmp_path, settings, error, capfd):
+    folder = write(tmp_path / "run", [epoch(0, 2.0)])
+    (folder / "config.yaml").write_text(settings)
+    assert_page_or_line(folder, error, capfd)
+
+
+def assert_page_or_line(folder, error, capfd):
+    """The report is written, or there is one line that names what is wrong."""
+    output = folder / "r.html"
+    if not error:
+        main([str(folder), "-o", str(output)])
+        assert output.exists()
+        return
+    with pytest.raises(SystemExit):
+        main([str(folder), "-o", str(output)])
+    said = capfd.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and error in said
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"val_accuracy": None, "train_accuracy": "x"}, ""),
+        ({"train_accuracy": [1], "note": {"a": [1]}}, ""),
+        ({"train_seconds": 0.0}, ""),
+        ({"train_samples": 0}, ""),
+        ({"train_loss": 1e308, "val_loss": -1e308, "train_seconds": 1e308}, ""),
+        ({"train_samples": 10**400, "val_seconds": float("nan"), "lr": float("inf")}, ""),
+        ({"time": 5, "skipped_steps": 5}, ""),
+        ({"time": {}, "skipped_steps": "ab"}, ""),
+        ({"time": {"computing": 3}}, ""),
+        ({"time": {"computing": [], "data": [1.0]}}, ""),
+        ({"time": {"computing": [1e308, float("inf")]}, "limited_by": 3}, ""),
+        ({"epoch": 0.5}, "'epoch'"),
+        ({"epoch": -1}, "'epoch'"),
+        ({"world_size": True}, "'world_size'"),
+    ],
+)
+def test_rows_of_anybody_neither_hang_nor_crash(tmp_path, more, error, capfd):
+    folder = write(tmp_path / "run", [epoch(0, 2.0, **more), epoch(1, 1.0)])
+    assert_page_or_line(folder, error, capfd)
+
+
+@pytest.mark.parametrize(
+    ("steps", "starts"),
+    [
+        ([step(10**9, 1, 2.0)], []),
+        ([step(0, 1, 2.0) | {"samples_per_second": 0.0, "accuracy": None}], []),
+        ([], [start(0, 0) | {"steps_per_epoch": 0}, start(50, 1) | {"steps_per_epoch": 0}]),
+        ([], [start(0, 0) | {"time": 1e300, "command": ["x"], "model": "<b>"}]),
+    ],
+)
+def test_steps_and_starts_of_anybody_neither_hang_nor_crash(tmp_path, steps, starts, capfd):
+    rows = [epoch(0, 2.0, train_samples=0), epoch(1, 1.0)]
+    assert_page_or_line(write(tmp_path / "run", rows, steps, starts), "", capfd)
+
+
+def test_json_that_python_cannot_read_is_one_line(tmp_path, capfd):
+    folder = write(tmp_path / "run", [epoch(0, 2.0)])
+    for line in ("[" * 100_000, "\0\0"):
+        with open(folder / "metrics.jsonl", "w") as file:
+            file.write(f"{line}\n{json.dumps(epoch(0, 2.0))}\n")
+        assert_page_or_line(folder, "line 1", capfd)
 
 
 def test_missing_run_is_an_error(tmp_path, capfd):

@@ -13,7 +13,7 @@ from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state, outcome, save
 from utils.config import Config
 from utils.errors import PeerError, UserError
-from utils.run_folder import claim, claim_output_dir
+from utils.run_folder import claim, claim_output_dir, write_text
 
 
 def start(folder, resume="auto"):
@@ -25,11 +25,75 @@ def start(folder, resume="auto"):
 def test_started_over_run_keeps_the_files_of_the_one_before(tmp_path):
     save(tmp_path, make_state())
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "previous-epoch-0012.pt").touch()
     assert start(tmp_path) == 1
     assert start(tmp_path, "never") == 0
     (aside,) = tmp_path.glob("previous-*")
-    assert {"last.pt", "epoch-0001.pt", "metrics.jsonl"} <= set(os.listdir(aside))
+    names = {"last.pt", "epoch-0001.pt", "metrics.jsonl", "previous-epoch-0012.pt"}
+    assert names <= set(os.listdir(aside))
     assert not (tmp_path / "last.pt").exists() and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch):
+    """As after someone has deleted the checkpoints to free space."""
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
+    claim(tmp_path, "auto")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    claim(tmp_path, "always")  # which fails without a checkpoint
+    assert (tmp_path / "metrics.jsonl").exists()
+    claim(tmp_path, "auto")
+    (kept,) = tmp_path.glob("previous-*/metrics.jsonl")
+    assert kept.read_text() == "{}" and not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "metrics.jsonl").touch()  # as a run does that is about to start
+    claim(tmp_path, "auto")
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_settings_that_a_person_wrote_are_kept(tmp_path, capsys):
+    """--config may be a file in the output folder, in which a run writes a config.yaml."""
+    path = tmp_path / "config.yaml"
+    path.write_text(Config().dump())
+    claim(tmp_path, "auto")
+    assert capsys.readouterr().err == "" and path.exists()
+    path.write_text("lr: 0.1  # not 0.2: it diverges\n")
+    claim(tmp_path, "auto")
+    (kept,) = tmp_path.glob("config-*.yaml")
+    assert "it diverges" in kept.read_text() and str(kept) in capsys.readouterr().err
+
+
+def test_two_starts_in_one_second_keep_both_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "previous-20261126-000000")
+    for text in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        claim(tmp_path, "never")
+    found = {path.read_text() for path in tmp_path.glob("previous-*/metrics.jsonl")}
+    assert found == {"first", "second"}
+
+
+def test_two_configs_of_one_second_are_both_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "config-20261126-000000.yaml")
+    for text in ("lr: 0.1  # first", "lr: 0.1  # second"):
+        (tmp_path / "config.yaml").write_text(text)
+        claim(tmp_path, "auto")
+    kept = [path.read_text() for path in tmp_path.glob("config-*.yaml")]
+    assert sorted(kept) == ["lr: 0.1  # first", "lr: 0.1  # second"]
+
+
+def test_text_is_on_the_disk_or_the_file_stays_as_it_was(tmp_path, monkeypatch):
+    """A file that a power failure has emptied would be taken for one without rows."""
+    flushed, path = [], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    write_text(path, "one")
+    assert flushed == [3] and path.read_text() == "one"
+
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: Input/output error"):
+        write_text(path, "two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_main_process_claims_the_folder_for_all(tmp_path):
@@ -60,11 +124,13 @@ def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
         (tmp_path / name).write_text("theirs")
     save(tmp_path, make_state(), is_best=True)
     ours = {path.name for path in tmp_path.glob("*.pt")} - {"weights.pt"}
-    (tmp_path / "epoch-0002.pt.tmp").write_text("of a killed run")
+    killed = ("epoch-0002.pt.tmp", "metrics.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
+    for name in killed:
+        (tmp_path / name).write_text("of a killed run")
     claim(tmp_path, "never")
     assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
     assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
-    assert not list(tmp_path.glob("*.pt.tmp"))
+    assert not any((tmp_path / name).exists() for name in killed)
 
 
 def test_one_run_per_folder(tmp_path):
@@ -114,3 +180,13 @@ def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Input/output error"):
         claim(tmp_path / "run", "auto")
+
+
+def test_text_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left"):
+        write_text(tmp_path / "metrics.jsonl", "{}")
+    assert not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ class Stop(Interrupts):
 
 def tolerant(folder, *hooks):
     """A Checkpointer of a run with --save-errors warn."""
-    return checkpointer(folder, None, [*hooks, WarnOfSaveErrors()], epochs=3)
+    return checkpointer(folder, None, [*hooks, WarnOfSaveErrors(None, {})], epochs=3)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_metrics_that_cannot_be_written_are_a_warning(tmp_path, capsys):
 
 def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):
     """Otherwise, exit code 75 would claim that the run is saved. An earlier save need not."""
-    stop = Stop(5.0)
+    stop = Stop(Config(), {})
     checkpoint = tolerant(tmp_path, stop)
     full_disk.append(True)
     checkpoint.save(0, between_steps=True)
@@ -91,7 +91,7 @@ def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):
 
 
 def test_stop_is_saved_in_spite_of_a_failed_save_before(tmp_path, full_disk, capsys):
-    stop = Stop(5.0)
+    stop = Stop(Config(), {})
     checkpoint = tolerant(tmp_path, stop)
     full_disk.append(True)
     blocked = threading.Event()

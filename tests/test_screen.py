@@ -25,8 +25,8 @@ def test_record_keeps_the_first_moment_and_runs_to_the_end(tmp_path):
 
 def test_picture_of_a_run_is_in_the_readme():
     """With the settings of today, if not with the same figures."""
-    readme = (ROOT / "README.md").read_text()
-    assert "](docs/figures/run.svg)" in readme and "](docs/figures/report.png)" in readme
+    readme, index = ((ROOT / path / "README.md").read_text() for path in ("", "docs"))
+    assert "](docs/figures/run.svg)" in readme and "](figures/report.png)" in index
     assert REPORT.stat().st_size > 20_000
     svg = ET.fromstring(PATH.read_text())
     lines = [text.text for text in svg.iter(f"{SVG}text")]

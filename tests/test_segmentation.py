@@ -9,6 +9,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy
 
 import tasks.segmentation as task
+from tasks.segmentation import data
 from tasks.segmentation.data import (
     IGNORED,
     SHAPES,
@@ -185,11 +186,70 @@ def test_photos_are_turned_upright(folder):
     assert (image[:, :, 9:] > 1.5).all() and (image[:, :, :7] < -1.5).all()
 
 
-def test_the_validation_split_depends_on_names_and_seed(folder):
+@pytest.mark.parametrize(
+    ("orientation", "size", "mask_size"),
+    [(3, (20, 12), (20, 12)), (6, (16, 16), (16, 16)), (6, (20, 12), (20, 12))],
+)
+def test_mask_that_exif_may_leave_behind_is_refused(orientation, size, mask_size, tmp_path):
+    """Which of the two was meant cannot be seen: the pixels would not fit, without a word."""
+    write_pair(tmp_path, "a", size=mask_size)
+    exif = Image.Exif()
+    exif[274] = orientation
+    Image.new("RGB", size).save(tmp_path / "images" / "a.jpg", exif=exif)
+    dataset = Masks(find_pairs(tmp_path), size=16, num_classes=3)
+    with pytest.raises(UserError, match=rf"a\.jpg .*orientation {orientation} .*EXIF.*a\.png"):
+        dataset[0]
+    mask = Image.open(tmp_path / "masks" / "a.png")
+    mask.save(tmp_path / "masks" / "a.png", exif=exif)  # both are turned
+    assert dataset[0][1].shape == (16, 16)
+
+
+def write_mask(folder, name, *numbers):
+    mask = numpy.resize(numpy.array(numbers, "uint8"), (12, 20))
+    Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
+
+
+def test_masks_of_0_and_255_are_refused(folder):
+    """They trained on the background alone, with a mean IoU of 1."""
+    for name in "abcdefghij":
+        write_mask(folder, name, 0, IGNORED)
+    with pytest.raises(UserError, match=r"masks/.\.png, hold only 0 and 255.*: write 1 for"):
+        build(folder, "--num-classes=2")
+    write_mask(folder, "a", 1, 0)
+    write_mask(folder, "b", 1, 0)
+    write_mask(folder, "c", 1, 0)
+    assert len(build(folder, "--num-classes=2")[0]) == 8
+
+
+def test_classes_that_never_occur_are_named(folder, capsys):
+    build(folder, "--num-classes=3")
+    assert capsys.readouterr().err == ""
+    build(folder, "--num-classes=5")
+    assert "class 3, 4 of --num-classes 5 occurs in none of 8 masks" in capsys.readouterr().err
+
+
+def test_many_masks_are_sampled_unless_they_are_suspicious(folder, monkeypatch, capsys):
+    monkeypatch.setattr(data, "ENOUGH", 3)
+    for name in "abcdefghij":
+        write_mask(folder, name, 0, IGNORED)
+    write_mask(folder, "j", 0, 1)
+    masks = [mask for _, mask in find_pairs(folder)]
+    data.check_classes(masks, 2)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="hold only 0 and 255"):
+        data.check_classes(masks[:-1], 2)
+    write_mask(folder, "a", 1)
+    data.check_classes(masks, 3)
+    assert "class 2 of" in capsys.readouterr().err
+
+
+def test_the_validation_split_depends_on_names_and_seed(folder, capsys):
     write_pair(folder, ".hidden")
     (folder / "images" / "notes.txt").write_text("not an image")
     (folder / "masks" / "without-image.png").write_text("")
     train_set, val_set = build(folder, "--val-fraction=0.3")
+    said = capsys.readouterr().err
+    assert f"ignored 2 files, such as {folder}/images/notes.txt" in said and ".jpeg" in said
     names = [[path.stem for path, _ in dataset.pairs] for dataset in (train_set, val_set)]
     assert [len(part) for part in names] == [7, 3]
     assert sorted(names[0] + names[1]) == list("abcdefghij")

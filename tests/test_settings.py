@@ -1,4 +1,4 @@
-"""Settings: where their values come from, and that each mistake is one line that helps."""
+"""BaseSettings: where their values come from, and that each mistake is one line that helps."""
 
 import sys
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -6,11 +6,18 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 import pytest
 
 from utils.config import Config, load_config
-from utils.settings import ConfigError, Settings, free_setting, parse_settings, setting
+from utils.settings import (
+    OTHER_NAMES,
+    BaseSettings,
+    ConfigError,
+    free_setting,
+    parse_settings,
+    setting,
+)
 
 
 @dataclass(frozen=True)
-class Base(Settings):
+class Base(BaseSettings):
     """How to bake."""
 
     loaves: int = setting(10, "how many", low=1)
@@ -21,7 +28,7 @@ class Base(Settings):
     folder: str = free_setting("", "for recipes")
 
     def resolved(self):
-        """See Settings."""
+        """See BaseSettings."""
         if self.flour == "rye" and not self.salted:
             raise ConfigError("rye needs salt")
         return super(Base, replace(self, folder=self.folder or "recipes")).resolved()
@@ -105,7 +112,7 @@ def test_resolved_passes_through_all_combined_classes():
     order = []
 
     @dataclass(frozen=True)
-    class Tray(Settings):
+    class Tray(BaseSettings):
         width: int = setting(3, "in rolls")
 
         def resolved(self):
@@ -168,6 +175,7 @@ def test_help_is_grouped_by_class_from_the_most_special_one(capsys):
         ("flour: no", ["flour must be one of wheat, rye, not 'no'"]),
         ("seeds: 2", ["seeds must be one of 0, 1, 3, not 2"]),
         ("heat: [1, 2]", ["heat must have one value"]),
+        ("? [a, b]\n: 1", ["a.yaml:1:", "a key must be a name"]),
         ("seeds: 1\nheat: {a: 2}", ["a.yaml:2:", "heat must have one value"]),
         ("shelf: 99999999999999999999", ["shelf must be at least -1 and below 2**32, not 9999"]),
         ("heat: 1e308", ["heat must be at least 0 and below 2**32"]),
@@ -188,11 +196,17 @@ def test_mistake_in_the_file(text, parts, yaml_file):
         (["--loave", "1"], ["unknown argument --loave (did you mean '--loaves'?)"]),  # no prefixes
         (["--confg", "a.yaml"], ["unknown argument --confg (did you mean '--config'?)"]),
         (["--xyz"], ["unknown argument --xyz"]),
+        (
+            ["--text-file=x"],
+            ["unknown argument --text-file", "tasks/text.py"],
+        ),  # of a different task
+        (["--micro-batches", "2"], ["--micro-batches", "utils/rungs/accumulation.py"]),
+        (["--salted", "False"], ["unknown argument False", "--no-salted"]),
         (["--loaves"], ["--loaves", "expected one argument"]),
         (["--loaves", "1.5"], ["--loaves: loaves must be a whole number, not '1.5'"]),
         (["--shelf=-2"], ["shelf must be at least -1"]),
         (["--salted=yes"], ["--salted", "ignored explicit argument"]),
-        (["--config", "/no/such.yaml"], ["/no/such.yaml", "No such file"]),
+        (["--config", "/no/such.yaml"], ["/no/such.yaml", "no such file"]),
         (["bake.yaml"], ["unknown argument bake.yaml"]),
     ],
 )
@@ -203,6 +217,13 @@ def test_mistake_in_a_flag(argv, parts):
 def test_config_file_that_is_not_text(tmp_path):
     (tmp_path / "noise").write_bytes(bytes(range(256)))
     assert_refused([f"--config={tmp_path / 'noise'}"], "noise as YAML")
+    assert_refused(["--config=quickstart"], "quickstart", "configs/quickstart.yaml")
+
+
+def test_names_that_other_trainers_use():
+    for name, ours in OTHER_NAMES.items():
+        flag = f"--{name.replace('_', '-')}"
+        assert_refused([flag, "1"], flag, f"--{ours.replace('_', '-')}", kind=Config)
 
 
 def test_flag_is_checked_even_where_the_file_is_right(yaml_file):

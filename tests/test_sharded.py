@@ -1,11 +1,16 @@
 """Checkpoints in parts: saved by any number of ranks, read by any other."""
 
+import errno
 import os
+import pickle
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +19,10 @@ from torch.distributed.tensor import DTensor
 from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state
 from tests.test_checkpoint import save as save_run
+from tests.test_checkpoint_file import Malicious
+from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
+from utils.options import sharded
 from utils.options.sharded import (
     check_sharded,
     join_tensors,
@@ -189,6 +197,64 @@ def test_unused_parts_are_removed(tmp_path):
     assert not list(tmp_path.glob("*.parts"))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
+        MemoryError("no memory"),
+        RuntimeError("PytorchStreamReader failed reading file data/0: Input/output error"),
+    ],
+    ids=repr,
+)
+def test_error_of_reading_that_may_pass_removes_no_parts(error, tmp_path, monkeypatch, capsys):
+    save(tmp_path, make(seed=0), "epoch-0001.pt")
+    save(tmp_path, make(seed=0), "epoch-0002.pt")
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    remove_unused_parts(tmp_path)
+    text = capsys.readouterr().err
+    assert text.startswith("warning: no parts are removed, as ") and text.count("\n") == 1
+    monkeypatch.undo()
+    for name in ("epoch-0001.pt", "epoch-0002.pt"):
+        assert read(tmp_path / name)["epoch"] == 3
+    (tmp_path / "epoch-0002.pt").unlink()
+    remove_unused_parts(tmp_path)
+    assert len(list(tmp_path.glob("*.parts"))) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"PK\x03\x04 and no end", None], ids=["empty", "text", "cut", "flipped"]
+)
+def test_damaged_file_needs_no_parts(content, tmp_path):
+    save(tmp_path, make(seed=0), "epoch-0001.pt")
+    path = tmp_path / "epoch-0001.pt"
+    if content is None:
+        content = path.read_bytes().replace(b"parts", b"PARTS")
+    path.write_bytes(content)
+    remove_unused_parts(tmp_path)
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_deleted_folder_is_not_made_again(tmp_path):
+    """It would be without its lock, config.yaml and best.pt."""
+    with pytest.raises(UserError, match=r"cannot save .*\.parts: No such file or directory"):
+        save_sharded(make(seed=0), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("broken", ["_checksum", "remove_unused_parts"])
+def test_error_of_the_disk_is_one_line(broken, tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sharded, broken, fail)
+    with pytest.raises(UserError, match=r"cannot save .*\.parts: Input/output error"):
+        save_sharded(make(seed=0), tmp_path)
+
+
 def test_full_disk_ends_all_ranks_and_keeps_the_checkpoint_before(tmp_path, monkeypatch):
     def body(rank):
         checkpoint = make(seed=rank, sharded=True)
@@ -227,3 +293,78 @@ def test_disk_per_node_is_refused(tmp_path, monkeypatch):
     assert isinstance(first, UserError), first
     assert "put output_dir on a file system that all nodes share" in str(first)
     assert os.listdir(tmp_path / "1" / "run")
+
+
+# Files from elsewhere
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A good sharded checkpoint, as (path, a function that replaces a part, its checksum as well,
+    and the place that a Malicious pickle would create)."""
+    save_run(tmp_path, make_state(), save_sharded=True, keep_last=1)
+    path = tmp_path / "last.pt"
+
+    def replace(name, content, **parts):
+        saved = torch.load(path)
+        (tmp_path / saved["parts"]["folder"] / name).write_bytes(content)
+        saved["parts"] |= parts
+        saved["parts"]["files"][name] = zlib.crc32(content)
+        torch.save(saved, path)
+
+    return path, replace, tmp_path / "ran"
+
+
+def outcomes(path):
+    """What reading and resuming say; both raise UserError."""
+    texts = []
+    for read_it in (read_checkpoint, lambda path: checkpointer(path.parent).load()):
+        with pytest.raises(UserError) as caught:
+            read_it(path)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_malicious_index_is_refused(planted):
+    """Its checksum is in the same file, and right."""
+    path, replace, place = planted
+    for unused in path.parent.glob("[eb]*.pt"):
+        unused.unlink()
+    replace(".metadata", pickle.dumps(Malicious(place)))
+    for text in outcomes(path):
+        assert ".metadata" in text and "posix.mkdir" in text
+    from tasks.images.weights import load_weights
+
+    with pytest.raises(UserError, match=r"posix\.mkdir"):
+        load_weights(nn.Sequential(nn.Linear(2, 3)), "resnet18", str(path))
+    assert not place.exists()
+
+
+def test_index_cannot_name_what_pytorch_unpickles(planted):
+    path, replace, place = planted
+    index = FileSystemReader(next(path.parent.glob("*.parts"))).read_metadata()
+    entry = index.state_dict_metadata["model/0.bias"]
+    disguised = BytesStorageMetadata()
+    vars(disguised).update(vars(entry))
+    index.state_dict_metadata["model/0.bias"] = disguised
+    replace("__0_0.distcp", pickle.dumps(Malicious(place)))
+    replace(".metadata", pickle.dumps(index))
+    assert all("BytesStorageMetadata" in text for text in outcomes(path))
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("name", ["../x.parts", "..", "/x.parts", "x/y.parts"])
+def test_parts_of_a_checkpoint_are_beside_it(planted, name):
+    path, replace, _ = planted
+    replace(".metadata", b"", folder=name)
+    with pytest.raises(UserError, match=f"names {name}, which is not in its folder"):
+        read_checkpoint(path)
+
+
+def test_index_cannot_lead_to_other_files(planted):
+    path, replace, _ = planted
+    index = FileSystemReader(next(path.parent.glob("*.parts"))).read_metadata()
+    for place in index.storage_data.values():
+        place.relative_path = str(path)
+    replace(".metadata", pickle.dumps(index))
+    assert all("it names other files" in text for text in outcomes(path))

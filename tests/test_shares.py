@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -13,8 +14,8 @@ from torch.utils.data import (
 )
 
 from tasks import text
-from tests.forked import fork_script, killed_at, largest_difference
-from tests.recipes import EXACT, RUN, applied, run_text_to_end, run_to_end
+from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.recipes import RUN, applied, run_text_to_end, run_to_end
 from tools.lessons import ROOT
 from utils import shares
 from utils.config import load_config
@@ -83,6 +84,13 @@ def test_sampler_that_cannot_be_resumed_is_refused():
         share.describe()
 
 
+def test_sampler_of_batches_is_refused():
+    batches = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
+    for sampler in (batches, list(batches), [0.5, 1.5]):
+        with pytest.raises(UserError, match=r"one at a time, .* pass the sampler in it"):
+            ShareOf(sampler, seed=0).draw()
+
+
 def test_wrong_length_is_refused():
     class Short(RandomSampler):
         def __iter__(self):
@@ -125,7 +133,7 @@ def test_weighted_runs_train_the_same_weights(tmp_path):
     run_to_end(folder / "train_ddp.py", 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
     for nproc, name in ((2, "two"), (3, "killed")):
         end = run_to_end(folder / "train_ddp.py", nproc, tmp_path / name)[1]
-        assert largest_difference(end["model"], one["model"]) < EXACT
+        assert largest_difference(end["model"], one["model"]) < ROUNDING
     changed = folder / "train_changed.py"
     text = (folder / "train_ddp.py").read_text()
     changed.write_text(text.replace("weights = 1 /", "weights = 100 -"))
@@ -138,18 +146,18 @@ def test_weighted_runs_train_the_same_weights(tmp_path):
 def test_the_lines_of_the_page_fit_other_scripts(name, nproc, tmp_path):
     folder = applied("samplers", tmp_path / "copy")
     ddp, script = folder / "train_ddp.py", folder / name
-    added = re.search(r"    weights = .*\n    train_sampler = .*\n", ddp.read_text())[0]
-    imports = (
-        "from torch.utils.data import WeightedRandomSampler\nfrom utils.shares import ShareOf\n"
-    )
+    lines = r"    weights = .*\n    weighted = .*\n    train_sampler = .*\n"
+    added = re.search(lines, ddp.read_text())[0]
     text, count = re.subn(r"    train_sampler = .*\n", added, script.read_text())
     assert count == 1
-    script.write_text(text.replace("import torch\n", f"import torch\n{imports}", 1))
+    script.write_text(
+        text.replace("import torch\n", "import torch\nfrom utils.shares import ShareOf\n", 1)
+    )
     ends = [
         run_to_end(path, ranks, tmp_path / path.stem)[1]
         for path, ranks in ((ddp, 1), (script, nproc))
     ]
-    assert largest_difference(ends[0]["model"], ends[1]["model"]) < EXACT
+    assert largest_difference(ends[0]["model"], ends[1]["model"]) < ROUNDING
 
 
 @pytest.mark.slow
@@ -160,7 +168,7 @@ def test_length_buckets_train_the_same_weights(tmp_path):
     run_text_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
     for nproc, name in ((2, "two"), (3, "killed")):
         end = run_text_to_end(script, nproc, tmp_path / name)[1]
-        assert largest_difference(end["model"], one["model"]) < EXACT
+        assert largest_difference(end["model"], one["model"]) < ROUNDING
 
 
 def test_padding_of_the_page():

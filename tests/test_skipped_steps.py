@@ -1,15 +1,17 @@
-"""Steps that are not finite on any rank, which a run may outlive."""
+"""Steps in which some rank has a gradient that is inf or NaN, which a run may outlive."""
 
 import os
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.forked import FIVE_STEPS, fork_script, largest_difference, without_seconds
+from tests.forked import FIVE_STEPS, ROUNDING, fork_script, largest_difference, without_seconds
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.data import Loader
 from utils.distributed import dp_rank
 from utils.options.skipped_steps import SkippedSteps
@@ -21,7 +23,7 @@ ADAMW = VIT | {"optimizer": "adamw"}
 
 
 def poisoned(*places, rank=None, value=float("nan")):
-    """For fork_script(before=...): the inputs of (epoch, step) are not finite on data-parallel rank
+    """For fork_script(before=...): the inputs of (epoch, step) are `value` on data-parallel rank
     `rank`, or on all."""
 
     def before():
@@ -94,10 +96,10 @@ def test_all_scripts_skip_the_same_steps(script, nproc, reference, flags, tmp_pa
     theirs = one_process[reference]
     paths = run.output_dir / "last.pt", theirs.output_dir / "last.pt"
     ours, expected = (read_checkpoint(path)["model"] for path in paths)
-    assert largest_difference(ours, expected) < 1e-9
+    assert largest_difference(ours, expected) < ROUNDING
     for row, other in zip(run.rows, theirs.rows, strict=True):
         for name in ("train_loss", "train_accuracy", "train_samples", "val_loss"):
-            assert row[name] == pytest.approx(other[name], abs=1e-9), name
+            assert row[name] == pytest.approx(other[name], abs=ROUNDING), name
 
 
 def test_without_the_option_the_weights_are_lost(tmp_path):
@@ -151,6 +153,40 @@ def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
     assert run.code == 0, run.stderr
     assert run.stderr == "warning: step 3 of epoch 0 was skipped, as a gradient is not finite\n"
     assert [row["train_samples"] for row in run.rows] == [48, 60]
+
+
+class Averaging(nn.Module):
+    """Assigns its buffer, instead of writing into it; a second one appears in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("last", None)
+
+    def forward(self, inputs):
+        self.mean = 0.5 * self.mean + inputs.mean(0)
+        self.last = inputs[-1]
+        return inputs * self.weight
+
+
+def test_buffers_that_forward_assigns_are_restored():
+    model = Averaging()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = MagicMock(samples=0, indices=torch.arange(3), epoch=0, step=1)
+    loader.__len__.return_value = 9
+    meter = MagicMock(sums=torch.zeros(1), count=0)
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "meter": meter}
+    hook = SkippedSteps(Config(max_skipped_steps=3), state)
+    hook.after_load(None)
+    seen = []
+    for value in (1.0, float("nan"), 2.0):
+        optimizer.zero_grad()
+        model(torch.full((3, 2), value)).sum().backward()
+        optimizer.step()
+        hook.after_step(None, wait=True)
+        seen.append([model.mean[0].item(), model.last[0].item()])
+    assert seen == [[1.0, 1.0], [1.0, 1.0], [2.5, 2.0]]
 
 
 def test_gradscaler_has_the_decision(capfd):

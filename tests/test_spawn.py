@@ -223,7 +223,7 @@ def test_script_trains_the_same_weights(tmp_path):
     )
     assert (run.code, run.stderr) == (0, "")
     ours, theirs = (read_checkpoint(r.output_dir / "last.pt")["model"] for r in (run, ddp))
-    assert all(ours[name].allclose(theirs[name], atol=1e-6) for name in theirs)
+    assert all(ours[name].allclose(theirs[name], atol=1e-4) for name in theirs)
     assert run.rows[0]["world_size"] == 2
 
 

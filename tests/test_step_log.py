@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.forked import FIVE_STEPS, fork_script, killed_at
+from tests.forked import FIVE_STEPS, ROUNDING, fork_script, killed_at
 from utils.metrics import read_metrics
 from utils.options import step_log
 
@@ -44,9 +44,9 @@ def test_rows_cover_the_steps_since_the_last_one(straight, tmp_path):
     assert len(singles) == 10
     for name in ("loss", "accuracy"):
         of_epoch = sum(row[name] for row in singles[:5]) / 5
-        assert of_epoch == pytest.approx(straight.rows[0][f"train_{name}"], abs=1e-12)
+        assert of_epoch == pytest.approx(straight.rows[0][f"train_{name}"], abs=ROUNDING)
         of_window = (singles[7][name] + singles[8][name]) / 2
-        assert rows[3][name] == pytest.approx(of_window, abs=1e-12)
+        assert rows[3][name] == pytest.approx(of_window, abs=ROUNDING)
     for name in ("lr", "gradient_norm"):
         assert [row[name] for row in rows] == [singles[i][name] for i in (1, 3, 6, 8)]
     assert all(row["gradient_norm"] > 0.5 for row in rows)  # as it was before it was clipped
@@ -110,7 +110,7 @@ def test_resumed_run_neither_repeats_nor_loses_rows(straight, tmp_path):
 
 def test_row_that_cannot_be_written(tmp_path):
     def before():
-        def full(path, mode):
+        def full(path, mode, **options):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         step_log.open = full

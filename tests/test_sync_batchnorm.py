@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.forked import ROUNDING
 from tests.launch import run_ranks
 from utils.errors import UserError
 from utils.sync_batchnorm import (
@@ -192,7 +193,7 @@ def compare_with_one_process(cases, sync, layouts=(torch.contiguous_format,) * 2
         summed = [sum(parts) for parts in zip(*(rank[1] for rank in ranks), strict=True)]
         pairs += zip(gradients, summed, strict=True)
         worst = max(float(abs(a - b).max()) for a, b in pairs)
-        assert (worst < 1e-9) is sync, (case, worst)
+        assert (worst < ROUNDING) is sync, (case, worst)
 
 
 def test_bfloat16_eval_mode_and_a_single_process():

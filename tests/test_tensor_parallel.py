@@ -13,6 +13,7 @@ from tasks.images.models import build_classifier
 from tasks.images.small_models import ResNet20, vit_tiny
 from tests.forked import (
     FIVE_STEPS,
+    ROUNDING,
     assert_resumes,
     fork_script,
     killed_at,
@@ -96,7 +97,7 @@ def test_split_model_computes_the_whole_one():
         return max(compare(dropouts) for dropouts in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.3)))
 
     for difference in run_ranks(body, 2):
-        assert difference < 1e-11
+        assert difference < ROUNDING
 
 
 def test_each_rank_holds_its_slices():
@@ -149,7 +150,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
         return largest_difference(*pair)
 
     for clipped, unchanged in run_ranks(lambda rank: [compare(1.0), compare(1e6)], 2):
-        assert clipped < 1e-14 and unchanged < 1e-11
+        assert clipped < ROUNDING and unchanged < ROUNDING
 
 
 def test_models_that_cannot_be_split_are_refused():
@@ -258,7 +259,7 @@ def test_dropout_is_that_of_a_run_with_one_rank_per_replica(scripts, without_dro
     ]
     assert [run.stderr for run in runs] == ["", ""]
     ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
-    assert largest_difference(ours, theirs) < 1e-12
+    assert largest_difference(ours, theirs) < ROUNDING
     assert largest_difference(without_dropout, theirs) > 1e-4
 
 
@@ -288,7 +289,7 @@ def test_batchnorm_counts_the_samples_of_a_replica_once(tmp_path):
     assert [run.stderr for run in runs] == ["", ""]
     ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
     assert "conv_proj.1.running_var" in ours
-    assert largest_difference(ours, theirs) < 1e-12
+    assert largest_difference(ours, theirs) < ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -341,9 +342,9 @@ def test_run_moves_between_scripts(tmp_path):
         run = fork_script(script, nproc, end and killed_at(*end), **flags | others)
         assert run.code == (-9 if end else 0), run.stderr
     ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, reference))
-    assert largest_difference(ours["model"], theirs["model"]) < 1e-12
+    assert largest_difference(ours["model"], theirs["model"]) < ROUNDING
     for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
-        assert row | {"world_size": 1} == pytest.approx(other, rel=1e-9)
+        assert row | {"world_size": 1} == pytest.approx(other, rel=ROUNDING)
 
 
 def test_ranks_with_other_seeds_are_refused(tmp_path):

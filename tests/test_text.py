@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
 import tasks.text as task
+from tests.forked import ROUNDING
 from utils.config import ConfigError, load_config
 from utils.errors import UserError
 
@@ -157,7 +158,7 @@ def test_padding_changes_neither_the_loss_nor_the_gradients():
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         results.append([loss.detach(), task.count(targets), *gradients])
     for short, long in zip(*results, strict=True):
-        torch.testing.assert_close(short, long, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(short, long, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_the_loss_is_a_mean_over_bytes_not_over_samples_or_batches():
@@ -177,7 +178,7 @@ def test_the_loss_is_a_mean_over_bytes_not_over_samples_or_batches():
     mean = sum(by_hand) / len(by_hand)
     results = task.summarize(sums)
     assert sums["count"] == len(by_hand) == 2 + 4 + 9
-    assert results == pytest.approx({"loss": mean, "perplexity": math.exp(mean)}, rel=1e-12)
+    assert results == pytest.approx({"loss": mean, "perplexity": math.exp(mean)}, rel=ROUNDING)
     assert ("perplexity", min) == task.BEST
 
 

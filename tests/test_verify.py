@@ -61,10 +61,16 @@ def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
     assert on_gpu._device(dp) == ("cuda", {name: "6"})
 
 
+def marks_of(name, fast):
+    if name in fast:
+        return ()
+    is_rare = name.startswith("segmentation: ") and "resumed" not in name
+    return (pytest.mark.slow, pytest.mark.rare) if is_rare else pytest.mark.slow
+
+
 def parametrize(names, fast):
-    marks = {True: (), False: pytest.mark.slow}
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks[name in fast], id=name) for name in names]
+        "name", [pytest.param(name, marks=marks_of(name, fast), id=name) for name in names]
     )
 
 

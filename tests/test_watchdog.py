@@ -20,7 +20,7 @@ from utils.rungs.spawn import host_store, set_environment
 TIMEOUT = 8.0
 
 
-def job(tmp_path, body, world_size=2, limit=60, before=lambda rank: None):
+def job(tmp_path, body, world_size=2, limit=120, before=lambda rank: None):
     """Exit codes and stderr of ranks that run before(rank), join, and run body(rank)."""
     store, all_started = host_store(), FORK.Event()
 
@@ -64,7 +64,7 @@ def wait_for_something():
     ("stall", "silent"), [(stop_this_process, True), (wait_for_something, False)]
 )
 def test_stalled_rank_is_named(stall, silent, tmp_path):
-    codes, text = job(tmp_path, lambda rank: rank == 1 and stall(), limit=30)
+    codes, text = job(tmp_path, lambda rank: rank == 1 and stall())
     assert codes[0] == 1 and text.count("): rank 1 (process ") == 1
     assert (
         f") {'does not respond' if silent else 'is behind'}" in text
@@ -80,7 +80,7 @@ def test_stalled_rank_is_named(stall, silent, tmp_path):
 @pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["_exit", "exit"])
 def test_rank_that_exits_too_early_is_named(leave, tmp_path):
     """With code 0: a launcher would not report it."""
-    codes, text = job(tmp_path, lambda rank: rank == 1 and leave(), limit=30)
+    codes, text = job(tmp_path, lambda rank: rank == 1 and leave())
     assert codes == [1, 0] and text.count("Traceback") == 1
     last = text.strip().splitlines()[-1]
     assert re.fullmatch(r"rank 1 \(process \d+\) has exited too early", last), text
@@ -97,7 +97,7 @@ def test_lost_host_is_named(tmp_path):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    codes, text = job(tmp_path, body, limit=30, before=on_own_host)
+    codes, text = job(tmp_path, body, before=on_own_host)
     assert codes == [1, -signal.SIGKILL]
     assert text.startswith("error (rank 0): lost node1 (rank 1): the host is down")
     assert text.count("\n") == 1
@@ -108,7 +108,7 @@ def test_error_on_one_of_two_hosts_keeps_its_traceback(tmp_path):
         if rank == 1:
             raise RuntimeError("of rank 1")
 
-    codes, text = job(tmp_path, body, limit=30, before=on_own_host)
+    codes, text = job(tmp_path, body, before=on_own_host)
     assert codes == [1, 1] and text.endswith("RuntimeError: of rank 1\n")
 
 
@@ -117,7 +117,7 @@ def test_error_that_has_nothing_to_do_with_an_exit_has_no_note(tmp_path):
         if rank == 1:
             raise RuntimeError("of rank 1")
 
-    codes, text = job(tmp_path, body, limit=30)
+    codes, text = job(tmp_path, body)
     assert codes == [1, 1] and text.endswith("RuntimeError: of rank 1\n")
 
 
@@ -140,7 +140,7 @@ def test_rank_that_waits_itself_is_not_blamed(monkeypatch):
 
 
 def test_short_stall_is_tolerated(tmp_path):
-    codes, text = job(tmp_path, lambda rank: time.sleep(TIMEOUT / 2 * rank))
+    codes, text = job(tmp_path, lambda rank: time.sleep(TIMEOUT / 4 * rank))
     assert (codes, text) == ([0, 0], "")
 
 

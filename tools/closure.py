@@ -5,7 +5,8 @@
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
 would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
-that is imported in a block `with required_by(SETTING):` is an option.
+is an option if it is imported in a block `with required_by(SETTING):`, or if a row of HOOKS
+(utils/options) names it whose setting is off by default.
 """
 
 import ast
@@ -53,7 +54,7 @@ class Option(NamedTuple):
 @cache
 def parse(path):
     """The syntax tree of a file."""
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
@@ -66,7 +67,7 @@ def size(path):
             if ast.get_docstring(node, clean=False) is not None:
                 docstrings.update(range(first.lineno, first.end_lineno + 1))
     lines, tokens, nested = set(), 0, 0
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type not in LAYOUT and token.start[0] not in docstrings:
             lines.update(range(token.start[0], token.end[0] + 1))
             kind = tokenize.tok_name[token.type]
@@ -87,18 +88,50 @@ def purpose(path):
     return (ast.get_docstring(parse(path)) or "").partition("\n")[0]
 
 
+@cache
 def imports(path, root=ROOT):
     """The project's modules that a file imports, in functions, too, but not as options."""
     optional = {id(node) for block, _ in option_blocks(path) for node in ast.walk(block)}
-    return modules_in([node for node in ast.walk(parse(path)) if id(node) not in optional], root)
+    nodes = [node for node in ast.walk(parse(path)) if id(node) not in optional]
+    return modules_in(nodes + [row for row, _, is_on in hook_rows(path) if is_on], root)
 
 
 def option_blocks(path):
-    """(block, setting) of each `with required_by("SETTING"):` in a file."""
+    """(block, setting) of what a file imports as an option: each `with required_by("SETTING"):`,
+    and each row of HOOKS that is off by default, as an import."""
     for node in ast.walk(parse(path)):
         call = node.items[0].context_expr if isinstance(node, ast.With) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "required_by":
-            yield node, ast.unparse(call.args[0]).strip("'\"")
+            named = isinstance(call.args[0], ast.Constant)  # the others read a file, for example
+            yield node, call.args[0].value if named else ""
+    for row, setting, is_on in hook_rows(path):
+        if not is_on:
+            yield row, setting
+
+
+def hook_rows(path):
+    """(its module as an import, setting, whether it is on by default) of each row of HOOKS."""
+    for _, (name, off, module, _) in rows_of_table(parse(path)):
+        is_on = not name or default_settings(path.parent.parent / "config.py")[name] != off
+        yield ast.parse(f"import {module}").body[0], f"--{name.replace('_', '-')}", is_on
+
+
+def rows_of_table(tree):
+    """(node, its value) of each row of HOOKS in a syntax tree."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOOKS":
+            for row in node.value.elts:
+                yield row, ast.literal_eval(row)
+
+
+@cache
+def default_settings(path):
+    """{name: default} of the settings that the classes of a file declare."""
+    return {
+        node.target.id: ast.literal_eval(node.value.args[0])
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)
+    }
 
 
 def modules_in(nodes, root):
@@ -146,14 +179,14 @@ def options(script, root=ROOT):
     return dict(sorted(result.items()))
 
 
-# Prints the files of all modules that a process of rank 0 has loaded when it ends.
+# Adds the files of all modules that a process of rank 0, or one that starts it, has loaded.
 SITECUSTOMIZE = """
 import atexit, os, sys
 
 def report():
     if os.environ.get("RANK", "0") == "0" and "utils.config" in sys.modules:
         files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-        open(os.environ["LOADED"], "w").write("\\n".join(filter(None, files)))
+        open(os.environ["LOADED"], "a").write("\\n".join([*filter(None, files), ""]))
 
 atexit.register(report)
 """
@@ -175,7 +208,7 @@ def loaded(script, root=ROOT):
     The run is small: its data are few.
     """
     with TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        (Path(folder) / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
         output = Path(folder) / "loaded"
         path = os.pathsep.join([folder, str(ROOT)])
         environment = {"PYTHONPATH": path, "LOADED": str(output), "OMP_NUM_THREADS": "1"}
@@ -187,7 +220,7 @@ def loaded(script, root=ROOT):
             capture_output=True,
             timeout=300,
         )
-        files = {Path(file).resolve() for file in output.read_text().splitlines()}
+        files = {Path(file).resolve() for file in output.read_text(encoding="utf-8").splitlines()}
     return sorted(
         path
         for path in files
@@ -202,7 +235,7 @@ def loaded(script, root=ROOT):
 def small_flags(script, folder):
     """The arguments of the script's own command, for fewer epochs and samples, as a list."""
     flags = [*default_command(script), "--epochs=1", f"--output-dir={folder}/run", "--device=cpu"]
-    text = script.read_text()
+    text = script.read_text(encoding="utf-8")
     if "import tasks.images as task" in text:
         flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
     if "import tasks.segmentation as task" in text:
@@ -235,7 +268,9 @@ def write_loaded():
         names = [str(path.relative_to(ROOT)) for path in files]
         result[rung.script] = names
         print(f"{rung.script:20}  {len(files) - 1:7}  {lines:10}  {tokens:6}", flush=True)
-    (ROOT / "docs" / "results" / "loaded.json").write_text(json.dumps(result, indent=1) + "\n")
+    (ROOT / "docs" / "results" / "loaded.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def main():

@@ -3,31 +3,63 @@
     python -m tools.copy train_ddp.py DEST
     python -m tools.copy train_ddp.py DEST --task text
     python -m tools.copy train_ddp.py DEST --with sharded weights
+    python -m tools.copy train_ddp.py DEST --without watchdog,progress
+    python -m tools.copy --update DEST
 
-Modules that only a setting needs are copied only if --with names them (or --all). This prints what
-was copied and which options were not.
+Modules that only a setting needs, and commands such as tools.report, are copied only if --with
+names them (or --all). --without leaves out modules that only watch the run, with the lines that
+call them; --plain leaves out all of these. This prints what was copied, and what was not. --update
+merges what has changed in this clone since then: files that you have edited keep your edits,
+conflicts are marked as git marks them, and files that you have deleted stay away.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from tools.closure import closure, options, purpose, size, total
-from tools.lessons import LADDER, ROOT
+from tools.closure import Option, closure, options, purpose, size, total
+from tools.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
+from tools.lessons import LADDER, ROOT, RUNGS
+from tools.prune import GUARDS, CannotLeaveOut, can_leave_out, without
+from tools.update import (
+    FOLDERS,
+    SOURCES,
+    CannotUpdate,
+    apply,
+    as_diff,
+    base_of,
+    checksum,
+    find_commit,
+    guessed_record,
+    new_record,
+    plan,
+    read,
+    read_record,
+    write_record,
+)
 
 TASKS = ("images", "text", "segmentation")
 TASK_LINE = "import tasks.{} as task"
+LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
+COMMANDS = ["tools/report.py"]  # what the pages run after the training
+OF_IMAGES = [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")]
+NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
 
 def with_task(script, task):
     """The text of a script that trains the images task, with a different task in its place."""
-    text, line = script.read_text(), TASK_LINE.format("images")
+    text, line = script.read_text(encoding="utf-8"), TASK_LINE.format("images")
     if text.count(line) != 1:
         sys.exit(f"error: {script} no longer has the line  {line}: restore it; change it in a copy")
-    text = text.replace(line, TASK_LINE.format(task))
-    if task != "images":
-        text = text.replace(" --model vit_tiny", "")  # in the command of the docstring
-    return text
+    return of_task(text, task)
+
+
+def of_task(text, task):
+    """The text of a script as a copy has it that trains a task of the project."""
+    if task == "images":
+        return text
+    text = text.replace(TASK_LINE.format("images"), TASK_LINE.format(task))
+    return text.replace(" --model vit_tiny", "")  # in the command of the docstring
 
 
 def task_module(task):
@@ -40,13 +72,29 @@ def files_to_copy(script, task="images", chosen=()):
     """The script, the modules that it and the task import, and the chosen Options with theirs."""
     images, start = task_module("images"), task_module(task)
     shared = [path for path in closure(script) if images.parent not in (path.parent, path)]
-    added = [option.path for option in chosen]
+    added = [LAUNCHER, *(option.path for option in chosen)]
     return [script, *sorted({*shared, start, *closure(start), *closure(*added), *added})]
+
+
+def options_and_commands(script, task="images"):
+    """{name: Option} of what is copied only if it is named."""
+    known = options(script) | options(task_module(task))
+    if task != "images":
+        known = {n: o for n, o in known.items() if "images" not in o.path.parts}
+    for name in COMMANDS + (OF_IMAGES if task == "images" else []):
+        path = ROOT / name
+        module = name.removesuffix(".py").replace("/", ".")
+        known[path.stem] = Option(path.stem, path, f"python -m {module}")
+    return known
 
 
 def contents(files, task="images"):
     """{path below the destination: bytes} of a copy of the project's files."""
     result = {Path("utils") / "LICENSE": (ROOT / "LICENSE").read_bytes()}
+    if task == "images":
+        for config in (ROOT / "configs").glob("*.yaml"):
+            if config.name not in NOT_TO_COPY:
+                result[config.relative_to(ROOT)] = config.read_bytes()
     for file in files:
         path = file.relative_to(ROOT)
         for package in path.parents[:-1]:
@@ -57,16 +105,8 @@ def contents(files, task="images"):
     return result
 
 
-def copy(files, destination, task="images"):
-    """Copy files of the project, each to its place below `destination`."""
-    for path, content in contents(files, task).items():
-        target = destination / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-
-
-def report(files, left_out):
-    """What was copied, and the options that were not."""
+def report(files, left_out, guards):
+    """What was copied, and the options and guards that were not."""
     width = max(len(str(file.relative_to(ROOT))) for file in files)
     lines = [f"{'file':{width}}  code lines  purpose"]
     for file in files:
@@ -77,66 +117,216 @@ def report(files, left_out):
         lines += ["", "Options that were not copied (--with NAME adds them), and their settings:"]
         for option in left_out:
             lines += [f"  {option.name}: {option.setting}", f"      {purpose(option.path)}"]
-    lines += ["", "These files are MIT licensed: keep the license, utils/LICENSE, with them."]
+    if guards:
+        lines += ["", "Left out, with the lines that call them:"]
+        lines += [f"  {name}: {GUARDS[name].purpose}" for name in sorted(guards)]
+    needed = ", ".join((ROOT / "requirements.txt").read_text(encoding="utf-8").split())
+    lines += ["", f"These files need {needed}."]
+    lines.append("They are MIT licensed: keep the license, utils/LICENSE, with them.")
     return "\n".join(lines)
 
 
 def parse_arguments():
-    """The command line, and the Options that it selects."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.copy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = [rung.script for rung in LADDER]
-    parser.add_argument("script", type=lambda path: Path(path).name, choices=names)
-    parser.add_argument("destination", type=Path, help="a folder; it is created if necessary")
-    parser.add_argument("--task", choices=TASKS, default="images", help="what the script trains")
     parser.add_argument(
-        "--with",
-        dest="options",
-        metavar="OPTION",
-        action="extend",
-        nargs="+",
-        default=[],
-        help="modules that a setting needs",
+        "script", nargs="?", type=lambda path: Path(path).name, choices=names, metavar="SCRIPT"
     )
+    parser.add_argument("destination", nargs="?", type=Path, metavar="DEST", help="a folder")
+    parser.add_argument("--task", choices=TASKS, default="images", help="what the script trains")
+    listed = dict(metavar="NAME", action="extend", nargs="+", default=[])
+    parser.add_argument(
+        "--with", dest="options", help="modules that a setting needs, or commands", **listed
+    )
+    parser.add_argument("--without", help=f"of {', '.join(GUARDS)}", **listed)
+    parser.add_argument("--plain", action="store_true", help="without all of these")
     parser.add_argument("--all", action="store_true", help="all of these modules")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
+    parser.add_argument("--update", type=Path, metavar="DEST", help="merge what is new into a copy")
+    parser.add_argument("--dry-run", action="store_true", help="with --update: list the changes")
+    parser.add_argument("--diff", action="store_true", help="with --update: print the changes")
+    parser.add_argument(
+        "--from", dest="commit", help="with --update: the commit of a copy without a record"
+    )
     args = parser.parse_args()
-    known = options(ROOT / args.script) | options(task_module(args.task))
-    if args.task != "images":
-        known = {n: o for n, o in known.items() if "images" not in o.path.parts}
-    unknown = sorted(set(args.options) - known.keys())
-    if unknown:
-        parser.error(f"unknown option {', '.join(unknown)}: choose from {', '.join(known)}")
-    return args, known
+    args.options, args.without = (
+        [name for words in lists for name in words.split(",")]
+        for lists in (args.options, args.without)
+    )
+    if unknown := sorted(set(args.without) - GUARDS.keys()):
+        parser.error(f"cannot leave out {', '.join(unknown)}: choose from {', '.join(GUARDS)}")
+    if (args.update is None) == (args.destination is None):
+        parser.error("pass SCRIPT and DEST, or --update DEST")
+    if args.update is None and (args.dry_run or args.diff or args.commit):
+        parser.error("--dry-run, --diff and --from are for --update")
+    return args
+
+
+def choose(names, known):
+    """The Options with these names."""
+    if unknown := sorted(set(names) - known.keys()):
+        choices = ", ".join(known)
+        print(f"unknown option {', '.join(unknown)}: choose from {choices}", file=sys.stderr)
+        sys.exit(2)
+    return [known[name] for name in names]
+
+
+def texts(scripts, options, guards=()):
+    """{path in a copy: bytes}. scripts: {name: its task}. guards: the names of those that are left
+    out."""
+    result = {}
+    for script, task in scripts.items():
+        known = options_and_commands(ROOT / script, task) if options else {}
+        chosen = [known[name] for name in options if name in known]
+        files = files_to_copy(ROOT / script, task, chosen)
+        result |= {str(path): text for path, text in contents(files, task).items()}
+    for name in guards:  # also one that these scripts do not use: it has settings
+        result.setdefault(GUARDS[name].path, (ROOT / GUARDS[name].path).read_bytes())
+    return without(result, guards)
+
+
+def make_copy(args):
+    """Copy a script. Raises CannotUpdate if the folder already has something different."""
+    folder = args.destination
+    record = read_record(folder) or new_record(head())
+    if record["commit"] != head():
+        raise CannotUpdate(
+            f"{folder} is a copy of a different commit: run python -m tools.copy --update {folder}"
+        )
+    for name in FOLDERS:
+        if (folder / f"{name}.py").exists():
+            raise CannotUpdate(
+                f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
+                f"different folder"
+            )
+    known = options_and_commands(ROOT / args.script, args.task)
+    options = choose(known if args.all else args.options, known)
+    script, guards = {args.script: args.task}, set(args.without)
+    scripts = record["scripts"] | script
+    chosen = {*record["options"], *(option.name for option in options)}
+    if args.plain:
+        guards = set(can_leave_out(texts(script, chosen)))
+    if record["scripts"]:  # the scripts share their modules
+        if more := guards.difference(record["without"]):
+            raise CannotUpdate(
+                f"{folder} has {', '.join(sorted(more))}: python -m tools.copy --update {folder} "
+                f"--without leaves them out"
+            )
+        guards = set(record["without"])
+    new = texts(scripts, chosen, guards)
+    edited = {  # by the owner, since it was copied
+        path
+        for path, text in new.items()
+        if (folder / path).exists() and record["files"].get(path) == checksum(text)
+    }
+    existing = [
+        path
+        for path, text in new.items()
+        if path not in edited
+        and (mine := read(folder / path)) not in (None, text)
+        and checksum(mine) != record["files"].get(path)
+    ]
+    if existing and not args.force:
+        raise CannotUpdate(
+            f"{folder} already has different files {', '.join(existing)}: pass --force to "
+            f"overwrite them"
+        )
+    for path in new if args.force else new.keys() - edited:
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(new[path])
+    sums = record["files"] | {path: checksum(text) for path, text in new.items()}
+    write_record(folder, record["commit"], scripts, chosen, guards, sums)
+    options = [option for name, option in known.items() if name in chosen]
+    files = files_to_copy(ROOT / args.script, args.task, options)
+    files = [file for file in files if str(file.relative_to(ROOT)) in new]
+    left_out = [option for option in known.values() if option.path not in files]
+    print(report(files, left_out, guards))
+    print_dirt(new)
+
+
+def print_dirt(new):
+    """Warn of files that differ from the commit in the record."""
+    if head() and (dirty := dirty_files(new)):
+        print(
+            f"warning: {', '.join(dirty)} of this clone are in no commit: --update will not know "
+            f"what was copied",
+            file=sys.stderr,
+        )
+
+
+def dirty_files(new):
+    """The files of a copy, {path: bytes}, that differ from this clone's commit."""
+    return sorted({SOURCES.get(path, path) for path in new} & {*changed_files()})
+
+
+def update(args):
+    """Merge this clone's commit into a copy. Returns 1 if there are conflicts, otherwise 0."""
+    folder, new_commit = args.update, resolve("HEAD")
+    if folder.resolve() == ROOT:
+        raise CannotUpdate(f"{folder} is this clone: git pull updates it")
+    record = read_record(folder)
+    if args.commit:
+        record = guessed_record(folder, resolve(args.commit))
+    elif record is None or record["commit"] is None:
+        record = guessed_record(folder, find_commit(folder))
+        print(f"by its contents, {folder} is a copy of commit {record['commit'][:12]}")
+    old_commit = resolve(record["commit"])
+    if old_commit != new_commit and is_ancestor(new_commit, old_commit):
+        raise CannotUpdate(f"{folder} is newer than this clone: run git pull here")
+    moved = renamed(old_commit, new_commit)
+    had, wanted, every = set(record["without"]), set(args.options), {}
+    guards, wanted = had.union(args.without) - wanted, wanted - had
+    options = {*record["options"], *wanted}
+    for script, task in record["scripts"].items():
+        if script not in RUNGS:
+            raise CannotUpdate(f"{script} is no longer a script of the project")
+        every |= options_and_commands(ROOT / script, task)
+    if None in record["files"].values():  # a guessed record: what is there was chosen
+        paths = {moved.get(path, path) for path in record["files"]} | {*record["files"]}
+        options |= {n for n, o in every.items() if str(o.path.relative_to(ROOT)) in paths}
+    choose(wanted, every)
+    chosen = sorted(every if args.all else options)
+    if args.plain:
+        guards |= set(can_leave_out(texts(record["scripts"], chosen)))
+    new = texts(record["scripts"], chosen, guards)
+    if dirty := dirty_files(new):
+        raise CannotUpdate(f"{', '.join(dirty)} of this clone are in no commit: commit or stash")
+    base = base_of(record, old_commit, of_task)
+    labels = old_commit[:12], new_commit[:12]
+    changes = plan(folder, base, new, moved, labels)
+    for change in changes:
+        place = f"{change.old_path} -> {change.path}" if change.old_path else change.path
+        print(f"{change.kind:12}  {place}" + f"  ({change.conflicts})" * bool(change.conflicts))
+    conflicts = [change.path for change in changes if change.conflicts]
+    if args.diff:
+        print(as_diff(folder, changes), end="")
+    if args.dry_run or args.diff:
+        return 1 if conflicts else 0
+    apply(folder, changes)
+    ignored = {change.path for change in changes if change.kind.startswith("in the way")}
+    sums = {path: checksum(text) for path, text in new.items() if path not in ignored}
+    write_record(folder, new_commit, record["scripts"], options, guards, sums)
+    print(f"{folder} is up to date with {new_commit[:12]}, from {old_commit[:12]}")
+    if conflicts:
+        print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")
+    return 1 if conflicts else 0
 
 
 def main():
-    args, known = parse_arguments()
-    chosen = list(known.values()) if args.all else [known[name] for name in args.options]
-    files = files_to_copy(ROOT / args.script, args.task, chosen)
-    for name in ("utils", "tasks"):
-        if (args.destination / f"{name}.py").exists():
-            sys.exit(
-                f"error: the folder {name} would hide {args.destination}/{name}.py: rename that "
-                f"file, or copy to a different folder"
-            )
-    existing = [
-        str(path)
-        for path, content in contents(files, args.task).items()
-        if (copied := args.destination / path).exists() and copied.read_bytes() != content
-    ]
-    if existing and not args.force:
-        names = ", ".join(existing)
-        sys.exit(
-            f"error: {args.destination} already has different files {names}: pass --force to "
-            f"overwrite them"
-        )
+    args = parse_arguments()
     try:
-        copy(files, args.destination, args.task)
+        if args.update is None:
+            make_copy(args)
+            return 0
+        return update(args)
+    except (CannotUpdate, CannotLeaveOut, NoHistory) as error:
+        sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: cannot copy to {args.destination}: {error.strerror}")
-    print(report(files, [option for option in known.values() if option.path not in files]))
+        sys.exit(f"error: cannot write {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

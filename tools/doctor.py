@@ -11,6 +11,7 @@ or unusual is a warning.
 import argparse
 import errno
 import fcntl
+import ipaddress
 import os
 import platform
 import resource
@@ -67,7 +68,11 @@ def check_software():
     driver = Path("/proc/driver/nvidia/version")
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        kernel = driver.read_text().splitlines()[0] if driver.exists() else "driver unknown"
+        kernel = (
+            driver.read_text(encoding="utf-8").splitlines()[0]
+            if driver.exists()
+            else "driver unknown"
+        )
         yield Finding("ok", f"{len(names)} GPUs: {', '.join(sorted(set(names)))}; {kernel}")
         yield check(
             available_cores() >= 2 * len(names),
@@ -139,6 +144,22 @@ def interfaces():
     return addresses
 
 
+def resolve(host, port=None):
+    """(family, address) of a host name, or of an IPv4 or IPv6 address. Raises OSError."""
+    family, *_, place = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)[0]
+    return family, place[0].partition("%")[0]
+
+
+def is_of_this_machine(family, address):
+    """Whether an address is one of this machine's: only those can be bound."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
 def check_names(several_nodes):
     """Findings about the host name, and the interface that gloo and NCCL will use."""
     addresses = interfaces() if sys.platform == "linux" else {}
@@ -154,11 +175,12 @@ def check_names(several_nodes):
         return
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        address = resolve(name)[1]
+        can_be_reached = not ipaddress.ip_address(address).is_loopback
     except OSError:
-        address = "nothing"
+        address, can_be_reached = "nothing", False
     yield check(
-        not address.startswith(("127.", "nothing")),
+        can_be_reached,
         f"the host name {name} resolves to {address}",
         f"gloo on several nodes needs an address that the others can reach: set "
         f"GLOO_SOCKET_IFNAME to one of {', '.join(usable)}, or correct /etc/hosts",
@@ -175,14 +197,14 @@ def check_rendezvous(endpoint):
         return
     endpoint = f"{host}:{port}"
     try:
-        address = socket.gethostbyname(host)
+        family, address = resolve(host, port)
     except OSError:
         yield Finding("FAILED", f"{host} does not resolve", "use its address, or add it to DNS")
         return
-    local = address.startswith("127.") or address in interfaces().values()
+    local = is_of_this_machine(family, address)
     try:
         if local:
-            socket.create_server(("", port)).close()
+            socket.create_server(("", port), family=family).close()
             yield Finding("ok", f"{endpoint} is this machine, and the port is free")
         else:
             socket.create_connection((address, port), timeout=5).close()

@@ -180,7 +180,7 @@ def check_numa(sysfs=Path("/sys")):
 def read_cpulist(path):
     """The numbers in a file such as "0-3,8"."""
     numbers = set()
-    for part in path.read_text().strip().split(","):
+    for part in path.read_text(encoding="utf-8").strip().split(","):
         if part:
             first, _, last = part.partition("-")
             numbers |= set(range(int(first), int(last or first) + 1))
@@ -192,7 +192,7 @@ def _node_of(gpu, sysfs):
     known = torch.cuda.get_device_properties(gpu)
     place = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
     try:
-        return int((sysfs / "bus/pci/devices" / place / "numa_node").read_text())
+        return int((sysfs / "bus/pci/devices" / place / "numa_node").read_text(encoding="utf-8"))
     except OSError:
         return -1
 
@@ -233,7 +233,7 @@ def start_nccl_log():
 
 def finish_nccl_log(folder):
     """{(source rank, target rank, transport): channels} of this rank; removes the folder."""
-    text = "".join(path.read_text(errors="replace") for path in folder.iterdir())
+    text = "".join(path.read_text(errors="replace", encoding="utf-8") for path in folder.iterdir())
     shutil.rmtree(folder, ignore_errors=True)
     return read_transports(text)
 

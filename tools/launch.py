@@ -4,7 +4,8 @@
 
 The arguments are torchrun's. The exit code is that of the first rank to fail. After a signal, it is
 75 if the ranks have saved before they stopped, 1 if they could not, otherwise 128 plus the signal's
-number: before the first step, there is nothing to save. The ranks also receive SIGUSR1. With a c10d
+number: before the first step, there is nothing to save. The ranks also receive SIGUSR1, and not
+SIGHUP if nohup ignores it; while they save, further signals do not interrupt them. With a c10d
 rendezvous over several nodes, two things differ from torchrun: a restart creates a new store,
 because the old one holds the addresses of dead ranks; and a node that cannot reach the rendezvous
 for a minute gives up, whereas torchrun would never end.
@@ -17,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,12 +27,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
+from utils.errors import drop_unwritten, say, write_to_stderr
 from utils.rungs.spawn import OUT_OF_MEMORY
+from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 SECONDS_OF_REPORT = 3.0  # in which ranks of other nodes can read the error of one of this node
+NEVER_SENT = "SIGURG"  # in place of the signals that torchrun would handle itself
 
 
 def root_cause(error):
@@ -45,16 +50,48 @@ def root_cause(error):
     return code, f"error (rank {rank}): exit code {code}; see the output above"
 
 
-def reports(folder, since):
-    """What ranks have reported in torchrun's error files below `folder` after `since`, in seconds
-    since 1970: {outcome: the text of a report}. See utils.errors.write_error_file()."""
+def error_files(folder):
+    return set(Path(folder).rglob("error.json*"))
+
+
+def reports(folder, old):
+    """What ranks have reported in torchrun's error files below `folder` which are not among `old`:
+    {outcome: the text of a report, or "" if there was no space for it}. See
+    utils.errors.write_error_file()."""
     texts = {}
-    for path in Path(folder).rglob("error.json"):
-        if path.stat().st_mtime >= since:
-            report = json.loads(path.read_text())["message"]
+    for path in error_files(folder) - old:
+        if path.suffix == ".json":
+            report = json.loads(path.read_text(encoding="utf-8"))["message"]
             outcome = report["extraInfo"].get("outcome", "failed")  # of other scripts: none
             texts[outcome] = report["message"].rstrip()
+        elif path.suffix != ".tmp":
+            texts.setdefault(path.suffix[1:], "")
     return texts
+
+
+@contextmanager
+def stop_by_signals(numbers):
+    """In the body, a first signal raises SignalException, upon which torchrun passes it on and
+    waits; so does a second one, at least two seconds later. torchrun's own handlers would raise
+    again at each signal, and so end the launcher, and the ranks with it, before they have saved.
+    After the body, signals are ignored: the exit code is known.
+    """
+    received = []  # at what times
+
+    def stop(number, frame):
+        now = time.monotonic()
+        if not received or (len(received) < 2 and now - received[0] > SECONDS_OF_ONE_REQUEST):
+            received.append(now)
+            name = signal.Signals(number)
+            raise SignalException(f"received {name.name}", name)
+
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def watch_rendezvous(endpoint, patience=PATIENCE):
@@ -72,7 +109,7 @@ def watch_rendezvous(endpoint, patience=PATIENCE):
             pass
         time.sleep(patience / 12)
     text = f"error: the rendezvous at {endpoint} has been unreachable for {patience:.0f} seconds"
-    os.write(2, f"{text}: check the network, and that its host is running\n".encode())
+    write_to_stderr(f"{text}: check the network, and that its host is running\n")
     os._exit(1)
 
 
@@ -91,23 +128,41 @@ def explain_rendezvous(args, error):
     )
 
 
+def refuse_unless_positive(nproc):
+    """Exit if torchrun's --nproc_per_node is not a number of processes."""
+    try:
+        count = determine_local_world_size(nproc)
+        reason = "start at least one process"
+    except ValueError as error:
+        count, reason = 0, str(error)
+    if count < 1:
+        say(f"error: --nproc_per_node={nproc}: {reason}", sys.stderr)
+        sys.exit(2)
+
+
 def main():
     args = parse_args(None)
+    refuse_unless_positive(args.nproc_per_node)
     if args.rdzv_backend == "c10d" and args.nnodes != "1":
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         threading.Thread(target=watch_rendezvous, args=(args.rdzv_endpoint,), daemon=True).start()
-    if "SIGUSR1" not in getattr(args, "signals_to_handle", "SIGUSR1"):
-        args.signals_to_handle += ",SIGUSR1"
-    start = time.time()
+    names = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT") + ",SIGUSR1"
+    numbers = {signal.Signals[name.strip()] for name in names.split(",")}
+    if signal.SIGHUP not in SIGNALS:  # nohup
+        numbers.discard(signal.SIGHUP)
+    args.signals_to_handle = NEVER_SENT
     with TemporaryDirectory(prefix="torchelastic_") as folder:
         args.log_dir = args.log_dir or folder
+        old = error_files(args.log_dir)
         try:
-            run(args)
+            with stop_by_signals(numbers):
+                run(args)
         except ChildFailedError as error:
             code, text = root_cause(error)
-            reported = reports(args.log_dir, start)
-            if "stopped" not in reported:  # which rank 0 has printed
-                print(text, file=sys.stderr)
+            reported = reports(args.log_dir, old)
+            if "stopped" not in reported:
+                if reported.get("failed") != "":  # the rank has printed it
+                    say(text, sys.stderr)
             elif "failed" not in reported:
                 # About one exit in a hundred aborts in C++'s teardown: its code is -6, not 75
                 # (pytorch/pytorch#190489).
@@ -116,19 +171,19 @@ def main():
                 time.sleep(SECONDS_OF_REPORT)
             sys.exit(code)
         except (RendezvousError, DistError) as error:
-            failed = reports(args.log_dir, start).get("failed")
-            print(failed or explain_rendezvous(args, error), file=sys.stderr)
+            failed = reports(args.log_dir, old).get("failed")
+            say(failed or explain_rendezvous(args, error), sys.stderr)
             sys.exit(1)
         except SignalException as error:
-            reported = reports(args.log_dir, start)
+            reported = reports(args.log_dir, old)
             if "stopped" in reported:
                 sys.exit(75)
             if "failed" in reported:
-                print(reported["failed"], file=sys.stderr)
+                say(reported["failed"], sys.stderr)
                 sys.exit(1)
             sys.exit(128 + error.sigval)
-        except KeyboardInterrupt:
-            sys.exit(130)
+        finally:
+            drop_unwritten()
 
 
 if __name__ == "__main__":

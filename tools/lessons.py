@@ -63,7 +63,7 @@ LADDER = [
     Rung(
         "train_fsdp.py",
         "train_ddp.py",
-        16,
+        18,
         "`fully_shard` (FSDP2): parameters, gradients and optimizer state are sharded",
         "utils.rungs.fsdp:FsdpSettings",
     ),
@@ -83,7 +83,7 @@ LADDER = [
     Rung(
         "train_pp.py",
         "train_ddp.py",
-        36,
+        37,
         "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
         "utils.rungs.pipeline:PipelineSettings",
     ),
@@ -108,7 +108,7 @@ RUNGS = {rung.script: rung for rung in LADDER}
 
 def code(script):
     """The lines of a script, without the module docstring."""
-    text = (ROOT / script).read_text()
+    text = (ROOT / script).read_text(encoding="utf-8")
     end = ast.parse(text).body[0].end_lineno
     return text.splitlines()[end:]
 

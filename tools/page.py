@@ -4,6 +4,7 @@ import io
 import os
 import re
 import warnings
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -34,6 +35,10 @@ figcaption { font-weight: 600; } svg { display: block; width: 100%; height: auto
 .key { display: flex; flex-wrap: wrap; gap: 4px 20px; margin: 12px 0; padding: 0; }
 .key li { list-style: none; } .swatch { display: inline-block; width: 14px; height: 14px;
   border-radius: 3px; margin-right: 6px; vertical-align: -2px; line-height: 14px; }
+.line { display: inline-block; width: 26px; border-top: 2px solid; margin-right: 6px;
+  vertical-align: 4px; } .dashed { border-top-style: dashed; } .dotted { border-top-style: dotted; }
+.cross { border: 0; width: auto; vertical-align: 0; } .cross::before { content: "×"; }
+.whole { white-space: nowrap; }
 .by { display: none; } #samples:checked ~ .samples, #time:checked ~ .time { display: block; }
 label { margin-right: 16px; } details { margin: 12px 0; } summary { cursor: pointer; }
 """
@@ -70,6 +75,12 @@ def key(names, has_markers=False):
             text = SIGNS[number % len(SIGNS)]
         swatch = f'<span class="swatch" style="{style}">{text}</span>'
         items.append(f"<li>{swatch}{escape(name)}</li>")
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def key_of_lines(names):
+    """What the kinds of lines mean. names: {a class of STYLE: text}."""
+    items = (f'<li><span class="line {kind}"></span>{text}</li>' for kind, text in names.items())
     return f'<ul class="key">{"".join(items)}</ul>'
 
 
@@ -153,4 +164,6 @@ def write_file(path, contents):
         temporary.write_bytes(contents)
         os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from None

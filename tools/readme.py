@@ -8,20 +8,24 @@ A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME A
 
 import json
 import re
+from functools import cache
 
 from lab.bench import operations as bench_operations
 from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
 from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
+from lab.chaos import log as chaos_log
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
 from tools.check.advice import ADVICE
 from tools.check.report import ORDER
-from tools.closure import options, purpose, size, total
+from tools.closure import purpose, size, total
+from tools.copy import TASKS, options_and_commands, texts
 from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
-from tools.markdown import markdown_table
+from tools.markdown import anchor, markdown_table
+from tools.prune import GUARDS, can_leave_out
 from tools.verify import table as verify_table
 from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS
@@ -41,13 +45,15 @@ def ladder():
         parent = f"`{rung.parent}`" if rung.parent else ""
         count = str(changed(rung)) if rung.parent else ""
         lines = round(total(loaded_by(rung.script)).lines, -2)
-        rows.append([f"[`{rung.script}`]({rung.script})", parent, rung.adds, count, f"{lines:,}"])
+        rows.append(
+            [f"[`{rung.script}`](../{rung.script})", parent, rung.adds, count, f"{lines:,}"]
+        )
     return markdown_table(["script", "builds on", "adds", "changed lines", "lines in all"], rows)
 
 
 def loaded_by(script):
     """The files that a run of a script by its default command loads."""
-    names = json.loads((RESULTS / "loaded.json").read_text())[script]
+    names = json.loads((RESULTS / "loaded.json").read_text(encoding="utf-8"))[script]
     return [ROOT / name for name in names]
 
 
@@ -62,18 +68,28 @@ def loaded_block():
     rows = []
     for script in RUNGS:
         files = loaded_by(script)
+        left_out = [ROOT / GUARDS[name].path for name in removable(script)]
         lines, tokens = (round(number, -2) for number in total(files))
-        counts = size(ROOT / script).lines, len(files) - 1, lines, tokens
+        plain = round(total([file for file in files if file not in left_out]).lines, -2)
+        counts = size(ROOT / script).lines, len(files) - 1, lines, plain, tokens
         rows.append([f"`{script}`", *(f"{count:,}" for count in counts)])
-    head = ["script", "its own code lines", "modules", "code lines with them", "tokens"]
+    head = [
+        "script",
+        "its own code lines",
+        "modules",
+        "code lines with them",
+        "`--plain`",
+        "tokens",
+    ]
     return markdown_table(head, rows)
 
 
 def options_block():
     """The modules that only a setting, or a function of a task, needs."""
     by_name = {}
-    for rung in LADDER:
-        by_name |= options(ROOT / rung.script)
+    for task in TASKS:
+        for rung in LADDER:
+            by_name |= options_and_commands(ROOT / rung.script, task)
     rows = [
         [
             f"`{option.path.relative_to(ROOT)}`",
@@ -84,6 +100,29 @@ def options_block():
         for _, option in sorted(by_name.items())
     ]
     return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
+
+
+@cache
+def copied(script):
+    """A copy of a script that trains images: {path: bytes}."""
+    return texts({script: "images"}, [])
+
+
+@cache
+def removable(script):
+    """The names of the guards that a copy of a script can be without."""
+    return can_leave_out(copied(script))
+
+
+def guards_block():
+    """The modules that only watch a run, which a copy can be without."""
+    rows = []
+    for name, guard in GUARDS.items():
+        scripts = [script for script in RUNGS if guard.path in copied(script)]
+        needed = [f"`{s}`" for s in scripts if name not in removable(s)]
+        lines = str(size(ROOT / guard.path).lines)
+        rows.append([f"`{name}`", guard.purpose, lines, ", ".join(needed)])
+    return markdown_table(["name", "what it does", "code lines", "needed by"], rows)
 
 
 def proof():
@@ -104,14 +143,14 @@ def proof():
 def verified(task):
     """The published results of `make verify` for a task."""
     name = "verify.json" if task == "images" else f"verify-{task}.json"
-    return json.loads((RESULTS / name).read_text())
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def verify(task="images"):
     """The table of `make verify` for a task, and what has no row in it."""
     result = verified(task)
     lines = [f"No rows for {what}: {why}." for what, why in result.get("left_out", {}).items()]
-    head = verify_table.head_of(task)
+    head = verify_table.head_of(SUITES[task].best[0])
     table = markdown_table(head, map(verify_table.cells_of, result["rows"]))
     return "\n\n".join([table, *lines])
 
@@ -123,14 +162,14 @@ def _columns(names, head, rows):
 
 def bench():
     """The table of `make bench`, without the parts of the steps."""
-    result = json.loads((RESULTS / "bench.json").read_text())
+    result = json.loads((RESULTS / "bench.json").read_text(encoding="utf-8"))
     names = [*HEAD[:5], "of limit", "limited by"]
     return _columns(names, HEAD, table_rows(result))
 
 
 def peers():
     """The rows of these scripts and of the published tutorial in `make bench-peers`."""
-    result = json.loads((RESULTS / "peers.json").read_text())
+    result = json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))
     head = bench_peers.HEAD
     names = [name for name in head if name not in ("workers", head[3])]
     facts = result["contestants"].values()
@@ -141,7 +180,7 @@ def peers():
 
 def operations():
     """The table of `make bench-operations`."""
-    result = json.loads((RESULTS / "operations.json").read_text())
+    result = json.loads((RESULTS / "operations.json").read_text(encoding="utf-8"))
     return markdown_table(bench_operations.HEAD, bench_operations.table_rows(result))
 
 
@@ -155,12 +194,14 @@ BEYOND = {
     "metrics that are not means, the best epoch, `metrics.jsonl`": ("metrics",),
     "checkpoints written while training goes on, kept, and skipped if damaged; any script resumes "
     "the run of any other": ("checkpoint", "checkpoint_file"),
-    "the same bits after a resume: dropout, DDP's order of summation": ("seeds", "replicas"),
+    "the same bits after a resume: dropout, DDP's order of summation": ("seeds", "distributed"),
     "which rank hangs, where, and on which node, before the timeout": ("watchdog",),
-    "saves every few minutes and on SIGTERM or SIGUSR1, with an exit code that schedulers know": (
+    "saves every few minutes and on signals, with an exit code that schedulers know": (
         "preemption",
+        "signals",
     ),
-    "one error for all ranks on all nodes, as the last line": ("errors", "distributed"),
+    "the ranks compare all that they hold, bit for bit, before each save": ("replicas",),
+    "one error for all ranks on all nodes, as the last line": ("errors",),
     "BatchNorm over all ranks, on CPUs too": ("sync_batchnorm",),
     "one run at a time in a folder; `--resume never` keeps the files of the run before": (
         "run_folder",
@@ -176,29 +217,41 @@ def beyond():
         paths = [ROOT / "utils" / f"{module}.py" for module in modules]
         names = ", ".join(f"`utils/{path.name}`" for path in paths)
         rows.append([what, names, str(sum(size(path).lines for path in paths))])
-    scripts = sorted((ROOT / "one_file").glob("*.py"))
-    rows += [[f"`one_file/{s.name}`, all of it", "", str(size(s).lines)] for s in scripts]
     return markdown_table(["what", "where", "lines"], rows)
 
 
 def watching():
     """The table of `make bench-watching`."""
-    result = json.loads((RESULTS / "watching.json").read_text())
+    result = json.loads((RESULTS / "watching.json").read_text(encoding="utf-8"))
     return f"{bench_watching.table(result)}\n\n{bench_watching.notes(result)}"
 
 
 def split():
     """The table of `make bench-split`."""
-    rows = json.loads((RESULTS / "split.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "split.json").read_text(encoding="utf-8"))["rows"]
     cells = [bench_split.cells(row["script"], row["flags"], row) for row in rows]
     return markdown_table(bench_split.HEAD, cells)
 
 
 def guarantees():
     """The table of lab.guarantees, and the versions."""
-    result = json.loads(GUARANTEES.read_text())
+    result = json.loads(GUARANTEES.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return f"{guarantees_table(result['readers'])}\n\nMeasured with {versions}."
+
+
+def chaos():
+    """What `make chaos` did to each script."""
+    return chaos_log.report(json.loads(chaos_log.RESULT.read_text(encoding="utf-8")))
+
+
+def symptoms():
+    """What is seen of each bug that can be planted, and the section about it."""
+    rows = [
+        [bug.symptom.removeprefix("Nothing fails. "), f"[{bug.name}](#{anchor(bug.name)})"]
+        for bug in BUGS
+    ]
+    return markdown_table(["symptom", "trap"], rows)
 
 
 def traps():
@@ -216,9 +269,9 @@ def traps():
 def recipes():
     """The questions that the pages of docs/recipes answer, which are their titles."""
     rows = []
-    for page in sorted((ROOT / "docs" / "recipes").glob("*.md")):
-        question = page.read_text().partition("\n")[0].removeprefix("# ")
-        rows.append(f"- [{question}](docs/recipes/{page.name})")
+    for page in sorted((ROOT / "docs" / "recipes").glob("[a-z]*.md")):
+        question = page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        rows.append(f"- [{question}](recipes/{page.name})")
     return "\n".join(rows)
 
 
@@ -241,6 +294,7 @@ BLOCKS = {
     "lesson": lesson_block,
     "loaded": loaded_block,
     "options": options_block,
+    "guards": guards_block,
     "proof": proof,
     "verify": verify,
     "bench": bench,
@@ -248,19 +302,22 @@ BLOCKS = {
     "operations": operations,
     "watching": watching,
     "beyond": beyond,
+    "symptoms": symptoms,
     "traps": traps,
     "recipes": recipes,
     "rules": rules,
     "memory": memory,
     "split": split,
     "guarantees": guarantees,
+    "chaos": chaos,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 
 
 def pages():
     """README.md and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    docs = ROOT / "docs"
+    return [ROOT / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("results/*.md"))]
 
 
 def blocks_of(text):
@@ -281,4 +338,4 @@ def generate(text):
 
 if __name__ == "__main__":
     for page in pages():
-        page.write_text(generate(page.read_text()))
+        page.write_text(generate(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,9 +2,10 @@
 
     python -m tools.report runs/a runs/b [-o report.html] [--png report.png]
 
-A run is its --output-dir. The page has the loss, the metric, the learning rate and the throughput
-over samples and over time, with restarts and skipped steps marked; the final figures; the settings
-that differ; and what each rank's time was spent on, if the run had --timing.
+A run is its --output-dir. The page says what was trained, when and how, and which epoch was the
+best; it has the loss, the metric, the learning rate and the throughput over samples and over time,
+with restarts and skipped steps marked; the settings that differ; and what each rank's time was
+spent on, if the run had --timing. The runs may be anybody's: nothing in their files is trusted.
 """
 
 import argparse
@@ -12,12 +13,15 @@ import fcntl
 import json
 import math
 import os
+import time
+from bisect import bisect_right
 from contextlib import suppress
 from datetime import timedelta
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import yaml
 
 from tools.page import (
@@ -25,6 +29,7 @@ from tools.page import (
     drawing,
     figure,
     key,
+    key_of_lines,
     marker_of,
     page,
     save_picture,
@@ -35,13 +40,16 @@ from utils.errors import UserError, report_errors
 from utils.options.timing import NAMES
 
 COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
-# The numbers that the rows of a file have, whatever the task.
+# The numbers that the rows of a file have, whatever the task. Those of WHOLE count something.
 NUMBERS = {
     "metrics.jsonl": ["epoch", "world_size", "lr"]
     + [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *COUNTS)],
     "steps.jsonl": ["epoch", "samples", "loss", "lr", "samples_per_second"],
     "starts.jsonl": ["epoch", "step", "steps_per_epoch"],
 }
+LINES = {"solid": "training", "dashed": "validation", "dotted": "restart (vertical)"}
+LINES |= {"cross": "skipped step"}
+WHOLE = ("epoch", "step", "steps_per_epoch", "world_size")
 
 
 class Run(NamedTuple):
@@ -51,7 +59,8 @@ class Run(NamedTuple):
     rows: list  # of metrics.jsonl
     steps: list  # of steps.jsonl
     starts: list  # of starts.jsonl
-    settings: dict
+    settings: dict  # texts
+    best: int | None  # the epoch of best.pt
     notes: list  # what a reader must know
 
 
@@ -82,14 +91,14 @@ def read_run(folder, name):
             f"script does after its first epoch"
         )
     settings = read_settings(folder / "config.yaml")
-    epochs = settings.get("epochs")
+    epochs = settings.get("epochs", "")
     if is_running(folder):
         notes.append("still running")
         if not rows:
             notes.append("still in its first epoch: no validation yet")
-    elif isinstance(epochs, int) and len(rows) < epochs:
+    elif epochs.isdecimal() and len(rows) < int(epochs[:9]):
         notes.append(f"stopped after {len(rows)} of {epochs} epochs")
-    return Run(name, rows, steps, starts, settings, notes)
+    return Run(name, rows, steps, starts, settings, read_best(folder), notes)
 
 
 def read_rows(path):
@@ -99,7 +108,7 @@ def read_rows(path):
     but the last one, which a crash may have truncated, is not a row.
     """
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
     except FileNotFoundError:
         return [], True
     except OSError as error:
@@ -107,28 +116,72 @@ def read_rows(path):
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = json.loads(line, parse_int=_number)
+        except (ValueError, RecursionError):
             if number == len(lines):
                 return rows, False
             raise UserError(f"line {number} of {path} is not JSON: remove it") from None
         known = row if isinstance(row, dict) else {}
         for name in NUMBERS[path.name]:
-            if not isinstance(known.get(name), int | float):
+            value = known.get(name)
+            is_count = isinstance(value, int) and value >= 0
+            if not is_number(value) or (name in WHOLE and not is_count):
                 raise UserError(f"line {number} of {path} has no number {name!r}: remove it")
-        rows.append(row)
+        rows.append({name: value for name, value in row.items() if is_usable(name, value)})
     return rows, True
 
 
+def _number(digits):
+    return int(digits) if len(digits) < 16 else float(digits)
+
+
+def is_number(value):
+    """Whether a value of a row is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_usable(name, value):
+    """Whether a value of a row is what its name promises; of any other name, a number or text."""
+    if name == "skipped_steps":
+        return isinstance(value, list) and all(isinstance(step, int) for step in value)
+    if name == "time" and not is_number(value):
+        is_dict = isinstance(value, dict)
+        lists = [ranks for key, ranks in value.items() if key != "total"] if is_dict else []
+        are_lists = all(isinstance(ranks, list) and ranks for ranks in lists)
+        if not lists or not are_lists or len({len(ranks) for ranks in lists}) > 1:
+            return False
+        numbers = [seconds for ranks in lists for seconds in ranks]
+        return all(is_number(seconds) and math.isfinite(seconds) for seconds in numbers)
+    if name.startswith(("train_", "val_")):
+        return is_number(value)
+    return is_number(value) or isinstance(value, str)
+
+
+def ratio(a, b):
+    """a / b; NaN if b is 0."""
+    return a / b if b else math.nan
+
+
 def read_settings(path):
-    """The settings in a config.yaml, {} if there is none."""
+    """The settings in a config.yaml as texts, {} if there is none. Values that are no scalars do
+    not count: aliases within aliases would fill the memory."""
     try:
-        settings = yaml.safe_load(path.read_text())
+        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    return settings if isinstance(settings, dict) else {}
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    scalars = [pair for pair in pairs if all(isinstance(n, yaml.ScalarNode) for n in pair)]
+    return {key.value: value.value for key, value in scalars}
+
+
+def read_best(folder):
+    """The epoch of best.pt, or None. Executes nothing that the file may hold."""
+    with suppress(Exception):  # no such file, or a damaged one
+        saved = torch.load(folder / "best.pt", "cpu", weights_only=True, mmap=True)
+        return int(saved["epoch"]) - 1  # it holds the epoch to continue with
+    return None
 
 
 def is_running(folder):
@@ -166,6 +219,7 @@ class Axis:
 
     def __init__(self, run):
         self.run, self.starts = run, [(0.0, 0.0)]
+        self.places = sorted((s["epoch"], s["step"], s["steps_per_epoch"]) for s in run.starts)
         for row in run.rows:
             samples, seconds = self.starts[-1]
             self.starts.append((samples + row["train_samples"], seconds + row["train_seconds"]))
@@ -181,19 +235,18 @@ class Axis:
     def within(self, epoch, samples, value):
         """The Point of a value after a number of samples of an epoch."""
         before, since = self.starts[min(epoch, len(self.starts) - 1)]
-        seconds = samples / self.speed
+        seconds = ratio(samples, self.speed)
         if epoch < len(self.run.rows):
             row = self.run.rows[epoch]
-            seconds = samples / row["train_samples"] * row["train_seconds"]
+            seconds = ratio(samples, row["train_samples"]) * row["train_seconds"]
         return Point(before + samples, since + seconds, value)
 
     def step(self, epoch, step):
         """The Point of a step of an epoch, without a value."""
-        places = [(start["epoch"], start["step"]) for start in self.run.starts]
-        before = [n for n, place in enumerate(places) if place <= (epoch, step)]
+        before = bisect_right(self.places, (epoch, step, math.inf))
         share = 1.0
         if before:  # the number of steps may have changed when the run was resumed
-            share = step / self.run.starts[before[-1]]["steps_per_epoch"]
+            share = ratio(step, self.places[before - 1][2])
         size = self.size
         if epoch < len(self.run.rows):
             size = self.run.rows[epoch]["train_samples"]
@@ -203,7 +256,7 @@ class Axis:
 def curves(run):
     """{name of a curve: {"train": [Point], and perhaps "validation": [Point]}}."""
     axis, metric = Axis(run), metric_of(run)
-    speeds = [row["train_samples"] / row["train_seconds"] for row in run.rows]
+    speeds = [ratio(row["train_samples"], row["train_seconds"]) for row in run.rows]
     found = {}
     for name in ["loss", metric] if metric else ["loss"]:
         train = [row.get(f"train_{name}") for row in run.rows]
@@ -219,11 +272,14 @@ def curves(run):
 def _training(axis, values, name):
     """The Points of a number in the rows of steps; in epochs without any, those of `values`, the
     numbers of the epochs."""
-    points = []
-    steps = [row for row in axis.run.steps if name in row]
-    for epoch in range(max([len(values), *(row["epoch"] + 1 for row in steps)])):
-        own = [row for row in steps if row["epoch"] == epoch]
-        points += [axis.within(epoch, row["samples"], row[name]) for row in own]
+    points, steps = [], {}
+    for row in axis.run.steps:
+        if is_number(row.get(name)):
+            steps.setdefault(row["epoch"], []).append(row)
+    for epoch in sorted({*range(len(values)), *steps}):
+        own = steps.get(epoch)
+        for row in own or ():
+            points.append(axis.within(epoch, row["samples"], row[name]))
         if not own and epoch < len(values) and values[epoch] is not None:
             points.append(axis.end(epoch, values[epoch]))
     return points
@@ -233,7 +289,8 @@ def metric_of(run):
     """The metric of the run's task: the first of its results that is not the loss; None if there is
     no other."""
     names = [name.removeprefix("train_") for name in (run.rows or [{}])[0] if "train_" in name]
-    names += list(run.steps[0]) if run.steps else []
+    if run.steps:
+        names += [name for name, value in run.steps[0].items() if is_number(value)]
     known = {"loss", "epoch", "step", "lr", "samples_per_second", "data_seconds", "memory", *COUNTS}
     return next((name for name in names if name not in known | {"gradient_norm"}), None)
 
@@ -258,14 +315,15 @@ def draw_curves(axes, runs, name, by_time):
         color = color_of(number)
         style = {"color": color, "marker": marker_of(number), "markersize": 4.5}
         for kind, points in curves(run).get(name, {}).items():
-            x = [getattr(point, horizontal) for point in points]
-            y = [point.value for point in points]
+            x = [_drawable(getattr(point, horizontal)) for point in points]
+            y = [_drawable(point.value) for point in points]
             values += y
             if kind == "train":
                 every = 1 + len(points) // 6  # a few markers tell runs apart without colors
                 axes.plot(x, y, linewidth=1.4, markevery=(number % every, every), **style)
             else:
-                axes.plot(x, y, linewidth=1.4, linestyle="--", markerfacecolor="none", **style)
+                style |= {"markevery": 1 + len(points) // 200, "markerfacecolor": "none"}
+                axes.plot(x, y, linewidth=1.4, linestyle="--", **style)
         _draw_marks(axes, run, horizontal, color)
     # A diverging loss or a perplexity would flatten all that follows; ratios need no logarithms.
     values = [value for value in values if math.isfinite(value)]
@@ -283,9 +341,15 @@ def _draw_marks(axes, run, horizontal, color):
     """Draw the restarts and the skipped steps of a run."""
     restarts, skipped = marks(run)
     for point in restarts:
-        axes.axvline(getattr(point, horizontal), color=color, linewidth=1, linestyle=":")
-    x, transform = [getattr(point, horizontal) for point in skipped], axes.get_xaxis_transform()
+        axes.axvline(_drawable(getattr(point, horizontal)), color=color, linewidth=1, linestyle=":")
+    x = [_drawable(getattr(point, horizontal)) for point in skipped]
+    transform = axes.get_xaxis_transform()
     axes.plot(x, [0.02] * len(x), "x", color=color, transform=transform, markersize=6)
+
+
+def _drawable(number):
+    """A number, or NaN if it is so large that matplotlib fails."""
+    return number if abs(number) < 1e100 else math.nan
 
 
 def _few_ticks():
@@ -320,30 +384,74 @@ def charts(runs):
     return "\n".join(parts)
 
 
-def finals(runs):
-    """The table of the last figures of each run."""
-    head = ["run", "epochs", "processes", "samples/s", "time"]
-    results = []
+def about(runs):
+    """What was run: when, with which command, and what it said of its model and its data."""
+    parts = ["<h2>What was run</h2>"]
     for run in runs:
-        results += [n for n in (run.rows or [{}])[-1] if n.startswith(("train_", "val_"))]
-    results = [n for n in dict.fromkeys(results) if not n.endswith(COUNTS)]
-    rows = []
+        first, last = (run.starts or [{}])[0], (run.starts or [{}])[-1]
+        facts = {"started": date_of(first.get("time"))}
+        facts |= {name: last.get(name) for name in ("model", "data", "batch", "torch", "command")}
+        lines = [f"{name}: {text}" for name, text in facts.items() if isinstance(text, str)]
+        lines = "<br>".join(map(escape, lines)) or "Its files do not say."
+        parts.append(f"<p><b>{escape(run.name)}</b><br>{lines}</p>")
+    return "".join(parts)
+
+
+def date_of(seconds):
+    """A time as text, None if it is none."""
+    with suppress(TypeError, ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds or math.nan))
+    return None
+
+
+def results_of(runs):
+    """The names of the results in the rows of runs: validation and metrics first."""
+    names = {name for run in runs for name in (run.rows or [{}])[-1]}
+    names = [n for n in names if n.startswith(("train_", "val_")) and not n.endswith(COUNTS)]
+    return sorted(names, key=lambda name: (name.startswith("train_"), name.endswith("_loss"), name))
+
+
+def table_of_results(runs, name, cells, more=()):
+    """A table with the results of one row per run. cells: [[row of a run, texts of `more`]]."""
+    results, rows = results_of(runs), []
+    for run, (row, *texts) in zip(runs, cells, strict=True):
+        values = [f"{row[result]:.4f}" if result in row else "" for result in results]
+        rows.append([run.name, *values, *texts])
+    head = ["run", *(result.replace("_", " ") for result in results), *more]
+    return f"<h2>{name}</h2>{table(head, rows)}"
+
+
+def bests(runs):
+    """The table of the epochs in best.pt, empty if no run has such a file."""
+    cells = []
+    for run in runs:
+        by_epoch = {row["epoch"]: row for row in run.rows}
+        cells.append([by_epoch[run.best], str(run.best)] if run.best in by_epoch else [{}, ""])
+    if not any(row for row, _ in cells):
+        return ""
+    return table_of_results(runs, "Best epoch, which best.pt holds", cells, ["epoch"])
+
+
+def lasts(runs):
+    """The table of the last epoch of each run."""
+    cells = []
     for run in runs:
         if not run.rows:
-            rows.append([run.name, "0", *[""] * (len(head) - 2 + len(results))])
+            cells.append([{}, "0", "", "", ""])
             continue
         last = run.rows[-1]
         seconds = sum(row["train_seconds"] + row["val_seconds"] for row in run.rows)
-        speed = last["train_samples"] / last["train_seconds"]
-        cells = (
-            str(len(run.rows)),
-            str(last["world_size"]),
-            f"{speed:,.0f}",
-            str(timedelta(seconds=round(seconds))),
-        )
-        values = [f"{last[name]:.4f}" if name in last else "" for name in results]
-        rows.append([run.name, *cells, *values])
-    return table([*head, *(name.replace("_", " ") for name in results)], rows)
+        speed = ratio(last["train_samples"], last["train_seconds"])
+        texts = [str(len(run.rows)), str(last["world_size"]), f"{speed:,.0f}", duration(seconds)]
+        cells.append([last, *texts])
+    return table_of_results(runs, "Last epoch", cells, ["epochs", "processes", "samples/s", "time"])
+
+
+def duration(seconds):
+    """Seconds as hours, minutes and seconds."""
+    with suppress(ValueError, OverflowError):  # of NaN, or more than a timedelta holds
+        return str(timedelta(seconds=round(seconds)))
+    return f"{seconds:g} s"
 
 
 def settings(runs):
@@ -362,7 +470,7 @@ def settings(runs):
 def rank_times(run):
     """{name: seconds of each rank in all epochs}, {} without --timing. Epochs on other numbers of
     processes than the last one do not count."""
-    rows = [row["time"] for row in run.rows if "time" in row]
+    rows = [row["time"] for row in run.rows if isinstance(row.get("time"), dict)]
     if not rows:
         return {}
     sums = {name: seconds for name, seconds in rows[-1].items() if name != "total"}
@@ -407,14 +515,14 @@ def report(runs):
     """The page, as text."""
     notes = [f"{run.name}: {', '.join(run.notes)}." for run in runs if run.notes]
     notes = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    parts = [notes, key([run.name for run in runs], has_markers=True), charts(runs)]
+    parts = [notes, bests(runs), "<h2>Curves</h2>"]
+    parts += [key([run.name for run in runs], has_markers=True), key_of_lines(LINES), charts(runs)]
     parts.append(
-        '<p class="pale">Solid: training. Dashed: validation. Dotted and vertical: a restart. '
-        "Crosses: skipped steps. Filled markers only tell the runs apart. Nothing is smoothed: a "
-        "curve has the rows of steps.jsonl (--log-steps), if there are any, otherwise those of "
-        "epochs.</p>"
+        '<p class="pale">Filled markers only tell the runs apart. Nothing is smoothed: a curve has '
+        'the rows of steps.jsonl (<span class="whole">--log-steps</span>), if there are any, '
+        "otherwise those of epochs.</p>"
     )
-    parts += ["<h2>Final figures</h2>", finals(runs), settings(runs)]
+    parts += [lasts(runs), about(runs), settings(runs)]
     timed = [run for run in runs if rank_times(run)]
     if timed:
         spent = {name for run in timed for name in rank_times(run)}

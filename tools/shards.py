@@ -40,7 +40,7 @@ def write_json_lines(folder, split, values, per_shard=1000):
     """Write folder/SPLIT-*.jsonl, a line for each value."""
     for shard, first in enumerate(range(0, len(values), per_shard)):
         lines = [json.dumps(value) + "\n" for value in values[first : first + per_shard]]
-        (folder / f"{split}-{shard:05}.jsonl").write_text("".join(lines))
+        (folder / f"{split}-{shard:05}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def of_folder(data_dir):
@@ -71,7 +71,11 @@ def of_synthetic(count, size, seed):
 
 def of_text(path):
     """{split: [{"text": a paragraph}]}; every tenth is for validation, as in the text task."""
-    paragraphs = re.split(r"\r?\n\s*\n", path.read_text())
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"cannot read {path}: {error}. It must be a text in UTF-8") from None
+    paragraphs = re.split(r"\r?\n\s*\n", text)
     values = [{"text": paragraph} for paragraph in paragraphs if len(paragraph) >= 2]
     return {"train": [v for i, v in enumerate(values, 1) if i % 10], "val": values[9::10]}
 
@@ -103,7 +107,9 @@ def main():
         random.Random(args.seed).shuffle(values)
         write(args.folder, split, values, args.per_shard)
     if classes:
-        (args.folder / "classes.txt").write_text("".join(f"{name}\n" for name in classes))
+        (args.folder / "classes.txt").write_text(
+            "".join(f"{name}\n" for name in classes), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Batches of any shape: tensors in nested dicts, tuples, lists and dataclasses."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -28,8 +30,8 @@ def collate(samples: Sequence[Any]) -> Any:
 def _collate(samples):
     first = samples[0]
     if is_dataclass(first) and not isinstance(first, type):
-        names = [f.name for f in fields(first)]
-        return replace(first, **{n: _collate([getattr(s, n) for s in samples]) for n in names})
+        columns = {name: [getattr(s, name) for s in samples] for name in _fields(first)}
+        return _with(first, {name: _collate(column) for name, column in columns.items()})
     if isinstance(first, Mapping):
         return {name: _collate([sample[name] for sample in samples]) for name in first}
     if isinstance(first, tuple | list):
@@ -38,19 +40,35 @@ def _collate(samples):
     return default_collate(samples)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """The batch with function(tensor) in place of each tensor; other values stay as they are."""
     if isinstance(batch, Tensor):
         return function(batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        values = {f.name: map_tensors(function, getattr(batch, f.name)) for f in fields(batch)}
-        return replace(batch, **values)
+        return _with(batch, {n: map_tensors(function, v) for n, v in _fields(batch).items()})
     if isinstance(batch, Mapping):
         return {name: map_tensors(function, value) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
         values = [map_tensors(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def _fields(value):
+    """{name: value} of a dataclass. A field of which __init__() knows nothing may not be set."""
+    names = [field.name for field in fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _with(value, changes):
+    """A copy of a dataclass with these values of fields. Its __post_init__() has run for each
+    sample, and would scale images, for example, a second time."""
+    if isinstance(value, Mapping):  # its __post_init__() fills the dict that it is
+        return type(value)(**_fields(value) | changes)
+    changed = copy.copy(value)
+    for name, change in changes.items():
+        object.__setattr__(changed, name, change)  # also if it is frozen
+    return changed
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -65,15 +83,31 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return tensors
 
 
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two values are equal, of which those of tensors are compared one by one."""
+    return map_tensors(lambda t: t.tolist(), a) == map_tensors(lambda t: t.tolist(), b)
+
+
+def dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a run in `dtype`: that of other kinds than floating-point numbers is
+    the tensor's own, but complex numbers have the precision of `dtype`."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
 def on_device_of(outputs: Any, targets: Any) -> Any:
-    """The targets on the device of the outputs: that of a model which is spread over several
-    devices is not the device of its inputs. The same tensors if they are there already."""
-    device = tensors_of(outputs)[0].device
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), targets)
+    """Move the targets to the device of the outputs, which is not that of the inputs if the model
+    spans several devices. Does nothing if they are there already, or if the outputs hold no
+    tensors, such as a torch.distributions.Normal."""
+    found = tensors_of(outputs)
+    if not found:
+        return targets
+    return map_tensors(lambda tensor: tensor.to(found[0].device, non_blocking=True), targets)
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets). A batch that is no tuple or list of two, such as a dict, is both."""
+    """(inputs, targets). A batch that is not a tuple or list of two, such as a dict, is both."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return tuple(batch)
     return batch, batch

@@ -8,6 +8,7 @@ import errno
 import itertools
 import shutil
 import textwrap
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dsd
 from torch.distributed.tensor import DTensor
 
-from utils.batches import tensors_of
+from utils.batches import map_tensors, same_values, tensors_of
 from utils.checkpoint_file import (
     FORMAT,
+    keep_newest,
     link_atomically,
     newest_good_checkpoint,
     read_checkpoint,
+    refuse_unreadable,
     save_atomically,
-    sorted_by_epoch,
+    with_plain_numbers,
 )
 from utils.distributed import all_gather_object, fail_together, is_main_process
 from utils.errors import UserError, required_by
@@ -62,8 +65,7 @@ class Checkpointer:
 
     state: {name: an object with state_dict() and load_state_dict(), or a plain value}; "model",
     "optimizer" and "loader" must be among them, and "data" holds plain facts about the data, which
-    must not change when the run is resumed. hooks: a list of utils.hooks.Hook. Raises UserError if
-    a fact is of a type that cannot be read from a checkpoint.
+    must not change when the run is resumed. hooks: a list of utils.hooks.Hook.
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any], hooks: Iterable[Any] = ()) -> None:
@@ -77,29 +79,45 @@ class Checkpointer:
         self.pending: Future[None] | None = None  # of the file that is being written
         self.writer = ThreadPoolExecutor(1)
         self.never_finite = set()  # names of tensors that were not finite at the start
-        for name, value in self.others.get("data", {}).items():
-            refuse_unless_plain(name, value)
+        groups = [dict(group, params=[]) for group in self.optimizer.param_groups]
+        self.initial_groups = with_plain_numbers(copy.deepcopy(groups))
 
     def load(self) -> int:
         """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
 
         A damaged checkpoint is skipped with a warning, and the one before it is used. Raises
-        UserError if none can be read, or if the settings, the data or the model differ.
+        UserError if none can be read, if the settings, the data or the model differ, or if `state`
+        holds what could not be read from a checkpoint.
         """
         newest = None
         with fail_together():
             if is_main_process():
                 newest = newest_good_checkpoint(self.folder)
         path = all_gather_object(newest and newest[0])[0]
+        contents: dict[str, Any] = {}
         with fail_together():
             if path:
                 path, contents = newest or self._read_like_rank_0(path.name)
-                self._load_state(path, contents)
             elif self.cfg.resume == "always":
                 raise UserError(f"there is no checkpoint in {self.folder} to resume from")
-        self.never_finite = self._find_never_finite()
+        seen = all_gather_object([contents.get("epoch"), contents.get("id")])
+        if other := [i for i, identity in enumerate(seen) if identity != seen[0]]:
+            raise UserError(
+                f"{path} is a file of epoch {seen[0][0]} on rank 0, and a different one, of epoch "
+                f"{seen[other[0]][0]}, on rank {other[0]}: start the run again in a minute, when "
+                f"the file system shows the same file to all nodes"
+            )
+        with fail_together():
+            if path:
+                self._load_state(path, contents)
+        model = dsd.get_model_state_dict(self.model)
+        self.never_finite = self._find_never_finite(model)
         for hook in self.hooks:
             hook.after_load(self)
+        # A whole checkpoint will have plain dicts in place of others in the model's extra state.
+        contents = {"model": map_tensors(lambda tensor: None, model)} | self._gather_others()
+        with fail_together():
+            refuse_unreadable(contents)
         return self.epoch
 
     def step(self) -> None:
@@ -137,10 +155,11 @@ class Checkpointer:
             if is_main_process():
                 contents = copy.deepcopy(contents, copies)
         if is_main_process():
-            names = ["last.pt"] if between_steps else [f"epoch-{epoch:04d}.pt", "last.pt"]
-            if is_best:
-                names.append("best.pt")
-            self.pending = self.writer.submit(self._write, contents, *names)
+            # best.pt first: a run that is killed before the others have changed repeats the epoch.
+            names = ["best.pt"] if is_best else []
+            if not between_steps:
+                names.append(f"epoch-{epoch:04d}.pt")
+            self.pending = self.writer.submit(self._write, contents, *names, "last.pt")
         if is_last:
             self.wait()
         for hook in self.hooks:
@@ -156,13 +175,20 @@ class Checkpointer:
 
     def _gather_state(self):
         """The contents of a checkpoint, and {id of a GPU's tensor in it: its copy on the CPU}."""
-        contents = {"format": FORMAT, "epoch": self.epoch, "config": vars(self.cfg)}
         is_whole = not self.cfg.save_sharded
         # Shards are gathered on rank 0's CPU, one tensor after another.
         offload = is_whole and self.is_sharded
         options = dsd.StateDictOptions(full_state_dict=is_whole, cpu_offload=offload)
-        model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
-        contents["model"], contents["optimizer"] = model, optimizer
+        for group in self.optimizer.param_groups:  # PyTorch refuses most of NumPy's numbers
+            group.update(with_plain_numbers(group))
+        try:
+            model, optimizer = dsd.get_state_dict(self.model, self.optimizer, options=options)
+        except ValueError as error:  # Unexpected value type
+            raise UserError(
+                f"a checkpoint cannot hold the model or the optimizer: {error}"
+            ) from None
+        contents = {"model": model, "optimizer": optimizer}
+        contents["id"] = uuid.uuid4().hex  # of this save: see load()
         # A GPU's tensors are copied to pinned memory, without waiting; deepcopy takes the copies.
         copies = {}
         if is_whole and is_main_process():
@@ -170,10 +196,19 @@ class Checkpointer:
             copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
         with fail_together():  # reads a value from each device, and so waits for the copies
             _refuse_non_finite(contents, self.never_finite)
+        contents = with_plain_numbers(contents) | self._gather_others()
+        with fail_together():
+            refuse_unreadable(contents)
+        return contents, copies
+
+    def _gather_others(self):
+        """The contents of a checkpoint, except for model and optimizer."""
+        contents = {"format": FORMAT, "epoch": self.epoch, "config": vars(self.cfg)}
+        contents["initial_groups"] = self.initial_groups
         for name, value in self.others.items():
             contents[name] = value.state_dict() if hasattr(value, "state_dict") else value
         contents["hooks"] = {type(hook).__name__: hook.state_dict() for hook in self.hooks}
-        return contents, copies
+        return with_plain_numbers(contents)
 
     @contextmanager
     def _file_form(self):
@@ -182,10 +217,9 @@ class Checkpointer:
                 stack.enter_context(hook.file_form(self))
             yield
 
-    def _find_never_finite(self):
+    def _find_never_finite(self, model):
         """The names of tensors that are not trained and hold inf or NaN, such as the -inf of a
         causal mask."""
-        model = dsd.get_model_state_dict(self.model)
         names = _not_finite(_tensors({"model": model, "optimizer": {}}))
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         return set(names).difference(trained)
@@ -193,12 +227,11 @@ class Checkpointer:
     def _write(self, contents, name, *links):
         path = self.folder / name
         try:
-            if not any(hook.write(self, contents, path) for hook in self.hooks):
-                save_atomically(contents, path)
+            save_atomically(contents, path)
             for link in links:
                 link_atomically(self.folder / link, path)
-            for old in sorted_by_epoch(self.folder)[: -self.cfg.keep_last]:
-                old.unlink()
+            if name != "last.pt":
+                keep_newest(self.folder, self.cfg.keep_last, contents["epoch"])
             if any(self.folder.glob("*.parts")):
                 with required_by("--save-sharded"):
                     from utils.options.sharded import remove_unused_parts
@@ -228,8 +261,8 @@ class Checkpointer:
         changed = _differences(self.cfg.fixed_on_resume() | data, saved)
         if changed and not self.cfg.allow_config_change:
             raise UserError(
-                f"{path} was written with different settings (now {changed}): pass a different "
-                f"--output-dir, or --allow-config-change"
+                f"{path} was written with different settings (now {changed}): pass --resume never "
+                f"to start over, a different --output-dir, or --allow-config-change"
             )
         for hook in self.hooks:
             contents = hook.select(self, path, contents)
@@ -243,8 +276,7 @@ class Checkpointer:
             # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
             options = dsd.StateDictOptions(full_state_dict=self.is_sharded and is_whole)
             self._load_model(path, contents["model"], like[0], options)
-            is_same_kind = contents["config"]["optimizer"] == self.cfg.optimizer
-            self._load_optimizer(contents["optimizer"], like[1], options, is_same_kind)
+            self._load_optimizer(path, contents, like[1], options)
         changed = _differences({"seed": self.cfg.seed} | data, saved)
         if changed and contents["loader"]["step"]:  # the order of the samples would change
             raise UserError(
@@ -269,11 +301,17 @@ class Checkpointer:
             difference = textwrap.shorten(str(error), 500)
             raise UserError(f"{path} holds a different model: {difference}") from None
 
-    def _load_optimizer(self, saved, current, options, is_same_kind):
-        """saved, current: state dicts by parameter name. The settings stay the current ones."""
+    def _load_optimizer(self, path, contents, current, options):
+        """current: a state dict by parameter name."""
+        saved = contents["optimizer"]
+        groups = saved["param_groups"]
+        if len(groups) != len(self.initial_groups):
+            raise UserError(
+                f"the optimizer of {path} has {len(groups)} groups of parameters, not "
+                f"{len(self.initial_groups)}: pass --resume never to start over, or build as many"
+            )
+        is_same_kind = contents["config"]["optimizer"] == self.cfg.optimizer
         current["state"] = saved["state"] if is_same_kind else {}
-        for group, saved_group in zip(current["param_groups"], saved["param_groups"], strict=True):
-            group["lr"] = saved_group["lr"]  # some schedulers compute the next value from it
         options.strict = False  # a parameter that never had a gradient has no state
         if not current["state"]:
             options.full_state_dict = False  # PyTorch fails: SGD without momentum has no state
@@ -282,6 +320,29 @@ class Checkpointer:
             for key, value in values.items():  # in the parameter's memory format, as a fused step
                 if getattr(value, "shape", None) == parameter.shape:  # expects
                     values[key] = torch.empty_like(parameter).copy_(value)
+        initial = contents.get("initial_groups", [{}] * len(groups))  # not in older checkpoints
+        for group, ours, theirs, found in zip(
+            self.optimizer.param_groups, self.initial_groups, initial, groups, strict=True
+        ):
+            group.update(_settings_of(ours, theirs, found))
+
+
+def _settings_of(ours, theirs, saved):
+    """What a group of parameters continues with, apart from its parameters.
+
+    ours, theirs: the group at the start of this run, and of the saved one; saved: the group in the
+    file. Schedules and optimizers change groups, and so all of that continues, except for settings
+    that differ at the start, because the user has changed them. The rate always continues: some
+    schedulers compute the next one from it, and Schedule knows its own.
+    """
+    settings = copy.deepcopy(ours)
+    for key, value in saved.items():
+        before = ours.get(key, ...)
+        if key == "lr" or same_values(before, theirs.get(key, ...)):
+            are_tensors = isinstance(before, Tensor) and isinstance(value, Tensor)
+            settings[key] = value.to(before.device) if are_tensors else value
+    del settings["params"]
+    return settings
 
 
 def _tensors(contents):
@@ -321,29 +382,10 @@ def _all_finite(tensors):
     return nn.utils.get_total_norm(values, torch.inf).isfinite()
 
 
-def refuse_unless_plain(name: str, value: Any) -> None:
-    """Raise UserError if a fact about the data is not of plain types: a checkpoint is read with
-    weights_only=True. Subclasses of plain types, such as numpy.str_, are refused as well."""
-    if type(value) in (list, tuple):
-        parts = value
-    elif type(value) is dict:
-        parts = [*value.keys(), *value.values()]
-    elif type(value) in (str, int, float, bool, type(None)):
-        parts = []
-    else:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UserError(
-            f"the fact {name!r} in state['data'] holds a {kind}, which cannot be read from a "
-            f"checkpoint: convert it to a plain number, string or list, in describe() of the task"
-        )
-    for part in parts:
-        refuse_unless_plain(name, part)
-
-
 def _differences(mine, theirs):
     """What differs between two dicts, as text, for the names that both have."""
     texts = []
     for name in mine:
-        if name in theirs and mine[name] != theirs[name]:
+        if name in theirs and not same_values(mine[name], theirs[name]):
             texts.append(f"{name} {mine[name]!r}, not {theirs[name]!r}")
     return textwrap.shorten("; ".join(texts), 500)

@@ -2,7 +2,7 @@
 
 A checkpoint is a dict of tensors, numbers, strings, lists and dicts, which torch.load reads with
 weights_only=True: "model" (plain names, full tensors), "optimizer" (by parameter name), whatever
-else a script's `state` holds, and "config", "epoch" (epochs done), "format".
+else a script's `state` holds, and "config", "epoch" (epochs done), "id" (random), "format".
 
 output_dir/epoch-0007.pt   after 7 epochs; the newest cfg.keep_last of them are kept
 output_dir/last.pt         the newest checkpoint, possibly from within an epoch
@@ -10,18 +10,29 @@ output_dir/best.pt         the one with the best validation metric
 output_dir/*.parts/        the tensors of sharded checkpoints (utils/options/sharded.py)
 """
 
+import errno
+import io
 import os
+import pickle
 import shutil
-import sys
 import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
-from utils.errors import UserError, required_by
+from utils.errors import UserError, required_by, warn
 
 FORMAT = 3
+NOT_PASSING = (None, errno.EINVAL, errno.ENOENT, errno.EISDIR)  # the file itself is the cause
+
+
+class Unreadable(UserError):
+    """The system could not read a file, which does not mean that the file is damaged."""
 
 
 def save_atomically(obj: Any, path: Path) -> None:
@@ -41,9 +52,15 @@ def save_atomically(obj: Any, path: Path) -> None:
 def replace_durably(temporary: Path, path: Path) -> None:
     """Rename a file, and flush the rename itself to the disk."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    _flush(path.parent)
+
+
+def _flush(path):
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def link_atomically(name: Path, path: Path) -> None:
@@ -51,27 +68,47 @@ def link_atomically(name: Path, path: Path) -> None:
     temporary = name.with_name(f"{name.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
-    except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, name)
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+            _flush(temporary)
+        replace_durably(temporary, name)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]:
-    """A checkpoint as a dict on the CPU. Raises UserError if it is damaged or in another format.
+    """A checkpoint as a dict on the CPU. Raises UserError if it is damaged or of a different
+    format, and Unreadable if the system fails to read it.
 
     The checksum of each record is verified: torch.load alone would not notice a flipped bit.
     join_parts: whether to read the tensors of a sharded checkpoint, too.
     """
     path = Path(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        return _read(path, join_parts)
+    except UserError:
+        raise
+    except Exception as error:  # zip, pickle and OS errors of many kinds
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) not in NOT_PASSING:
+            reason = getattr(error, "strerror", "no memory is left")
+            raise Unreadable(f"{path} cannot be read now: {reason}") from None
+        raise UserError(f"{path} cannot be read as a checkpoint: {_reason(error, path)}") from None
+
+
+def _read(path, join_parts):
+    with open(path, "rb") as file:  # given PyTorch its name, errors of the disk would lose theirs
+        with zipfile.ZipFile(file) as archive:
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} fails its checksum")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and OS errors of many kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} cannot be read as a checkpoint: {reason}") from None
+        file.seek(0)
+        try:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = _reason(error, path)
+            text = f"{path} is whole, but cannot be read as a checkpoint: {reason}"
+            raise UserError(text) from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
     if "parts" in checkpoint:
@@ -83,22 +120,96 @@ def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]
     return checkpoint
 
 
+def _reason(error, file):
+    """Why torch.load has raised an error for a file, as a short text."""
+    if isinstance(error, pickle.UnpicklingError):
+        with suppress(Exception):
+            if types := sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)):
+                return f"torch.load(weights_only=True) refuses {', '.join(types)}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """`value`, with Python's numbers in place of NumPy's, which weights_only=True refuses."""
+
+    def plain(leaf):
+        return leaf.item() if isinstance(leaf, numpy.generic) else leaf
+
+    return _map_leaves(plain, value)
+
+
+def refuse_unreadable(contents: dict[str, Any]) -> None:
+    """Raise UserError if torch.load would not read the contents of a checkpoint. Each part is
+    written to memory and read back, without its tensors."""
+
+    def without_tensors(leaf):
+        if type(leaf) is OrderedDict:  # of a module, for example
+            return _map_leaves(without_tensors, dict(leaf))
+        return None if isinstance(leaf, torch.Tensor) else leaf
+
+    for name, value in contents.items():
+        file = io.BytesIO()
+        try:
+            torch.save(_map_leaves(without_tensors, value), file)
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except Exception as error:  # of any type: methods of the user's classes are called
+            reason = _reason(error, io.BytesIO(file.getvalue()))
+            raise UserError(
+                f"a checkpoint would hold {name!r}, and could not be read: {reason}. Convert it to "
+                f"tensors, numbers, strings, lists and dicts"
+            ) from None
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with function(leaf) in place of each value in its dicts, lists and tuples."""
+    if type(value) is dict:
+        return {function(name): _map_leaves(function, each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(function, each) for each in value)
+    return function(value)
+
+
 def sorted_by_epoch(folder: Path) -> list[Path]:
     """The checkpoints of whole epochs in a folder, the oldest first."""
-    return sorted(folder.glob("epoch-[0-9]*.pt"), key=lambda path: int(path.stem.split("-")[1]))
+    return sorted(filter(_epoch_of, folder.glob("epoch-*.pt")), key=_epoch_of)
+
+
+def _epoch_of(path):
+    """The number in epoch-N.pt, or 0 for a file with a different name, which is not ours."""
+    number = path.stem.removeprefix("epoch-")
+    return int(number) if number.isdecimal() else 0
+
+
+def keep_newest(folder: Path, count: int, epoch: int) -> None:
+    """Remove the checkpoints of whole epochs, except for the newest `count` up to `epoch`.
+
+    Those of later epochs are damaged, or the run was continued from an older checkpoint on
+    purpose. They get names that no resume looks at.
+    """
+    paths = sorted_by_epoch(folder)
+    later = [path for path in paths if _epoch_of(path) > epoch]
+    for path in later:
+        aside = path.replace(path.with_name(f"previous-{path.name}"))
+        warn(f"the run has gone back to epoch {epoch}: {path} is {aside.name} now")
+    for path in paths[: len(paths) - len(later)][:-count]:
+        path.unlink()
 
 
 def newest_good_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """(path, checkpoint without the tensors of its parts), or None where there is no file at all.
 
-    A damaged file is skipped with a warning. Raises UserError if all are damaged.
+    A damaged file is skipped with a warning. Raises UserError if all are damaged, or if the system
+    fails to read one.
     """
     existing = [*folder.glob("last.pt"), *sorted_by_epoch(folder)[::-1], *folder.glob("best.pt")]
     for path in existing:
         try:
             return path, read_checkpoint(path, join_parts=False)
+        except Unreadable as error:  # an older one would repeat work, and then replace this one
+            remedy = "start the run again, or remove the file to continue from the one before it"
+            raise UserError(f"{error}; {remedy}") from None
         except UserError as error:
-            print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
+            warn(f"{error}; trying the checkpoint before it")
     if existing:
         raise UserError(f"no checkpoint in {folder} can be read: pass --resume never to start over")
     return None

@@ -1,25 +1,33 @@
 """Does a task keep its part of the contract with the scripts? See docs/own-task.md."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from utils.batches import describe, map_tensors, on_device_of
-from utils.errors import UserError
+from utils.distributed import is_main_process
+from utils.errors import UserError, warn
 
 NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
 
 @torch.no_grad()
-def check_task(task: Any, model: nn.Module, loader: Any) -> None:
-    """Try a task on one sample, before the first epoch does. `model` is not divided or wrapped yet,
-    and stays as it is. loader: a utils.data.Loader.
+def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None) -> None:
+    """Try a task on a few samples, before the first epoch does. `model` is not divided or wrapped
+    yet, and stays as it is, but for the shapes of lazy modules. All ranks call it together.
 
+    loader, val_loader: utils.data.Loader, of the training and of the validation.
     Raises UserError if the task lacks a name that every script uses, if what loss() or measure()
-    returns is not a sum, or if a function does not return what it must.
+    returns is not a sum, if a function does not return what it must, or if ranks have different
+    samples. Warns if the loss of a sample depends on the others in its batch, unless the function
+    says so: loss.compares_samples = True.
     """
     if missing := [name for name in NAMES if not hasattr(task, name)]:
         raise UserError(f"the task {_name(task)} does not define {', '.join(missing)}")
@@ -28,41 +36,117 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
             f"BEST of the task {_name(task)} is {task.BEST}, but must be the name of a metric "
             f"and the function max or min, such as ('accuracy', max)"
         )
+    if next(model.parameters(), None) is None:
+        raise UserError(f"build_model() of {_name(task)} returns a model without parameters")
+    if any(is_lazy(tensor) for tensor in _tensors(model)):
+        for inputs, _ in loader.examples([0, 0]):
+            model.eval()(_moved(model, inputs))  # the first pass, for which PyTorch asks
+        model.train()
+    with trial(model):
+        _check_summary(task, _try(task, model, loader))
+        for batch in val_loader.examples([0, 0]) if val_loader else ():
+            _sums(task, model, batch)
+    for each in (loader, val_loader) if val_loader else (loader,):
+        each.compare_samples()
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """A context in which `model` is in evaluation mode. Afterwards, it is as it was before, though
+    its forward() may count, or initialize a layer from the first batch."""
+    states = [(vars(m), vars(m).copy(), dict(m._buffers)) for m in model.modules()]
+    saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in _tensors(model)]
     model.eval()
-    once = _sums(task, model, loader.example([0]))
-    twice = _sums(task, model, loader.example([0, 0]))  # the same sample, and the same transforms
-    model.train()
-    if twice["count"].item() == 2 * once["count"].item():
-        _refuse_unless_sum(task, once["loss"].item(), twice["loss"].item())
-        _refuse_means(task, once, twice)
-    result, best = task.summarize(once), task.BEST[0]
-    if not isinstance(result, dict) or not all(map(_is_number, result.values())):
+    try:
+        yield
+    finally:
+        for state, attributes, buffers in states:
+            state.clear()
+            state.update(attributes)
+            state["_buffers"].clear()
+            state["_buffers"].update(buffers)
+        for tensor, value in saved:
+            value = value.to(tensor.device)
+            if not tensor.equal(value):
+                tensor.copy_(value)
+
+
+def _tensors(model):
+    """Those that forward() can change: what it writes into a gathered DTensor is lost."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+
+
+def _try(task, model, loader):
+    """The sums of a sample, or of two, if the model needs them."""
+    first, second = [0], [min(1, len(loader.dataset) - 1)]
+    try:
+        return _try_samples(task, model, loader, first, second)
+    except ValueError:  # of statistics of a batch: "Expected more than 1 value per channel"
+        with suppress(ValueError):
+            return _try_samples(task, model, loader, first * 2, second * 2)
+        raise
+
+
+def _try_samples(task, model, loader, first, second):
+    examples = loader.examples(first, first * 2, second, first + second)
+    one, two = next(examples), next(examples)  # the same transforms, too
+    if (one[0] is one[1]) != (two[0] is two[1]):
         raise UserError(
-            f"summarize() of the task {_name(task)} must return {{name: number}}, not "
-            f"{describe(result)}"
+            "collate_fn() of the dataset returns a list with an entry per sample, which for two "
+            "samples is taken for (inputs, targets): return a tuple of two, or a dict"
         )
-    for name in ("loss", best):
-        if name not in result:
-            raise UserError(
-                f"summarize() of the task {_name(task)} returns {', '.join(result)}, but not "
-                f"{name!r}, which {'BEST names' if name == best else 'every task needs'}"
-            )
+    once, again, twice = (_sums(task, model, batch) for batch in (one, one, two))
+    if not all(torch.allclose(again[name], once[name], rtol=0.01) for name in once):
+        return once  # the model draws random numbers: its sums cannot be compared
+    if not getattr(task.loss, "compares_samples", False):
+        with suppress(Exception):  # samples that cannot be combined, if each batch has one
+            _warn_if_coupled(task, model, once, *examples)
+    if twice["count"].item() == 2 * once["count"].item():
+        _refuse_means(task, once, twice)
+        if _is_multiple(4, once, twice):  # also a loss of pairs whose logits are all equal, as yet
+            for tensor in _tensors(model):
+                if tensor.is_floating_point():
+                    tensor.add_(0.1)
+            once, twice = (_sums(task, model, batch) for batch in (one, two))
+        _refuse_unless_sum(task, once, twice)
+    return once
+
+
+def _warn_if_coupled(task, model, once, other, both):
+    """once: the sums of a batch; other: one of different samples; both: one of all of them."""
+    alone, together = _sums(task, model, other), _sums(task, model, both)
+    first, second, whole = (sums["loss"].item() for sums in (once, alone, together))
+    is_coupled = abs(whole - first - second) > 0.01 * max(abs(first), abs(second), abs(whole))
+    is_additive = together["count"].item() == once["count"].item() + alone["count"].item()
+    if is_coupled and is_additive and is_main_process():
+        warn(
+            f"the loss of a sample depends on the others in its batch, and so on the "
+            f"number of processes: it is {whole:.4g} for two batches together, but {first:.4g} and "
+            f"{second:.4g} for each. If loss() compares samples, see docs/recipes/contrastive-loss"
+            f".md; otherwise, look for padding and for statistics of a batch in the model"
+        )
 
 
 def _refuse_unless_sum(task, once, twice):
-    """once, twice: the losses of a sample, and of the same sample twice."""
-    if once and math.isclose(twice, once, rel_tol=0.01):
+    """once, twice: the sums of a sample, and of the same sample twice."""
+    if _is_multiple(1, once, twice):
         mistake, remedy = "a mean", "pass reduction='sum', for example"
-    elif once and math.isclose(twice, 4 * once, rel_tol=0.01):
+    elif _is_multiple(4, once, twice):
         mistake = "over all pairs of an output and a target"
         remedy = "shapes such as (n, 1) and (n,) broadcast to (n, n); make them the same"
     else:
         return
     raise UserError(
         f"loss() of the task {_name(task)} must return a sum over the targets, not {mistake}: it "
-        f"is {once:.4g} for a sample, and {twice:.4g} for twice this sample, of which count() says "
-        f"that it has twice as many targets: {remedy}"
+        f"is {once['loss']:.4g} for a sample, and {twice['loss']:.4g} for twice this sample, of "
+        f"which count() says that it has twice as many targets: {remedy}"
     )
+
+
+def _is_multiple(factor, once, twice):
+    first, second = once["loss"].item(), twice["loss"].item()
+    return first != 0 and math.isclose(second, factor * first, rel_tol=0.01)
 
 
 def _refuse_means(task, once, twice):
@@ -79,8 +163,7 @@ def _refuse_means(task, once, twice):
 
 def _sums(task, model, batch):
     """What a Meter would add up for this batch."""
-    device = next(model.parameters()).device
-    inputs, targets = map_tensors(lambda tensor: tensor.to(device), batch)
+    inputs, targets = _moved(model, batch)
     try:
         outputs = model(inputs)
     except RuntimeError as error:
@@ -109,7 +192,33 @@ def _sums(task, model, batch):
             f"the sums of loss() and count(): use different names"
         )
     sums = {"loss": loss, "count": count, **measured}
-    return {n: torch.as_tensor(value, dtype=torch.float64).cpu() for n, value in sums.items()}
+    try:
+        return {n: torch.as_tensor(value, dtype=torch.float64).cpu() for n, value in sums.items()}
+    except (TypeError, ValueError):
+        raise UserError(
+            f"measure() of the task {_name(task)} must return numbers or tensors, not "
+            f"{describe(measured)}"
+        ) from None
+
+
+def _moved(model, batch):
+    device = next(model.parameters()).device
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def _check_summary(task, sums):
+    result, best = task.summarize(sums), task.BEST[0]
+    if not isinstance(result, dict) or not all(map(_is_number, result.values())):
+        raise UserError(
+            f"summarize() of the task {_name(task)} must return {{name: number}}, not "
+            f"{describe(result)}"
+        )
+    for name in ("loss", best):
+        if name not in result:
+            raise UserError(
+                f"summarize() of the task {_name(task)} returns {', '.join(result)}, but not "
+                f"{name!r}, which {'BEST names' if name == best else 'every task needs'}"
+            )
 
 
 def _is_number(value):

@@ -5,25 +5,33 @@ workers: the sampler decides the order, and random transforms are seeded for eac
 is part of the checkpoint: a resumed run continues with the next global batch.
 """
 
-import signal
+import math
+import multiprocessing
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 
-from utils.batches import as_pair, collate, map_tensors, tensors_of
-from utils.distributed import cores_per_rank, dp_rank, dp_world_size
+from utils.batches import as_pair, collate, dtype_for, map_tensors, tensors_of
+from utils.distributed import all_gather_object, cores_per_rank, dp_rank, dp_world_size
 from utils.errors import UserError
-from utils.preemption import shield_worker
 from utils.resident import make_resident
 from utils.seeds import SampleSeeds, seed_step
+from utils.signals import shield_worker
 
 
 class BatchDataset(Dataset[Any]):
@@ -31,7 +39,10 @@ class BatchDataset(Dataset[Any]):
     __getitem__ is optional. Any other map-style dataset works as well.
 
     A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
+    in_order: samples can only be asked for in ascending order, as those of a stream.
     """
+
+    in_order = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,9 +74,15 @@ class BatchDataset(Dataset[Any]):
         return None
 
 
-def fetch_samples(dataset: Any, indices: Tensor, epoch: int, seed: int) -> Any:
-    """A batch of dataset[index] for each of the indices, int64 (n,), made by the dataset's method
-    collate_fn, if it has one, or by utils.batches.collate.
+def fetch_samples(
+    dataset: Any,
+    indices: Tensor,
+    epoch: int,
+    seed: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Any:
+    """A batch of dataset[index] for each of the indices, int64 (n,), made by collate_fn; by
+    default, by the dataset's method of that name, if it has one, or by utils.batches.collate.
 
     The generators of torch, random and numpy are seeded with (seed, epoch, index) before each
     sample. So __getitems__, which could read many samples at once, is called with one index at a
@@ -82,7 +99,28 @@ def fetch_samples(dataset: Any, indices: Tensor, epoch: int, seed: int) -> Any:
                 samples += dataset.__getitems__([index])
             else:
                 samples.append(dataset[index])
-        return getattr(dataset, "collate_fn", collate)(samples)
+        return (collate_fn or _collate_fn_of(dataset))(samples)
+
+
+def _collate_fn_of(dataset):
+    found = [getattr(part, "collate_fn", collate) for part in _parts_of(dataset)]
+    if len({getattr(function, "__func__", function) for function in found}) > 1:
+        raise UserError(
+            f"the datasets in a {type(dataset).__name__} have different methods collate_fn: give "
+            f"them the same one"
+        )
+    return found[0]
+
+
+def _parts_of(dataset):
+    """The datasets that a Subset or a ConcatDataset, or both of them, make one of; or [dataset]."""
+    if hasattr(dataset, "collate_fn"):
+        return [dataset]
+    if isinstance(dataset, Subset):
+        return _parts_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return [inner for part in dataset.datasets for inner in _parts_of(part)]
+    return [dataset]
 
 
 def describe_datasets(train_set: Any, val_set: Any) -> dict[str, Any]:
@@ -119,10 +157,9 @@ def build_loader(
 ) -> "Loader":
     """A Loader for any map-style dataset.
 
-    batch_size: this rank's share of the global batch, in whose place evaluation takes its share of
-    cfg.val_batch_size, if that is set. train: drop the samples that do not fill a global batch, and
-    seed dropout for each step. micro_batches: a number; the loader then yields lists of that many
-    parts of a batch, each of which is collated separately.
+    batch_size: this rank's share of the global batch. train: drop the samples that do not fill a
+    global batch, and seed dropout for each step. micro_batches: a number; the loader then yields
+    lists of that many parts of a batch, each of which is collated separately.
     Raises UserError if the global batch cannot be divided evenly or filled.
     """
     batch = cfg.global_batch_size
@@ -131,15 +168,14 @@ def build_loader(
             f"global_batch_size {batch} cannot be divided evenly among {dp_world_size()} replicas: "
             f"pass --global-batch-size {-(-batch // dp_world_size()) * dp_world_size()}"
         )
-    if train and len(dataset) < batch:
+    samples = len(sampler)  # type: ignore[arg-type] # PyTorch types it without a length
+    if train and samples < batch_size:
         raise UserError(
-            f"{len(dataset)} training samples do not fill one global batch of {batch}: pass a "
-            f"smaller --global-batch-size, or add samples"
+            f"{samples * dp_world_size()} training samples do not fill one global batch of "
+            f"{batch}: pass a smaller --global-batch-size, or add samples"
         )
     if len(dataset) == 0:
         raise UserError("there are no validation samples: correct build_datasets() of the task")
-    if not train and cfg.val_batch_size:
-        batch_size = max(1, cfg.val_batch_size // dp_world_size())
     return Loader(dataset, sampler, batch_size, device, cfg, train, micro_batches)
 
 
@@ -169,10 +205,18 @@ class Loader:
     ) -> None:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
-        self.global_batch = cfg.global_batch_size
+        self.global_batch, self.may_change = cfg.global_batch_size, cfg.allow_config_change
+        self.contents: list[list[Any]] = []  # of a few samples, once they have been compared
         self.step = self.start = self.samples = self.start_samples = 0
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
+        for part in _parts_of(dataset):
+            if isinstance(part, BatchDataset) and part is not dataset:
+                raise UserError(
+                    f"a {type(dataset).__name__} cannot make the batches of the "
+                    f"{type(part).__name__} in it: choose the samples in the "
+                    f"{type(part).__name__} itself, or write a BatchDataset around it"
+                )
         resident = None
         if cfg.loader != "workers" and isinstance(dataset, BatchDataset):
             resident = make_resident(dataset, device, cfg.loader)
@@ -192,19 +236,25 @@ class Loader:
         if is_resident:
             workers = 0
         self.timeout = cfg.timeout if workers else 0  # beyond it, other ranks have given up
-        batches = _Batches(self.source, cfg.seed, micro_batches)
-        sampler = _BatchSampler(self, self.device if is_resident else "cpu")
+        self.source_device = self.device if is_resident else torch.device("cpu")
+        batches = _Batches(self.source, cfg.seed, self.train, micro_batches)
+        return self._reader(batches, _BatchSampler(self), workers, persistent_workers=workers > 0)
+
+    def _reader(self, dataset, keys, workers, **options):
+        method = multiprocessing.get_start_method()
         return DataLoader(
-            batches,
+            dataset,
             batch_size=None,  # the sampler yields whole batches
-            sampler=sampler,
+            sampler=keys,
             collate_fn=_unchanged,
             num_workers=workers,
-            pin_memory=self.device.type != "cpu" and not is_resident,
+            pin_memory=self.device.type != "cpu" and self.source_device.type == "cpu",
             timeout=self.timeout,
-            persistent_workers=workers > 0,
-            worker_init_fn=_init_worker,
+            worker_init_fn=shield_worker,
+            # Not by the server that Python 3.14 starts: a signal to all processes would end it.
+            multiprocessing_context="fork" if workers and method == "forkserver" else None,
             generator=torch.Generator(),  # leaves the global random state alone
+            **options,
         )
 
     def __len__(self) -> int:
@@ -226,10 +276,7 @@ class Loader:
         self.waited = self.computed = 0.0
         asked, cpu = time.perf_counter(), time.thread_time()
         self.started = asked
-        for batch in self._read():
-            if isinstance(batch, UserError):
-                raise batch
-            contents, indices = batch
+        for contents, indices in self._read(self.reader):
             self.indices = torch.as_tensor(indices)
             if self.train:
                 seed_step(self.seed, self.epoch, self.step, dp_rank())
@@ -244,9 +291,12 @@ class Loader:
             asked, cpu = time.perf_counter(), time.thread_time()
         self.step = 0
 
-    def _read(self):
+    def _read(self, reader):
         try:
-            yield from self.reader
+            for made in reader:
+                if isinstance(made, UserError):
+                    raise made
+                yield made
         except RuntimeError as error:
             if not str(error).startswith("DataLoader timed out"):
                 raise
@@ -256,11 +306,50 @@ class Loader:
                 f"--timeout"
             ) from None
 
-    def example(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """The inputs and the targets of the samples with these indices, on the device, to see what
-        a model and a task make of them."""
-        indices = torch.tensor(indices, device=self.device if self.name == "device" else "cpu")
-        return self._prepare(_make_batch(self.source, indices, 0, self.seed))
+    def _read_apart(self, dataset, keys):
+        """dataset[key] for each key, in a process of its own if the loader has any: a file that the
+        dataset opens when it is first read would otherwise be open before these are forked, which
+        would share its position, and read each other's samples."""
+        return self._read(self._reader(dataset, keys, min(1, self.reader.num_workers)))
+
+    def _tensor(self, indices):
+        return torch.tensor(indices, device=self.source_device)
+
+    def examples(self, *batches: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """The inputs and the targets of the samples with these indices, for each of the batches, on
+        the device, to see what a model and a task make of them."""
+        source = _Batches(self.source, self.seed, self.train)
+        for contents, _ in self._read_apart(source, [(0, self._tensor(b)) for b in batches]):
+            yield self._prepare(contents)
+
+    def compare_samples(self) -> None:
+        """Raise UserError, on all ranks, if a rank has different samples under the same indices.
+        A checkpoint then holds what was compared, and a resumed run is compared with it.
+
+        Of the first, the middle and the last sample. All ranks call it together. Samples of a
+        stream are not compared: see utils.streams.
+        """
+        if isinstance(self.source, BatchDataset) and self.source.in_order:
+            return
+        keys = [self._tensor([index]) for index in self._compared()]
+        self.contents = list(self._read_apart(_Contents(self.source), keys))
+        for rank, contents in enumerate(all_gather_object(self.contents)):
+            self._refuse_different(f"rank {rank} has", contents)
+
+    def _compared(self):
+        last = len(self.dataset) - 1
+        return [0, last // 2, last]
+
+    def _refuse_different(self, who, contents, remedy=""):
+        for index, mine, theirs in zip(self._compared(), self.contents, contents, strict=False):
+            for one, other in zip(mine, theirs, strict=False):
+                if not _are_alike(one, other):
+                    kind = "training" if self.train else "validation"
+                    raise UserError(
+                        f"{who} different {kind} samples: {theirs}, not {mine}, in number {index}. "
+                        f"Sort what set(), os.listdir() or glob() return, whose order may differ "
+                        f"in each process{remedy}"
+                    )
 
     def discount(self, samples: int) -> None:
         """Take back a number of samples, which do not count after all."""
@@ -275,8 +364,7 @@ class Loader:
         return as_pair(contents)
 
     def _move(self, tensor):
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.device, dtype, non_blocking=True)
+        return tensor.to(self.device, dtype_for(tensor, self.dtype), non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch is, in global batches, and how many samples of these batches do not
@@ -285,17 +373,22 @@ class Loader:
         discounted = self.step * self.batch_size - self.samples
         if self.step and discounted:
             state["discounted"] = discounted * dp_world_size()
+        if self.contents:
+            state["contents"] = self.contents
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
-        global batch size has changed within the epoch."""
+        global batch size has changed within the epoch, or if the samples are different ones."""
         if state["step"] and state["global_batch"] != self.global_batch:
             raise UserError(
                 f"the run stopped within an epoch, after {state['step']} global batches of "
                 f"{state['global_batch']}: finish that epoch with the same batch size, not "
                 f"{self.global_batch}"
             )
+        if state["step"] or not self.may_change:
+            remedy = "" if state["step"] else ", or pass --allow-config-change"
+            self._refuse_different("the checkpoint has", state.get("contents", []), remedy)
         self.start = state["step"]
         counted = self.start * self.global_batch - state.get("discounted", 0)
         self.start_samples = counted // dp_world_size()
@@ -305,14 +398,14 @@ class _BatchSampler:
     """(epoch, indices) for each batch of this rank. The epoch travels with the indices, because
     persistent workers keep the copy of the dataset that they started with."""
 
-    def __init__(self, loader, device):
+    def __init__(self, loader):
         # Not a cycle: the garbage collector would close the queues of the workers before their
         # loader can tell them to end, and then wait five seconds for each.
-        self.loader, self.device = weakref.proxy(loader), device
+        self.loader = weakref.proxy(loader)
 
     def __iter__(self):
         loader = self.loader
-        indices = torch.from_numpy(numpy.fromiter(loader.sampler, int)).to(self.device)
+        indices = torch.from_numpy(numpy.fromiter(loader.sampler, int)).to(loader.source_device)
         if not loader.train:
             indices = indices[: loader.own_samples]
         batches = indices.split(loader.batch_size) if len(indices) else []
@@ -320,7 +413,7 @@ class _BatchSampler:
             if number < len(batches):
                 batch = batches[number]
             else:  # of a rank without samples: the forward pass must run nevertheless
-                batch = torch.zeros(1, dtype=torch.int64, device=self.device)
+                batch = torch.zeros(1, dtype=torch.int64, device=loader.source_device)
             yield loader.epoch, _as_array(batch)
 
 
@@ -329,15 +422,25 @@ class _MicroBatches(list[Any]):
 
 
 class _Batches(Dataset[Any]):
-    """Makes whole batches, in a worker or in this process: (contents, indices)."""
+    """Makes whole batches, in a worker or in this process: (contents, indices).
 
-    def __init__(self, dataset, seed, micro_batches):
+    set_epoch() of a dataset is called here, in each process: what the script sets on its own copy
+    does not reach the others.
+    """
+
+    def __init__(self, dataset, seed, train, micro_batches=None):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
+        self.parts = [d for d in _parts_of(dataset) if train and hasattr(d, "set_epoch")]
+        self.epoch = -1
 
     def __getitem__(self, batch):
         epoch, indices = batch
         indices = torch.as_tensor(indices)
         try:
+            if epoch != self.epoch:
+                self.epoch = epoch
+                for part in self.parts:
+                    part.set_epoch(epoch)
             if self.micro_batches is None:
                 made = _make_batch(self.dataset, indices, epoch, self.seed)
             else:
@@ -356,6 +459,43 @@ class _Batches(Dataset[Any]):
             if get_worker_info() is not None and not _can_be_sent(type(error)):
                 raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
             raise
+
+
+class _Contents(Dataset[list[Any]]):
+    """What tells a sample from others: a summary of each tensor, and None for one that differs when
+    it is read again, such as an image whose transform has random numbers of its own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, index):
+        try:
+            first, again = (tensors_of(self._read(index)) for _ in range(2))
+            pairs = zip(first, again, strict=True)
+            return [_summary_of(one) if one.equal(other) else None for one, other in pairs]
+        except Exception:  # it cannot be combined, or read, of which the epoch will tell
+            return []
+
+    def _read(self, index):
+        if isinstance(self.dataset, BatchDataset):
+            return self.dataset.get_batch(index, 0, 0)
+        return fetch_samples(self.dataset, index, 0, 0, collate)
+
+
+def _summary_of(tensor):
+    """The mean size of pixels and floating-point numbers, an integer, or a checksum of several."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8:
+        return tensor.abs().double().mean().item()
+    if tensor.numel() == 1:
+        return int(tensor.item())
+    return f"{zlib.crc32(tensor.cpu().contiguous().numpy().data):08x}"
+
+
+def _are_alike(one, other):
+    """Whether two summaries may be of one tensor: a different machine may round differently."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=0.05) or one != one
+    return one == other or None in (one, other)
 
 
 def _as_array(indices):
@@ -401,9 +541,3 @@ def _share(tensor):
 
 def _unchanged(batch):
     return batch
-
-
-def _init_worker(_):
-    """Signals may reach every process of a job, but only the rank should handle them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    shield_worker()

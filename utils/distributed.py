@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import PeerError, UserError, set_failure_store
 from utils.watchdog import watch
 
 _control_group: Any = None  # gloo with a long timeout
 _data_parallel_group: dist.ProcessGroup | None = None  # None: all ranks
+_device = torch.device("cpu")  # on which this process has its loss
 
 
 def set_data_parallel_group(group: dist.ProcessGroup | None) -> None:
@@ -57,7 +59,7 @@ def launched_world_size() -> int:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The gloo group for messages that are no part of a step; it has a long timeout."""
+    """The gloo group for messages that are not part of a step; it has a long timeout."""
     return _control_group
 
 
@@ -90,7 +92,24 @@ def mean_over_replicas(count: Tensor | float) -> Tensor | float:
     """
     if not isinstance(count, Tensor):
         return count
-    return all_reduce(count.to(torch.float64, copy=True)) / dp_world_size()
+    device = _device if count.is_cpu else count.device  # NCCL reduces nothing on a CPU
+    return all_reduce(count.to(device, torch.float64, copy=True)) / dp_world_size()
+
+
+def settle_ddp_buckets(model: DistributedDataParallel) -> None:
+    """Give DistributedDataParallel's gradient buckets their final order before the first step.
+
+    DDP sorts its buckets after the first backward pass, by the order in which the gradients became
+    ready; so the first step of a run, and of a resumed one, would sum in a different order from
+    all later steps. This runs that first pass, on the sum of all parameters instead of the model.
+    """
+    inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
+    device = parameters[-1].device
+    model.module = nn.Sequential(inner)  # its forward, as hooks of `inner` expect an input
+    model.module.forward = lambda: sum(p.real.sum().to(device) for p in parameters)
+    model().backward()
+    model.module = inner
+    model.zero_grad(set_to_none=True)
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -129,8 +148,8 @@ def select_device(
 
     For the CPU, this hides the GPUs from the process (CUDA_VISIBLE_DEVICES).
 
-    name: cpu, cuda (the GPU with index local_rank; or the only one that a task sees under srun
-    --gpus-per-task=1), cuda:1, ...; or another accelerator, such as xpu or xpu:1. auto: an
+    name: cpu, cuda (GPU number local_rank, or the only visible GPU, as with srun
+    --gpus-per-task=1), cuda:1, ...; or a different accelerator, such as xpu or xpu:1. auto: an
     accelerator, or else the CPU. Raises UserError if there is no such device.
     """
     device = parse_device(default_device_type() if name == "auto" else name)
@@ -171,11 +190,14 @@ def init_distributed(
     devices: those of this process, if it uses several (utils/rungs/model_parallel.py).
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
+    global _device
     local_rank, world_size, local_world_size = _read_environment()
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:  # launched by torchrun, or by spawn.py
         die_with_parent()  # otherwise, the ranks of a killed torchrun would keep training
+        _refuse_dead_launcher()
     shared = ":" in device and local_world_size > 1
     devices = devices or [select_device(device, local_rank, local_world_size)]
+    _device = devices[-1]
     backend = "gloo" if shared else dist.get_default_backend_for_device(devices[0])
     device_id = devices[0] if backend != "gloo" and len(devices) == 1 else None
     one_node = local_world_size == world_size
@@ -222,6 +244,19 @@ def _join(backend, device_id, timeout, one_node):
     return store
 
 
+def _refuse_dead_launcher():
+    """Raise UserError if the launcher ended before die_with_parent() was called, so that nobody
+    hosts the store. PyTorch would look for it until twice the timeout is over."""
+    if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(place, timeout=5).close()
+        except ConnectionRefusedError:
+            raise UserError(f"the launcher has ended: nobody listens at {place}") from None
+        except OSError:  # a slow network: PyTorch tries again
+            pass
+
+
 def _read_environment():
     """Return the local rank, the world size and the local world size, checked."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
@@ -242,7 +277,7 @@ def available_cores() -> int:
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # no cgroup v2, or "max": no quota
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
         cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 

@@ -1,5 +1,9 @@
-"""One error per job, from the first rank to fail. Needs only the standard library."""
+"""One error per job, from the first rank to fail, and messages that cannot fail themselves.
 
+Needs only the standard library.
+"""
+
+import io
 import json
 import os
 import socket
@@ -9,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 PATIENCE = 30.0  # seconds that ranks wait for the report of the first one to fail
@@ -59,6 +64,8 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args, **kwargs):
+        if isinstance(sys.stdout, io.TextIOWrapper):  # not that of a notebook
+            sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
         try:
             return function(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
@@ -67,8 +74,44 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
             elif not isinstance(error, SilentExit):
                 report(error)
             sys.exit(getattr(error, "exit_code", 1))
+        finally:
+            drop_unwritten()
 
     return wrapper
+
+
+def say(text: str, stream: Any = None) -> None:
+    """Print what only informs, to stdout by default. That it cannot be written, to a full disk, a
+    closed pipe or a terminal that is gone, does not end the run."""
+    with suppress(OSError, ValueError):  # ValueError: a letter that the stream does not have
+        print(text, file=stream, flush=True)
+
+
+def warn(text: str) -> None:
+    """say() on stderr."""
+    say(f"warning: {text}", sys.stderr)
+
+
+def write_to_stderr(text: str) -> None:
+    """As say(), in one write, so that the output of several processes does not interleave."""
+    with suppress(OSError):
+        os.write(2, text.encode(errors="surrogateescape"))  # file names may need surrogates
+
+
+def drop_unwritten() -> None:
+    """Drop output that cannot be written. Otherwise, Python would exit with code 120, and a child
+    process of multiprocessing with 1."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            number = stream.fileno()
+            kept = os.dup(number)
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:
+                os.dup2(nowhere.fileno(), number)
+                stream.flush()
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 @contextmanager
@@ -81,7 +124,8 @@ def required_by(setting: str) -> Iterator[None]:
             raise
         file = str(error.name).replace(".", "/") + ".py"
         raise UserError(
-            f"{setting} needs {file}, which is missing; copy that file as well"
+            f"{setting} needs {file}, which is missing: in a clone, run "
+            f"`python -m tools.copy {Path(sys.argv[0]).name} DEST --with {Path(file).stem}`"
         ) from None
 
 
@@ -100,8 +144,8 @@ def report(error: BaseException) -> None:
         text = f"error{rank}: {str(error) or 'interrupted'}{notes}\n"
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         write_error_file(text, "interrupted" if interrupted else "failed")
-    else:  # one write, so that the output of several processes does not interleave
-        os.write(2, text.encode(errors="surrogateescape"))  # file names may need surrogates
+    else:
+        write_to_stderr(text)
     with suppress(Exception):  # there is no store, or it has ended
         _failure_store.set("report", json.dumps([socket.gethostname(), text]))
 
@@ -129,13 +173,20 @@ def repeat_report() -> None:
 
 def write_error_file(text: str, outcome: str) -> None:
     """Write torchrun's error file. outcome: failed, interrupted, or stopped, which
-    tools/launch.py turns into an exit code."""
+    tools/launch.py turns into an exit code. On a full disk, an empty file says that much, and an
+    error is printed."""
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     details = {"py_callstack": text.rstrip(), "timestamp": str(int(time.time()))}
     message = {"message": text, "extraInfo": details | {"outcome": outcome}}
-    with open(f"{path}.tmp", "w") as file:
-        json.dump({"message": message}, file)
-    os.replace(f"{path}.tmp", path)  # torchrun may kill this process at any moment
+    try:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+        os.replace(f"{path}.tmp", path)  # torchrun may kill this process at any moment
+    except OSError:
+        with suppress(OSError):
+            open(f"{path}.{outcome}", "w", encoding="utf-8").close()
+        if outcome != "stopped":
+            write_to_stderr(text)
 
 
 def a_rank_has_failed() -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class Readout:
-    """A copy of a tensor on the CPU, begun now, for which the host does not wait.
+    """Copies a tensor to the CPU without blocking the host.
 
     values: the copy, which is complete once is_done() is true, or wait() has returned.
     """
@@ -52,6 +52,9 @@ class Hook:
     """Base class of hooks. A Checkpointer calls these methods on all ranks together, so they may
     communicate. `checkpoint` is the Checkpointer. By default, each does nothing."""
 
+    def __init__(self, cfg: Any = None, state: Mapping[str, Any] | None = None) -> None:
+        """cfg: the settings of the run. state: as for the Checkpointer."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, for the checkpoint; plain values and tensors on the CPU."""
         return {}
@@ -67,8 +70,8 @@ class Hook:
         return False
 
     def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
-        """After each step. wait: a save or the end of the epoch follows; otherwise, a look at
-        values on the device may be left to the next call, so that the host does not wait."""
+        """After each step. wait: a save or the end of the epoch follows; otherwise, a
+        hook may read values on the device in its next call, to avoid blocking the host."""
 
     def before_row(self, row: dict[str, Any]) -> None:
         """An epoch has ended: add to its row, {name: value}, before it is written."""
@@ -100,11 +103,6 @@ class Hook:
     def convert(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
         """contents: of a checkpoint, about to be written. Returns what goes into the file."""
         return contents
-
-    def write(self, checkpoint: Checkpoint, contents: dict[str, Any], path: Path) -> bool:
-        """Write a file. Returns whether it did; if no hook does, save_atomically() is called. Only
-        rank 0 calls this and the next method, in a thread. May raise OSError."""
-        return False
 
     def save_failed(self, checkpoint: Checkpoint, message: str) -> bool:
         """A file could not be written. Returns whether the run continues in spite of that."""

@@ -2,10 +2,8 @@
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +19,8 @@ from utils.distributed import (
     is_main_process,
     launched_world_size,
 )
-from utils.errors import UserError
+from utils.errors import UserError, say, warn
+from utils.hooks import Hook
 from utils.run_folder import write_text
 
 
@@ -191,17 +190,37 @@ def evaluate(model: nn.Module, loader: Any, task: Task) -> dict[str, float]:
     return result
 
 
+class History(Hook):
+    """The rows of metrics.jsonl, in each checkpoint: if the file were lost, the next epoch would be
+    the best so far."""
+
+    rows: Any = None  # None: the checkpoint is an older one, or there is none
+
+    def after_row(self, row: dict[str, Any]) -> None:
+        if "step" not in row:
+            self.rows = [*self.rows, row]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"]
+
+
 class MetricLogger:
     """One line per epoch: as JSON in output_dir/metrics.jsonl, and on the main process's console.
 
     start_epoch: rows of this epoch and later are dropped from the file; the run continues there.
-    hooks: Hooks that are given each row.
+    hooks: Hooks that are given each row. The earlier rows are those of a History among them.
     """
 
     def __init__(self, cfg: Any, start_epoch: int = 0, hooks: Sequence[Any] = ()) -> None:
         self.path, self.hooks = Path(cfg.output_dir) / "metrics.jsonl", hooks
-        self.save_errors = cfg.save_errors
-        self.rows = [row for row in read_metrics(self.path) if row["epoch"] < start_epoch]
+        self.epochs, self.save_errors = cfg.epochs, cfg.save_errors
+        history = next((hook for hook in hooks if isinstance(hook, History)), History())
+        rows = read_metrics(self.path) if history.rows is None else history.rows
+        self.rows = [row for row in rows if row["epoch"] < start_epoch]
+        history.rows = [*self.rows]  # not the same list: a script may replace its own
         self._write()
 
     def log(self, epoch: int, train: dict[str, float], val: dict[str, float], lr: float) -> None:
@@ -219,22 +238,26 @@ class MetricLogger:
         if is_main_process():
             speed = train["samples"] / train["seconds"]
             text = f"epoch {epoch}: train {_text(train)}, val {_text(val)}, {speed:.0f} samples/s"
-            with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
-                print(text, flush=True)
+            say(text)
         for hook in self.hooks:
             hook.after_row(row)
 
     def is_best(self, name: str, best_of: Callable[[list[float]], float]) -> bool:
         """Whether the last epoch has the best validation metric `name` so far. best_of: max or min.
 
-        Meaningful on the main process, which alone saves and knows all epochs.
+        Meaningful on the main process, which alone saves and knows all epochs. At the end of the
+        run, says which epoch is the best.
         """
-        key = f"val_{name}"
-        *earlier, last = [row.get(key, math.nan) for row in self.rows]
-        earlier = [value for value in earlier if not math.isnan(value)]  # of a new metric, or none
-        if math.isnan(last):
+        values = {row["epoch"]: row.get(f"val_{name}", math.nan) for row in self.rows}
+        epochs = [epoch for epoch in values if not math.isnan(values[epoch])]
+        if not epochs:  # of a new metric, or none
             return False
-        return not earlier or (best_of([*earlier, last]) == last and last not in earlier)
+        best = best_of([values[epoch] for epoch in epochs])
+        first = next(epoch for epoch in epochs if values[epoch] == best)
+        last = self.rows[-1]["epoch"]
+        if last + 1 == self.epochs and is_main_process():
+            say(f"best: epoch {first}, {name} {best:.4f}, in {self.path.with_name('best.pt')}")
+        return first == last
 
     def _write(self):
         try:
@@ -242,7 +265,7 @@ class MetricLogger:
         except UserError as error:
             if self.save_errors == "stop":
                 raise
-            print(f"warning: {error}; the run continues", file=sys.stderr)
+            warn(f"{error}; the run continues")
 
 
 def _shapes(shapes):
@@ -261,14 +284,26 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, if any, up to the first line that a crash has truncated. Raises
-    UserError if the file cannot be read."""
-    rows = []
+    """The rows of a .jsonl file, if any. Damaged rows are left out, with a warning, except for one
+    at the end that was cut off when the process was killed. Raises UserError if the file cannot be
+    read."""
     try:
-        for line in Path(path).read_text(errors="replace").splitlines():
-            rows.append(json.loads(line))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return rows
+        lines = Path(path).read_text(errors="replace", encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    rows, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if row["epoch"] >= 0:
+                rows.append(row)
+        except (ValueError, TypeError, KeyError):
+            damaged.append(number)
+    if damaged and damaged[-1] == len(lines):  # or the empty text after the last newline
+        damaged.pop()
+    if damaged and is_main_process():
+        text = ", ".join(map(str, damaged))
+        warn(f"{path}: damaged lines are left out: {text}")
     return rows

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule, from the config. Needs only torch."""
+"""The optimizer and the learning rate schedule, from the config. Needs torch and errors.py."""
 
 import math
 from collections.abc import Callable
@@ -9,19 +9,26 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from utils.errors import UserError
+
 
 def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
     """SGD, Adam or AdamW over the model's trainable parameters.
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
     parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Tensor
-    parallelism mixes tensors that no kernel takes together: they are updated one by one.
+    parallelism mixes tensors that no kernel takes together: they are updated one by one. Raises
+    UserError for layers with sparse gradients, which few optimizers and wrappers take.
     """
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True:  # nn.Embedding and nn.EmbeddingBag
+            raise UserError(f"the layer {name} has sparse gradients: build it with sparse=False")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"lr": cfg.peak_lr, "weight_decay": cfg.weight_decay}
+    options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
     is_adam = cfg.optimizer in ("adam", "adamw")
-    if meshes == {None} or (len(meshes) == 1 and is_adam):
+    is_real = all(parameter.is_floating_point() for parameter in parameters)  # not complex
+    if is_real and (meshes == {None} or (len(meshes) == 1 and is_adam)):
         options["fused"] = True
     else:  # on CUDA, the default would be foreach, which fails for mixed tensors
         options["foreach"] = len(meshes) == 1
@@ -41,8 +48,8 @@ def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
 def build_scheduler(optimizer: Optimizer, cfg: Any, steps_per_epoch: int) -> LRScheduler:
     """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
 
-    The learning rate depends only on the step. A run that resumes with another peak, or with
-    another number of steps per epoch, continues at the same place of its new schedule.
+    The learning rate depends only on the step. A run that resumes with a different peak, or with
+    a different number of steps per epoch, continues at the same place of its new schedule.
     """
     total = cfg.epochs * steps_per_epoch
     warmup = round(cfg.warmup_epochs * steps_per_epoch)

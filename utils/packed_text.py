@@ -1,7 +1,6 @@
 """Texts in shards, one after another, as pieces of one length."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from utils.distributed import main_process_first
 from utils.errors import UserError
 from utils.packing import Packed
-from utils.shards import Shards
+from utils.shards import Shards, find_shards
 
 END = b"\0"  # after each document; a text has no such byte
 KINDS = (".jsonl", ".txt")
@@ -35,29 +34,30 @@ class PackedText:
     def __iter__(self) -> Iterator[bytes]:
         return (self[index] for index in range(len(self)))
 
+    def describe(self, name: str) -> dict[str, str]:
+        """Facts about the files, for the data that a checkpoint describes. name: of the split."""
+        return self.documents.describe(name)
+
     @property
     def shard_sizes(self) -> list[int]:
         """The number of pieces that start in each file, for utils.shards.ShardOrder."""
         return self.packed.shard_sizes(self.documents.shard_sizes)
 
 
-def packed_splits(
-    folder: str, size: int, cache_dir: str = ""
-) -> tuple[PackedText, PackedText, dict[str, str]]:
-    """Those of folder/train-* and of folder/val-*, and facts about the files.
+def packed_splits(folder: str, size: int, cache_dir: str = "") -> tuple[PackedText, PackedText]:
+    """Those of folder/train-* and of folder/val-*.
 
     The files are JSON lines, of objects with a "text", or texts in UTF-8, whose paragraphs are the
     documents. One process per node reads them, once. Raises UserError if there are none, or if they
     are of several kinds or damaged.
     """
     with main_process_first():
-        train, val = (_documents(Path(folder), name, cache_dir) for name in ("train", "val"))
-    facts = train.describe("train") | val.describe("val")
-    return PackedText(train, size), PackedText(val, size), facts
+        train, val = (_documents(folder, name, cache_dir) for name in ("train", "val"))
+    return PackedText(train, size), PackedText(val, size)
 
 
 def _documents(folder, split, cache_dir):
-    paths = sorted(path for path in folder.glob(f"{split}-*") if path.suffix in KINDS)
+    paths = find_shards(folder, split, KINDS)
     if not paths:
         raise UserError(
             f"there are no files {folder}/{split}-*.jsonl or {split}-*.txt: python -m tools.shards "

@@ -4,13 +4,17 @@ Not imported by any script: docs/streams.md adds it.
 """
 
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import Any
 
 import pyarrow
 from pyarrow import parquet
+from torch import Tensor
 
 from utils.errors import UserError
-from utils.shards import Broken, Fault, Format, Shards, has_changed, state_of
+from utils.shards import Broken, Format, Shards, has_changed, state_of
+
+ROWS = 1 << 16  # that are Python objects at a time, while the index is made
 
 
 class ParquetShards(Shards):
@@ -27,6 +31,13 @@ class ParquetShards(Shards):
     def formats(self) -> list[Format]:
         """Parquet alone. The offset of a sample is its row group, and its size is its row."""
         return [Format(".parquet", _scan_parquet, _not_bytes)]
+
+    @property
+    def lengths(self) -> Tensor:
+        """What `length` names, in bytes. Raises UserError without it: a row has no size."""
+        if not self.number.length:
+            raise UserError("rows of Parquet have lengths only of a column: pass length")
+        return super().lengths
 
     def _map_index(self):
         super()._map_index()
@@ -54,32 +65,46 @@ def _read_group(path, group):
         return file.read_row_group(group, use_threads=False)
 
 
-def _scan_parquet(file, number, faults):
+def _scan_parquet(file, number, left_out):
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
+            names = table.schema_arrow.names
+            if number.name and names.count(number.name) != 1:
+                found = f"{names.count(number.name)} columns {number.name!r} of {', '.join(names)}"
+                left_out.add("in its schema", found, table.metadata.num_rows)
+                return
             for group in range(table.num_row_groups):
-                yield from _scan_group(table, group, number, faults)
-    except pyarrow.ArrowException as error:
+                yield from _scan_group(table, group, number, left_out)
+    except (OSError, pyarrow.ArrowException) as error:
+        _raise_if_unread(error)
         raise Broken(0, f"no Parquet: {error}") from None
 
 
-def _scan_group(file, group, number, faults):
-    rows = file.metadata.row_group(group).num_rows
-    integers = [-1] * rows
-    if number.name:
-        try:
-            column = file.read_row_group(group, columns=[number.name], use_threads=False)
-        except (OSError, pyarrow.ArrowException) as error:
-            faults += [Fault(group, 0, str(error))] * rows
-            return
-        if not column.num_columns:
-            raise Broken(0, f"there is no column {number.name}")
-        integers = [number.of(value) for value in column[number.name].to_pylist()]
-    for row, integer in enumerate(integers):
-        if integer is None:
-            faults.append(Fault(group, 0, f"row {row} has no integer {number.name!r}"))
+def _scan_group(table, group, number, left_out):
+    rows = table.metadata.row_group(group).num_rows
+    if not number.name:
+        yield from zip(repeat(group), range(rows), repeat(-1))
+        return
+    try:
+        column = table.read_row_group(group, columns=[number.name], use_threads=False)
+    except (OSError, pyarrow.ArrowException) as error:
+        _raise_if_unread(error)
+        left_out.add(f"in row group {group}", str(error), rows)
+        return
+    batches = column.to_batches(max_chunksize=ROWS)
+    values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+    for row, value in enumerate(values):
+        if (integer := number.of(value)) is None:
+            place = f"in row {row} of row group {group}"
+            left_out.add(place, f"no {number.kind} {number.name!r}")
         else:
             yield group, row, integer
+
+
+def _raise_if_unread(error):
+    """Raise an error of the system, such as that of a disk: the file may be fine."""
+    if getattr(error, "errno", None):
+        raise error
 
 
 def _not_bytes(data):

@@ -1,8 +1,8 @@
-"""Saves within an epoch: at time intervals, and on SIGTERM, SIGUSR1 or Ctrl-C, which stop the run.
+"""Saves within an epoch: at time intervals, and on signals, which stop the run.
 
 SLURM, Kubernetes and providers of spot instances send SIGTERM some seconds before they kill a job.
-If it reaches any rank, all ranks save at the same step and exit with code 75. The same command
-continues the run.
+If it, SIGUSR1, SIGHUP or Ctrl-C reaches any rank, all ranks save at the same step and exit with
+code 75. The same command continues the run.
 """
 
 import atexit
@@ -11,19 +11,18 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from utils.distributed import control_group, die_with_parent, is_main_process
-from utils.errors import SilentExit, a_rank_has_failed, write_error_file
+from utils.distributed import control_group, is_main_process
+from utils.errors import SilentExit, a_rank_has_failed, write_error_file, write_to_stderr
 from utils.hooks import Checkpoint, Hook
+from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
-SIGNALS = (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
-# Two signals within this time are one request: SLURM signals all processes, and torchrun, which is
-# one of them, passes it on.
-SECONDS_OF_ONE_REQUEST = 2.0
-CLOCK = 1  # a reason to save; larger ones are the numbers of signals
+CLOCK = 0.5  # a reason to save; larger ones are the numbers of signals, from SIGHUP, 1, on
 _handlers = {}  # {number: what handled it before}
 
 
@@ -34,16 +33,16 @@ class Preempted(SilentExit):
 
 
 class Interrupts(Hook):
-    """Decides when a Checkpointer saves between two steps. From the start of the run, a first
-    signal stops it after a save; a second one ends the process, and so does a first one if another
-    rank has failed. A file that is being written is completed.
+    """Decides when a Checkpointer saves between two steps. The first signal saves and stops the
+    run. A second one, or the first after another rank has failed, ends the process at once, but
+    completes a file that is being written.
     """
 
-    def __init__(self, minutes: float) -> None:
-        self.minutes = minutes
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        self.minutes = cfg.save_minutes
         self.signal, self.received = 0, 0.0  # of this rank
         self.saved_at = time.monotonic()
-        self.reason, self.agreed = torch.tensor(0), 0  # of all ranks
+        self.reason, self.agreed = torch.tensor(0.0), 0.0  # of all ranks
         self.work: dist.Work | None = None
         atexit.register(setattr, self, "work", None)  # or the thread would keep its group alive
 
@@ -82,8 +81,8 @@ class Interrupts(Hook):
         """
         if self.work:
             self.work.wait()
-        self.agreed = int(self.reason)
-        reason = self.signal
+        self.agreed = self.reason.item()
+        reason = float(self.signal)
         is_late = time.monotonic() - self.saved_at >= 60 * self.minutes
         if is_late and not reason and not self.agreed:
             reason = CLOCK
@@ -107,30 +106,13 @@ class Interrupts(Hook):
         elif self.agreed > CLOCK:
             checkpoint.wait()
             without = ", without --resume never," if checkpoint.cfg.resume == "never" else ""
+            name = signal.Signals(int(self.agreed)).name
             _report(
-                f"stopped by {signal.Signals(self.agreed).name} after epoch {checkpoint.epoch}, "
+                f"stopped by {name} after epoch {checkpoint.epoch}, "
                 f"step {checkpoint.state['loader'].step}, and saved in {checkpoint.folder}: the "
                 f"same command{without} continues the run"
             )
             raise Preempted
-
-
-def shield_worker() -> None:
-    """Let a worker of a DataLoader outlive SIGTERM and SIGUSR1, unless its own rank sends them.
-
-    Schedulers signal all processes, but the rank needs its workers until it has saved. If the rank
-    is killed, the worker ends at once, not with a traceback or up to five seconds later.
-    """
-    die_with_parent()
-    numbers = {signal.SIGUSR1, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    threading.Thread(target=_end_with_rank, args=(numbers, os.getppid()), daemon=True).start()
-
-
-def _end_with_rank(numbers, rank):
-    while signal.sigwaitinfo(numbers).si_pid != rank:
-        pass
-    os._exit(0)
 
 
 def _ignore(number, frame):
@@ -149,6 +131,6 @@ os.register_at_fork(after_in_child=_restore_handlers)
 
 def _report(text):
     if is_main_process():
-        os.write(2, f"{text}\n".encode())
+        write_to_stderr(f"{text}\n")
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for torchrun's report
         write_error_file(text, "stopped")

@@ -12,11 +12,12 @@ from datetime import timedelta
 from typing import Any
 
 from utils.distributed import is_main_process
-from utils.errors import explain_errors
+from utils.errors import explain_errors, say
 from utils.hooks import Checkpoint, Hook, Readout
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_BARS = 0.5
+NARROW = 120  # columns, below which a bar leaves out what one can do without
 
 
 class Progress(Hook):
@@ -37,7 +38,7 @@ class Progress(Hook):
         self.due = 0.0
         self.bar: Any = None
         self.new_bar, self.patience = None, SECONDS_BETWEEN_LINES
-        if self.is_main and _has_terminal():
+        if self.is_main and _columns() > 0:
             with suppress(ImportError):  # an extra
                 from tqdm import tqdm
 
@@ -73,38 +74,44 @@ class Progress(Hook):
     def _show(self, loss, now):
         loader = self.loader
         step, steps = loader.step, len(loader)
-        text = f"loss {loss:.4f}"
-        if loader.batch_size < loader.global_batch:
-            text += " (rank 0)"
+        is_narrow = self.new_bar is not None and _columns() < NARROW
+        shown = [f"loss {loss:.4f}"]
+        if loader.batch_size < loader.global_batch and not is_narrow:
+            shown[0] += " (rank 0)"
         if step > self.first_step:
             seconds_per_step = (now - self.started) / (step - self.first_step)
             left = (steps - step) * seconds_per_step
             epochs = self.epochs - self.epoch - 1
             left_in_run = left + epochs * (steps * seconds_per_step + self.seconds_between_epochs)
-            speed = loader.global_batch / seconds_per_step
-            text += f", {speed:,.0f} samples/s, {_duration(left)} left in the epoch, "
-            text += f"{_duration(left_in_run)} in the run"
+            shown.append(f"{loader.global_batch / seconds_per_step:,.0f} samples/s")
+            if not is_narrow:
+                shown.insert(0, f"{_duration(left)} in the epoch")
+            shown.insert(0, f"{_duration(left_in_run)} left in the run")
+        text = ", ".join(shown)
         if self.new_bar is None:
-            print(f"epoch {self.epoch}: step {step} of {steps}, {text}", file=sys.stderr)
+            say(f"epoch {self.epoch}: step {step} of {steps}, {text}", sys.stderr)
             return
-        if self.bar is None:
-            form = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}"
-            options = {"total": steps, "leave": False, "bar_format": form, "dynamic_ncols": True}
-            self.bar = self.new_bar(desc=f"epoch {self.epoch}", **options)
-        self.bar.n = step
-        self.bar.set_postfix_str(text)
+        with suppress(OSError):  # the terminal is gone
+            if self.bar is None:
+                form = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}"
+                options = dict(total=steps, leave=False, bar_format=form, dynamic_ncols=True)
+                self.bar = self.new_bar(desc=f"epoch {self.epoch}", **options)
+            self.bar.n = step
+            self.bar.set_postfix_str(text)
 
     def _close(self):
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.close()
 
 
-def _has_terminal():
-    """Whether stderr is a terminal that knows its width: within a container, it may be 0."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return False
-    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+def _columns():
+    """The width of the terminal; 0 if stderr is none, or does not know it, as in a container."""
+    try:
+        return os.get_terminal_size(2).columns
+    except OSError:
+        return 0
 
 
 def _duration(seconds):

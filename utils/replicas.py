@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from utils.checkpoint import refuse_unless_plain, unwrap
+from utils.batches import same_values
+from utils.checkpoint import unwrap
+from utils.checkpoint_file import refuse_unreadable, with_plain_numbers
 from utils.distributed import all_gather_object
 from utils.errors import UserError
 from utils.hooks import Checkpoint, Hook
@@ -29,14 +31,13 @@ def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
 
     Collectives of ranks that differ may silently combine numbers that do not belong together.
     """
-    for name, value in state["data"].items():
-        refuse_unless_plain(name, value)  # arrays, for example, could not be compared
+    refuse_unreadable(with_plain_numbers(state["data"]))  # nor could arrays be compared
     code = _checksums_of_code()
     mine = cfg.fixed_on_resume() | state["data"]
     mine |= {"steps per epoch": len(state["loader"]), "torch": torch.__version__, "files": code}
     for rank, theirs in enumerate(all_gather_object(mine)):
         for name in mine | theirs:
-            if mine.get(name) == theirs.get(name):
+            if same_values(mine.get(name), theirs.get(name)):
                 continue
             if name == "files":
                 changed = dict(code.items() ^ theirs["files"].items())
@@ -67,10 +68,12 @@ def _checksums_of_code():
 
 class CompareReplicas(Hook):
     """Raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
-    optimizer state: at the start, before each save, and every cfg.check_replicas_every steps."""
+    optimizer state: at the start, before each save, every cfg.check_replicas_every steps, and after
+    the last step of an epoch, because the forward passes of an evaluation would hide it that a rank
+    has buffers of its own: DistributedDataParallel broadcasts those of rank 0."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.every = cfg.check_replicas_every  # -1: never, 0: only at the start and at saves
+        self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
         self.model, self.optimizer = state["model"], state["optimizer"]
 
     def after_load(self, checkpoint: Checkpoint) -> None:
@@ -78,29 +81,13 @@ class CompareReplicas(Hook):
 
     def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
         loader = checkpoint.state["loader"]
-        is_last = loader.step == len(loader)
-        if self.every > 0 and loader.step % self.every == 0 and not is_last:
-            check_replicas(self.model, self.optimizer, between_steps=True)
+        is_due = self.every > 0 and loader.step % self.every == 0
+        if is_due or loader.step == len(loader):
+            self.before_save(checkpoint, between_steps=True)
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         if self.every >= 0:
             check_replicas(self.model, self.optimizer, between_steps)
-
-
-def settle_ddp_buckets(model: DistributedDataParallel) -> None:
-    """Give DistributedDataParallel's gradient buckets their final order before the first step.
-
-    DDP sorts its buckets after the first backward pass, by the order in which the gradients became
-    ready; so the first step of a run, and of a resumed one, would sum in a different order from
-    all later steps. This runs that first pass, on the sum of all parameters instead of the model.
-    """
-    inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
-    device, dtype = parameters[-1].device, parameters[-1].dtype
-    model.module = nn.Sequential(inner)  # its forward, as hooks of `inner` expect an input
-    model.module.forward = lambda: sum(p.sum().to(device, dtype) for p in parameters)
-    model().backward()
-    model.module = inner
-    model.zero_grad(set_to_none=True)
 
 
 def check_replicas(model: nn.Module, optimizer: Optimizer, between_steps: bool = False) -> None:
@@ -108,8 +95,8 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, between_steps: bool =
     single bit. All ranks call it together.
 
     Of a DTensor, each rank compares its shard with those of the ranks that hold the same one, if
-    there are any. between_steps: buffers (the statistics of an unsynchronized BatchNorm), which
-    DistributedDataParallel broadcasts at the next forward pass, are not compared.
+    there are any. between_steps: the statistics of BatchNorms are not compared. Unless these are
+    synchronized, each rank has its own until DistributedDataParallel broadcasts rank 0's.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     named = [] if alone else list(_tensors(model, optimizer, between_steps))
@@ -128,8 +115,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, between_steps: bool =
         raise UserError(
             f"the ranks no longer hold the same model: rank {rank} differs from the others in "
             f"{names[different[0]]}, the first of {len(different)} tensors that differ (of "
-            f"{len(names)}). Check that every gradient and buffer is synchronized and that every "
-            f"rank uses the same seed"
+            f"{len(names)}). Check that every gradient is synchronized, that every buffer which "
+            f"forward updates is (docs/recipes/running-statistics.md), and that every rank uses "
+            f"the same seed"
         )
 
 
@@ -218,7 +206,11 @@ def _shard_number(tensor):
 def _named(model, optimizer, between_steps):
     model = unwrap(model)
     yield from model.named_parameters()
-    yield from () if between_steps else model.named_buffers()
+    for prefix, module in model.named_modules():
+        if not (between_steps and isinstance(module, _BatchNorm)):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:  # caches
+                    yield name, buffer
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

@@ -4,17 +4,22 @@ import errno
 import fcntl
 import os
 import socket
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from utils.distributed import fail_together, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, warn
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
 WRITTEN = ("metrics.jsonl", "steps.jsonl", "starts.jsonl", "audit.jsonl", "loggers.json")
-WRITTEN += ("tensorboard", "profile", "config.yaml", "best.pt", "last.pt", "epoch-[0-9]*")
+WRITTEN += ("tensorboard", "profile", "config.yaml")
+CHECKPOINTS = ("best.pt", "last.pt", "epoch-[0-9]*", "previous-epoch-*")
+LEFTOVERS = ("last.pt.tmp", "best.pt.tmp", "epoch-[0-9][0-9][0-9][0-9].pt.tmp")  # if it is killed
+LEFTOVERS += ("*.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems without flock
 _locks = {}  # {folder: file}, held while this process lives
 
@@ -27,34 +32,58 @@ def claim_output_dir(cfg: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file as a whole. Raises UserError if it fails."""
-    temporary = path.with_suffix(".tmp")
+    """Replace a text file as a whole, flushed to the disk. Raises UserError if it fails."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def claim(folder: Path, resume: str) -> None:
     """Create the folder, and lock it against a second run for as long as this process lives.
 
-    resume: cfg.resume; with "never", what a run wrote moves to folder/previous-TIME, unless
-    torchrun or SLURM has restarted a job that began like that. Raises UserError if another run
-    holds the lock, or the folder cannot be written. Only the main process calls it.
+    resume: cfg.resume; with "never", or if there are metrics but no checkpoint to resume, what a
+    run wrote moves to folder/previous-TIME, unless torchrun or SLURM has restarted a job that began
+    like that. A config.yaml that no run wrote gets a different name. Raises UserError if another
+    run holds the lock, or the folder cannot be written. Only the main process calls it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        for leftover in folder.glob("*.pt.tmp*"):  # of a run that was killed
+        for leftover in filter(Path.is_file, _matching(folder, LEFTOVERS)):
             leftover.unlink()
-        if resume == "never" and all(os.environ.get(name, "0") == "0" for name in RESTARTS):
+        is_restart = any(os.environ.get(name, "0") != "0" for name in RESTARTS)
+        is_lost = resume == "auto" and _has_only_metrics(folder)
+        if not is_restart and (resume == "never" or is_lost):
             _set_aside(folder)
+        _keep_edited_config(folder / "config.yaml")
     except BlockingIOError:
-        owner = (folder / ".lock").read_text() or "another run"
+        owner = (folder / ".lock").read_text(encoding="utf-8") or "another run"
         raise UserError(f"{owner} is writing to {folder}: pass another --output-dir") from None
     except OSError as error:
         raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
+
+
+def _keep_edited_config(path):
+    """Rename a config.yaml with comments, for example, in whose place the run writes its own."""
+    with suppress(FileNotFoundError, ValueError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        if text != yaml.safe_dump(yaml.safe_load(text), sort_keys=False):
+            kept = path.rename(_unused(path.parent, "config-%Y%m%d-%H%M%S.yaml"))
+            warn(f"{path} was written or edited by a person, and is now {kept}")
+
+
+def _has_only_metrics(folder):
+    metrics = folder / "metrics.jsonl"
+    has_rows = metrics.exists() and metrics.stat().st_size > 0
+    return has_rows and not _matching(folder, CHECKPOINTS)
 
 
 def _lock(folder):
@@ -63,21 +92,34 @@ def _lock(folder):
         _locks[key] = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(_locks[key], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        (folder / ".lock").write_text(
+            f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8"
+        )
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        print(
-            f"warning: the file system of {folder} has no locks ({error.strerror}): make sure that "
-            f"no other run uses this --output-dir",
-            file=sys.stderr,
+        warn(
+            f"the file system of {folder} has no locks ({error.strerror}): make sure that no other "
+            f"run uses this --output-dir"
         )
 
 
 def _set_aside(folder):
-    old = [path for pattern in WRITTEN for path in folder.glob(pattern)]
+    old = _matching(folder, WRITTEN + CHECKPOINTS)
     if old:
-        aside = folder / time.strftime("previous-%Y%m%d-%H%M%S")
+        aside = _unused(folder, "previous-%Y%m%d-%H%M%S")
         aside.mkdir()
         for path in old:
             path.rename(aside / path.name)
+
+
+def _matching(folder, patterns):
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
+def _unused(folder, form):
+    """A path in a folder whose name has the time, in the form of time.strftime()."""
+    path = folder / time.strftime(form)
+    while path.exists():  # of a start in the same second, or before the clock was set back
+        path = path.with_stem(f"{path.stem}-again")
+    return path

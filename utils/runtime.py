@@ -1,6 +1,7 @@
 """Process-wide settings of torch, and what a run prints. Needs distributed.py."""
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from utils.batches import dtype_for
 from utils.checkpoint import count_trainable, unwrap
 from utils.distributed import (
     cores_per_rank,
@@ -17,7 +20,7 @@ from utils.distributed import (
     is_main_process,
     launched_world_size,
 )
-from utils.errors import UserError
+from utils.errors import UserError, say, warn
 from utils.metrics import read_metrics, write_rows
 from utils.run_folder import write_text
 
@@ -49,6 +52,12 @@ def configure_torch(cfg: Any) -> None:
         torch._dynamo.config.optimize_ddp = launched_world_size() > 1
 
 
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """model.to(dtype), which would drop the imaginary parts of complex parameters and buffers, but
+    here these stay complex, in the same precision."""
+    return model._apply(lambda tensor: tensor.to(dtype_for(tensor, dtype)))
+
+
 def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
     """Print what the run is about to do, on the main process; write its settings to
     output_dir/config.yaml, and add a row to output_dir/starts.jsonl."""
@@ -56,25 +65,30 @@ def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
     if not is_main_process():
         return
     for text in cfg.warnings(loader.device):
-        print(f"warning: {text}", file=sys.stderr)
+        warn(text)
     folder = Path(cfg.output_dir)
     write_text(folder / "config.yaml", cfg.dump())
-    trained = count_trainable(state["model"])
-    print(
-        f"model: {type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}\n"
-        f"data: {type(loader.dataset).__name__}, {len(loader.dataset):,} training samples, "
-        f"loader={loader.name}\n"
-        f"batch: {cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
+    trained, samples = count_trainable(state["model"]), len(loader.dataset)
+    left_out = samples - len(loader) * cfg.global_batch_size
+    without = ""
+    if 0 < left_out < cfg.global_batch_size:
+        without = f", each without {left_out} samples, which fill no batch"
+    facts = {
+        "model": f"{type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}",
+        "data": f"{type(loader.dataset).__name__}, {samples:,} training samples, "
+        f"loader={loader.name}",
+        "batch": f"{cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
         f"{loader.device.type}, threads per process: {torch.get_num_threads()}, "
-        f"peak lr {cfg.peak_lr:g}\n"
-        f"epochs: {cfg.epochs} of {len(loader)} steps, from epoch {start_epoch}, step "
+        f"peak lr {cfg.lr:g}",
+        "epochs": f"{cfg.epochs} of {len(loader)} steps{without}, from epoch {start_epoch}, step "
         f"{loader.start}, in {cfg.output_dir}",
-        flush=True,
-    )
+    }
+    say("\n".join(f"{name}: {text}" for name, text in facts.items()))
     if start_epoch >= cfg.epochs:
-        print("nothing left to do: pass --resume never to start over, or a different --output-dir")
+        say("nothing left to do: pass --resume never to start over, or a different --output-dir")
         return
     start = {"time": time.time(), "epoch": start_epoch, "step": loader.start}
     start |= {"steps_per_epoch": len(loader), "world_size": launched_world_size()}
+    start |= facts | {"command": shlex.join(sys.argv), "torch": torch.__version__}
     starts = read_metrics(folder / "starts.jsonl")
     write_rows(folder / "starts.jsonl", [*starts, start])

@@ -34,12 +34,18 @@ def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
     mixed = mix(seed, epoch, step, rank)
-    torch.default_generator.manual_seed(mixed)  # torch.manual_seed checks for CUDA: 50 times slower
+    _seed_cpu(mixed)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
         module = torch.get_device_module(accelerator)  # torch.cuda, for example
         if module.is_initialized():
             module.manual_seed_all(mixed)
+
+
+def _seed_cpu(mixed):
+    torch.default_generator.manual_seed(mixed)  # torch.manual_seed checks for CUDA: 50 times slower
+    random.seed(mixed)
+    numpy.random.seed(mixed % 2**32)
 
 
 class SampleSeeds:
@@ -55,10 +61,7 @@ class SampleSeeds:
 
     def seed(self, index: int) -> None:
         """Seed torch, random and numpy for the sample with this index."""
-        mixed = mix(*self.numbers, index)
-        torch.default_generator.manual_seed(mixed)
-        random.seed(mixed)
-        numpy.random.seed(mixed % 2**32)
+        _seed_cpu(mix(*self.numbers, index))
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.states[0])

@@ -1,4 +1,4 @@
-"""Settings from defaults, a YAML file and flags. Needs only PyYAML and errors.py.
+"""BaseSettings from defaults, a YAML file and flags. Needs only PyYAML and errors.py.
 
 Each field is a YAML key, a flag, an attribute, and a line of --help. Every mistake ends the program
 with exit code 2 and one line that names the file, the key and the closest known name.
@@ -8,6 +8,8 @@ import argparse
 import difflib
 import math
 import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from inspect import get_annotations
@@ -17,6 +19,16 @@ from typing import Any, Self, TypeVar, get_type_hints
 import yaml
 
 from utils.errors import UserError
+
+# What other trainers call a setting.
+OTHER_NAMES = {
+    "batch_size": "global_batch_size",
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "max_grad_norm": "clip_norm",
+    "workers": "num_workers",
+    "wd": "weight_decay",
+}
 
 
 class ConfigError(UserError):
@@ -32,7 +44,7 @@ def setting(
     low: float | None = None,
     free: bool | None = None,
 ) -> Any:
-    """A field of a Settings class. low: the smallest number that is allowed, 0 by default. free:
+    """A field of a class of settings. low: the smallest number that is allowed, 0 by default. free:
     the value may change when a run is resumed, because the weights that the run reaches do not
     depend on it. A subclass may change the default alone: `lr: float = 0.01`."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
@@ -49,7 +61,7 @@ def free_setting(
 
 
 @dataclass(frozen=True)
-class Settings:
+class BaseSettings:
     """Base of all classes of settings. Its subclasses can be combined by multiple inheritance."""
 
     def resolved(self) -> Self:
@@ -63,7 +75,7 @@ class Settings:
         return []
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=BaseSettings)
 
 
 def rules_of(kind: type, name: str) -> dict[str, Any]:
@@ -88,10 +100,7 @@ def parse_settings(kind: type[S], argv: Sequence[str] | None = None) -> S:
     flags, unknown = parser.parse_known_args(argv)
     flags = vars(flags)
     if unknown:
-        known_flags = ["--config", *(_flag(f.name) for f in fields(kind))]
-        raise ConfigError(
-            f"unknown argument {unknown[0]}{_closest(unknown[0].split('=')[0], known_flags)}"
-        )
+        raise ConfigError(f"unknown argument {unknown[0]}{_hint(unknown[0], kind, argv)}")
     config_file = flags.pop("config", None)
     texts = _read_yaml(config_file) if config_file else {}
     for name, text in flags.items():
@@ -131,14 +140,21 @@ def _flag(name):
 
 def _build_parser(kind, types):
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
-    parser = _Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    example = "Example: %(prog)s --config configs/quickstart.yaml --epochs 3 --lr 0.05 --no-sync-bn"
+    parser = _Parser(
+        usage=usage, description=example, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML with any of the names below")
     groups = {}
     for owner in kind.__mro__:  # from the script's and the task's to the most general ones
         groups[owner] = parser.add_argument_group(_title(owner))
     for f in fields(kind):
         group, rules = groups[_declaring_class(kind, f.name)], rules_of(kind, f.name)
-        text = f"{rules['help']} (default: {f.default})".replace("%", "%%")
+        default = f.default
+        if types[f.name] is bool:
+            default = "on" if default else "off"
+        text = rules["help"] + (f" (default: {default})" if default != "" else "")
+        text = text.replace("%", "%%")
         if types[f.name] is bool:
             group.add_argument(_flag(f.name), action=argparse.BooleanOptionalAction, help=text)
         else:
@@ -161,6 +177,21 @@ def _title(cls):
     return doc.partition("\n")[0].rstrip(".")
 
 
+def _hint(text, kind, argv):
+    """What an unknown argument may have been meant to be, for the end of a message."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    flag = argv[argv.index(text) - 1]
+    if not text.startswith("-") and flag.startswith("--"):  # such as --sync-bn False
+        return f": pass {flag} or {flag.replace('--', '--no-', 1)}, without a value"
+    name = text.partition("=")[0].lstrip("-").replace("-", "_")
+    project = Path(__file__).parents[1]
+    for path in sorted([*project.glob("tasks/**/*.py"), *project.glob("utils/rungs/*.py")]):
+        if re.search(rf"\n    {name}: \w+ = \w*setting\(", path.read_text(encoding="utf-8")):
+            return f": it is a setting of {path.relative_to(project)}, which is not in use here"
+    known = ["config", *(f.name for f in fields(kind))]
+    return _closest(_flag(OTHER_NAMES.get(name, name)), map(_flag, known))
+
+
 def _closest(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -170,6 +201,11 @@ def _read_yaml(path):
     """Read a YAML mapping. Returns {key: (text, "file:line")}."""
     try:
         node = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except FileNotFoundError:
+        known = ", ".join(sorted(map(str, Path("configs").glob("*.yaml"))))
+        raise ConfigError(
+            f"--config {path}: there is no such file; there are {known or 'none'}"
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(f"cannot read --config {path} as YAML: {text}") from None
@@ -178,6 +214,8 @@ def _read_yaml(path):
     texts = {}
     for key, value in node.value:
         where = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where}: a key must be a name")
         if key.value in texts or not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{where}: {key.value} must have one value and appear once")
         text = value.value

@@ -11,6 +11,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -23,11 +24,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, warn
 
 PLACES = numpy.dtype([("offset", "i8"), ("size", "i8"), ("shard", "i4"), ("label", "i4")])
 OPEN_FILES = 64  # at most, in each process
 BLOCK = 512  # bytes: the parts of a tar file are multiples of it
+VERSION = 2  # of what the index holds: those of older versions are not used
 
 
 class Shards(Dataset[Any]):
@@ -46,12 +48,13 @@ class Shards(Dataset[Any]):
     transform: makes of this what the dataset returns. Random numbers in it depend on nothing but
     (seed, epoch, index), as those of any dataset.
     cache_dir: where the index is kept; empty: the folder .cache beside the first file.
-    on_bad: for files that are missing, truncated or damaged. "stop" raises UserError; "skip" leaves
-    out what cannot be read, which for a tar file is all that follows, and says what that was.
+    on_bad: for files that are missing, truncated or damaged, and samples that cannot be used.
+    "stop" raises UserError; "skip" leaves them out, which for a damaged tar file is all that
+    follows, and says what that was. Hidden files in a tar file are left out in any case.
     label: the member of a tar file ("cls") or the key of a JSON object ("label") that holds an
     integer, which becomes part of the index, for `labels`. length: instead of a label, the member
-    whose size, or the key of the string whose number of bytes in UTF-8, does, for `lengths`; of a
-    .txt file, with any name, the document's.
+    of a tar file or the key of a JSON string whose size in bytes is stored, for `lengths`. For .txt
+    files, any name: the size of the document.
     """
 
     def __init__(
@@ -72,19 +75,32 @@ class Shards(Dataset[Any]):
         self.states = [state_of(path) for path in self.paths]
         folder = Path(cache_dir or Path(self.paths[0]).parent / ".cache")
         self.index_file = folder / f"shards-{self._fingerprint()}.npy"
-        report = self.index_file.with_suffix(".json")
-        if not self.index_file.exists():
+        if (left_out := self._load()) is None:
             index, left_out = self._scan_all()
-            _write(report, lambda file: file.write(json.dumps(left_out).encode()))
+            self.checksum = self._checksum_of(index)
+            report = json.dumps({"left_out": left_out, "checksum": self.checksum})
+            _write(self.index_file.with_suffix(".json"), lambda file: file.write(report.encode()))
             _write(self.index_file, lambda file: numpy.save(file, index))
+            self._map_index()
         if is_main_process():
-            for line in json.loads(report.read_text()):
-                print(line)
-        self._map_index()
+            for line in left_out:
+                warn(line)
 
     def formats(self) -> list["Format"]:
         """The kinds of files that this class reads."""
         return FORMATS
+
+    def _load(self):
+        """Map the index of an earlier run. Returns lines about what it leaves out; None if there is
+        no index, or it is damaged."""
+        try:
+            report = json.loads(self.index_file.with_suffix(".json").read_bytes())
+            self._map_index()
+            self.checksum = self._checksum_of(self.index)
+            is_whole = (report["checksum"], PLACES) == (self.checksum, self.index.dtype)
+            return report["left_out"] if is_whole else None
+        except Exception:  # a damaged file raises anything, MemoryError for one
+            return None
 
     def _map_index(self):
         # As a plain array, whose elements are read faster.
@@ -112,7 +128,7 @@ class Shards(Dataset[Any]):
         data = self._read(shard, offset, size)
         try:
             return self.format.parse(data)
-        except (ValueError, tarfile.TarError) as error:
+        except (ValueError, RecursionError, tarfile.TarError) as error:
             raise UserError(
                 f"{self.paths[shard]} is damaged at offset {offset} ({error}): restore it"
             ) from None
@@ -143,17 +159,19 @@ class Shards(Dataset[Any]):
 
         name: of the split, such as "train".
         """
+        facts = f"{len(self.paths)} files, {len(self)} samples, checksum {self.checksum:08x}"
+        return {f"{name}_shards": facts}
+
+    def _checksum_of(self, index):
         files = [
             (os.path.basename(p), size)
             for p, (size, _) in zip(self.paths, self.states, strict=True)
         ]
-        checksum = zlib.crc32(self.index.view(numpy.uint8).data, zlib.crc32(repr(files).encode()))
-        facts = f"{len(self.paths)} files, {len(self)} samples, checksum {checksum:08x}"
-        return {f"{name}_shards": facts}
+        return zlib.crc32(index.view(numpy.uint8).data, zlib.crc32(repr(files).encode()))
 
     def _fingerprint(self):
         """Changes when a file is added, removed, renamed or rewritten."""
-        facts = self.format.name, self.on_bad, self.number, PLACES.descr, self.paths, self.states
+        facts = VERSION, self.format.name, self.on_bad, self.number, self.paths, self.states
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _scan_all(self):
@@ -165,26 +183,31 @@ class Shards(Dataset[Any]):
             num_workers=available_cores() if len(self.paths) > 4 else 0,
             generator=torch.Generator(),  # leaves the global random state alone
         )
-        parts, left_out = [], []
+        parts, lines, ignored = [], [], []
         for shard, (path, result) in enumerate(zip(self.paths, loader, strict=True)):
             if isinstance(result, UserError):
                 raise result
-            places, faults = result
-            if faults and self.on_bad != "skip":
+            part, left_out = result
+            if left_out.first and self.on_bad != "skip":
                 raise UserError(
-                    f"{_describe(path, faults[0])}: restore it, or leave out what cannot be read "
-                    f'(on_bad="skip")'
+                    f"{path} {left_out.first}: restore or correct the file, or leave out what "
+                    f'cannot be read (on_bad="skip")'
                 )
-            if faults:
-                left_out.append(_what_is_lost(path, places, faults))
-            part = numpy.empty(len(places), PLACES)
-            part["offset"], part["size"], part["label"] = places.T
+            if left_out.first:
+                lines.append(f"{path} {left_out.first}: {left_out.summary(len(part))}")
+            ignored += [(path, left_out)] if left_out.hidden else []
             part["shard"] = shard
             parts.append(part)
+        if ignored:
+            count = sum(each.hidden for _, each in ignored)
+            path, first = ignored[0]
+            lines.append(f"ignored {count} hidden files, such as {first.hidden_file} in {path}")
         index = numpy.concatenate(parts)
         if not len(index):
-            raise UserError(f"there are no samples in {', '.join(self.paths[:3])}")
-        return index, left_out
+            raise UserError(
+                "; ".join([f"there are no samples in {', '.join(self.paths[:3])}", *lines[:1]])
+            )
+        return index, lines
 
     def _read(self, shard, offset, size):
         path, data = self.paths[shard], b""
@@ -256,23 +279,49 @@ class Number(NamedTuple):
         """Either of them; empty: there is none."""
         return self.label or self.length
 
+    @property
+    def kind(self) -> str:
+        """What a value must be."""
+        return "string" if self.length else "integer"
+
     def of(self, value: Any) -> int | None:
         """The integer of a value; None if it has none. Bytes are the text of a label."""
         if self.length:
             data = value.encode() if isinstance(value, str) else value
-            return len(data) if isinstance(data, bytes) else None
+            value = len(data) if isinstance(data, bytes) else None
         return integer_or_none(value)
 
 
-class Fault(NamedTuple):
-    """Bytes that hold no sample: how many, and where."""
+@dataclass
+class LeftOut:
+    """What a file holds that does not become part of the index."""
 
-    offset: int
-    lost: int
-    reason: str
+    first: str = ""  # where the first fault is, and what; it follows the name of the file
+    samples: int = 0  # that cannot be used
+    lost: int = 0  # bytes at the end that cannot be read
+    hidden: int = 0  # files in an archive
+    hidden_file: str = ""  # the first of them
 
+    def add(self, place: str, reason: str, samples: int = 1) -> None:
+        """Leave out a sample, or several. place: such as "at offset 0"."""
+        self.first = self.first or f"{place}: {reason}"
+        self.samples += samples
 
-_MISSING = "there is no such file"
+    def add_rest(self, offset: int, reason: str, size: int) -> None:
+        """Leave out all that follows an offset, of a file of this size."""
+        self.first = self.first or f"is damaged at offset {offset} ({reason})"
+        self.lost = size - offset
+
+    def ignore(self, hidden_file: str) -> None:
+        """Leave out a file of an archive, which is not a fault."""
+        self.hidden_file = self.hidden_file or hidden_file
+        self.hidden += 1
+
+    def summary(self, left: int) -> str:
+        """How much is left out. left: the number of samples that are not."""
+        parts = [f"{self.samples} samples"] if self.samples else []
+        parts += [f"{self.lost} bytes"] if self.lost or not parts else []
+        return f"skipping {' and '.join(parts)}; {left} samples are left"
 
 
 class Broken(Exception):
@@ -280,76 +329,61 @@ class Broken(Exception):
 
 
 def _scan(scan, number, path):
-    """(offset, size, label) of the samples in a file, int64 (n, 3), and its faults; or a UserError,
-    which DataLoader would put into the worker's traceback if it were raised.
+    """The index of a file, without its number, and what is LeftOut; or a UserError, which
+    DataLoader would put into the worker's traceback if it were raised.
 
-    scan: yields such rows for an open file and a Number, and appends to a list of faults.
+    scan: yields (offset, size, label) for an open file and a Number, and adds to a LeftOut.
     """
-    places, faults = [], []
+    left_out = LeftOut()
     try:
         with open(path, "rb") as file:
-            try:
-                for place in scan(file, number, faults):
-                    places.append(place)
-            except Broken as error:
-                offset, reason = error.args
-                faults.append(Fault(offset, os.fstat(file.fileno()).st_size - offset, reason))
+            rows = _until_broken(scan(file, number, left_out), file, left_out)
+            return numpy.fromiter(rows, PLACES), left_out
     except FileNotFoundError:
-        faults.append(Fault(0, 0, _MISSING))
+        return numpy.empty(0, PLACES), LeftOut("does not exist")
     except OSError as error:  # the file may be fine
         return UserError(f"cannot read {path}: {error.strerror or error}")
-    return numpy.array(places, numpy.int64).reshape(-1, 3), faults
 
 
-def _describe(path, fault):
-    if fault.reason == _MISSING:
-        return f"{path} does not exist"
-    return f"{path} is damaged at offset {fault.offset} ({fault.reason})"
+def _until_broken(places, file, left_out):
+    try:
+        for offset, size, integer in places:
+            yield offset, size, 0, integer
+    except Broken as error:
+        left_out.add_rest(*error.args, os.fstat(file.fileno()).st_size)
 
 
-def _what_is_lost(path, places, faults):
-    lost = sum(fault.lost for fault in faults)
-    about = max(len(faults), round(lost / places[:, 1].mean())) if len(places) else "all"
-    return (
-        f"{_describe(path, faults[0])}: skipping {lost} bytes, about {about} samples; "
-        f"{len(places)} are left"
-    )
-
-
-def _scan_tar(file, number, faults):
+def _scan_tar(file, number, left_out):
     keys = set()
-    for key, group in groupby(_members(file), lambda member: _split_name(member.name)[0]):
-        members = list(group)
-        start, end = members[0].offset, _end(members[-1])
+    for key, group in groupby(_members(file, left_out), lambda each: _split_name(each[0].name)[0]):
+        members, ends = zip(*group, strict=True)
+        start = members[0].offset
         if key in keys:
             raise Broken(start, f"{key} is in two places: archive the files sorted by name")
         keys.add(key)
-        integer = -1
-        if number.name:
-            texts = [
-                os.pread(file.fileno(), member.size, member.offset_data)
-                for member in members
-                if _split_name(member.name)[1] == number.name
-            ]
-            integer = number.of(texts[0]) if texts else None
-        if integer is None:
-            faults.append(Fault(start, end - start, f"{key}.{number.name} is no label"))
-        else:
-            yield start, end - start, integer
+        try:
+            yield start, ends[-1] - start, _integer_of(file, key, members, number)
+        except ValueError as error:
+            left_out.add(f"at offset {start}", str(error))
 
 
-def _members(file):
-    """The TarInfo of each file in an archive. Raises Broken."""
+def _members(file, left_out):
+    """(TarInfo, its end) of what an archive holds besides folders. Raises Broken."""
     size, end = os.fstat(file.fileno()).st_size, 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             while member := archive.next():
                 archive.members.clear()  # type: ignore[attr-defined] # it would keep all
-                if _end(member) > size:
+                # Where the next header is: the size of a sparse file is not what is stored of it.
+                if archive.offset > size:
                     raise Broken(member.offset, "truncated")
-                end = _end(member)
-                if member.isreg():
-                    yield member
+                end = archive.offset
+                if member.isdir():
+                    continue
+                if _is_hidden(member.name):
+                    left_out.ignore(member.name)
+                else:
+                    yield member, end
     except tarfile.TarError as error:
         raise Broken(end, str(error)) from None
     # tarfile takes what is no header, or nothing at all, for the end of the archive.
@@ -363,9 +397,37 @@ def _members(file):
         raise Broken(end, "more data after the end of the archive")
 
 
-def _end(member):
-    blocks = -(-member.size // BLOCK) if member.isreg() else 0
-    return member.offset_data + blocks * BLOCK
+def _is_hidden(name):
+    """Whether a file is hidden, such as the ._ files of macOS, or is in a hidden folder."""
+    return "/." in f"/{name}" and any(p[:1] == "." and p.strip(".") for p in name.split("/"))
+
+
+def _integer_of(file, key, members, number):
+    """The integer of a sample; -1: there is none. Raises ValueError if it cannot be used."""
+    parts = {}
+    for member in members:
+        _, extension = _split_name(member.name)
+        if member.islnk() or member.issym():
+            raise ValueError(
+                f"{member.name} is a link, and has no data: archive with tar --hard-dereference -h"
+            )
+        if member.issparse():
+            raise ValueError(f"{member.name} is stored with holes: archive without tar -S")
+        if not member.isreg():
+            raise ValueError(f"{member.name} is no file")
+        if extension in parts:
+            raise ValueError(f"{member.name} is there twice")
+        parts[extension] = member
+    if not number.name:
+        return -1
+    if number.name not in parts:
+        raise ValueError(f"{key} has no .{number.name}, only .{', .'.join([*parts][:5])}")
+    member = parts[number.name]
+    size, offset = member.size, member.offset_data
+    integer = integer_or_none(size if number.length else os.pread(file.fileno(), size, offset))
+    if integer is None:
+        raise ValueError(f"{member.name} is no {number.kind}")
+    return integer
 
 
 def _split_name(name):
@@ -382,19 +444,27 @@ def _parse_tar(data):
         if not _is_plain(header):
             return _parse_any_tar(data)
         name, size = header[:100].partition(b"\0")[0], _octal(header[124:136])
-        sample["__key__"], extension = _split_name(name.decode("utf-8", "surrogateescape"))
-        sample[extension] = data[start : start + size]
+        _add(sample, name.decode("utf-8", "surrogateescape"), data[start : start + size])
         end = start + -(-size // BLOCK) * BLOCK
     if end != len(data):
         raise ValueError("the size of a file is wrong")
     return sample
 
 
+def _add(sample, name, data):
+    key, extension = _split_name(name)
+    if _is_hidden(name):
+        return
+    if sample.setdefault("__key__", key) != key:
+        raise ValueError(f"{name} is not of the sample {sample['__key__']}")
+    sample[extension] = data
+
+
 def _is_plain(header):
     """Whether this is the header of a file with a short name, which takes tarfile several times as
     long to read."""
     kind, prefix, size = header[156:157], header[345:346], header[124:125]
-    if kind != b"0" or prefix != b"\0" or size >= b"\x80":  # that is no octal number
+    if kind != b"0" or prefix != b"\0" or size >= b"\x80":  # not an octal number
         return False
     checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
     return checksum == _octal(header[148:156])
@@ -408,10 +478,10 @@ def _octal(field):
 def _parse_any_tar(data):
     sample, end = {}, 0
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        for member in archive:
-            sample["__key__"], extension = _split_name(member.name)
-            sample[extension] = data[member.offset_data :][: member.size]
-            end = _end(member)
+        while member := archive.next():
+            if member.isreg():
+                _add(sample, member.name, data[member.offset_data :][: member.size])
+            end = archive.offset
     if end != len(data):
         raise ValueError("no header of a tar file")
     return sample
@@ -426,25 +496,27 @@ def integer_or_none(value: Any) -> int | None:
     return number if -(2**31) <= number < 2**31 else None
 
 
-def _scan_json_lines(file, number, faults):
-    for offset, size, _ in _scan_lines(file, number, faults):
-        line = os.pread(file.fileno(), size, offset)
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            faults.append(Fault(offset, size, f"no JSON: {error}"))
-            continue
+def _scan_json_lines(file, number, left_out):
+    for offset, size, _ in _scan_lines(file, number, left_out):
         integer = -1
-        if number.name:
-            integer = number.of(value.get(number.name)) if isinstance(value, dict) else None
+        try:
+            value = _parse_json(os.pread(file.fileno(), size, offset))
+            if number.name:
+                integer = number.of(value.get(number.name)) if isinstance(value, dict) else None
+        except (ValueError, RecursionError) as error:  # also of half a surrogate pair in a text
+            left_out.add(f"at offset {offset}", f"no JSON in UTF-8: {error}")
+            continue
         if integer is None:
-            kind = "string" if number.length else "integer"
-            faults.append(Fault(offset, size, f"no {kind} {number.name!r}"))
+            left_out.add(f"at offset {offset}", f"no {number.kind} {number.name!r}")
         else:
             yield offset, size, integer
 
 
-def _scan_lines(file, number, faults):
+def _parse_json(data):
+    return json.loads(data.decode("utf-8-sig"))  # of bytes, it would guess the encoding
+
+
+def _scan_lines(file, number, left_out):
     offset = 0
     for line in file:
         if line.strip():
@@ -452,9 +524,9 @@ def _scan_lines(file, number, faults):
         offset += len(line)
 
 
-def _scan_paragraphs(file, number, faults):
+def _scan_paragraphs(file, number, left_out):
     start = end = 0
-    for offset, size, _ in _scan_lines(file, number, faults):
+    for offset, size, _ in _scan_lines(file, number, left_out):
         if offset > end and end > start:  # blank lines are between them
             yield start, end - start, -1
         start = offset if offset > end else start
@@ -463,20 +535,20 @@ def _scan_paragraphs(file, number, faults):
         yield start, end - start, -1
 
 
-def _scan_texts(scan, file, number, faults):
+def _scan_texts(scan, file, number, left_out):
     """The documents of a scan, with the length of each, if it is to be part of the index."""
-    for offset, size, integer in scan(file, number, faults):
+    for offset, size, integer in scan(file, number, left_out):
         if number.length:
             try:
                 integer = number.of(_parse_text(os.pread(file.fileno(), size, offset)))
             except ValueError as error:
-                faults.append(Fault(offset, size, f"no UTF-8: {error}"))
+                left_out.add(f"at offset {offset}", f"no UTF-8: {error}")
                 continue
         yield offset, size, integer
 
 
 def _parse_text(data):
-    return data.decode().strip("\r\n")
+    return data.decode("utf-8-sig").strip("\r\n")
 
 
 class Format(NamedTuple):
@@ -489,10 +561,22 @@ class Format(NamedTuple):
 
 FORMATS = [
     Format(".tar", _scan_tar, _parse_tar),
-    Format(".jsonl", _scan_json_lines, json.loads),
+    Format(".jsonl", _scan_json_lines, _parse_json),
     Format(".txt", partial(_scan_texts, _scan_lines), _parse_text),
     Format(".txt paragraphs", partial(_scan_texts, _scan_paragraphs), _parse_text),
 ]
+
+
+def find_shards(folder: str | Path, split: str, kinds: Sequence[str]) -> list[Path]:
+    """The files folder/SPLIT-* whose names end with one of the `kinds`, in sorted order. Says how
+    many others there are, such as compressed ones."""
+    paths = sorted(Path(folder).glob(f"{split}-*"))
+    others = [path.name for path in paths if path.suffix not in kinds]
+    if others and is_main_process():
+        listed = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+        what = f"{len(others)} files in {folder}, which are no {' or '.join(kinds)}: {listed}"
+        warn(f"ignored {what}")
+    return [path for path in paths if path.suffix in kinds]
 
 
 def _format_of(formats, paths, paragraphs):
@@ -534,6 +618,10 @@ class ShardOrder(Sampler[int]):
     def __init__(
         self, shard_sizes: Sequence[int], interleave: int = 16, buffer: int = 10_000
     ) -> None:
+        if min(interleave, buffer) < 1:
+            raise UserError(
+                f"interleave is {interleave}, buffer is {buffer}: both must be 1 at least"
+            )
         self.sizes = numpy.asarray(shard_sizes)
         self.interleave, self.buffer = interleave, buffer
 

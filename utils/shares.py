@@ -3,6 +3,7 @@
 Not imported by any script: docs/recipes/samplers.md and docs/recipes/length-buckets.md add it.
 """
 
+import operator
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,13 +49,19 @@ class ShareOf(Sampler[int]):
             self.sampler.set_epoch(self.epoch)
         with SampleSeeds(self.seed, self.epoch) as seeds:
             seeds.seed(0)
-            indices = torch.from_numpy(numpy.fromiter(self.sampler, numpy.int64))
+            try:
+                indices = numpy.fromiter(map(operator.index, self.sampler), numpy.int64)
+            except TypeError as error:
+                raise UserError(
+                    f"the {type(self.sampler).__name__} must yield indices, one at a time, not "
+                    f"batches of them ({error}): of a BatchSampler, pass the sampler in it"
+                ) from error
         if len(indices) != len(self.sampler):
             raise UserError(
                 f"the {type(self.sampler).__name__} has yielded {len(indices)} indices, but its "
                 f"length is {len(self.sampler)}: the ranks plan their steps by the length"
             )
-        return indices
+        return torch.from_numpy(indices)
 
     def describe(self) -> dict[str, int]:
         """A checksum of the order of this epoch, for the data that a checkpoint describes: the

@@ -4,6 +4,7 @@ Not imported by any script: docs/streams.md adds it. Files of samples are better
 (utils/shards.py), which reads no sample twice.
 """
 
+import copy
 import random
 import re
 import zlib
@@ -34,10 +35,13 @@ class Streamed(BatchDataset):
     (seed, epoch) alone.
 
     length: samples per epoch, which must be known: the iterable may yield more, but not fewer.
-    transform: makes of a sample what a batch is made of; only for samples that are not skipped.
-    Its random numbers depend on (seed, epoch, index). endless: do not begin anew in each epoch.
+    transform: makes of a sample what a batch is made of; only for samples that are not skipped, and
+    before the next is read, so that it can copy what a stream will overwrite. Its random numbers
+    depend on (seed, epoch, index). endless: do not begin anew in each epoch.
     collate_fn: makes a batch of a list of samples.
     """
+
+    in_order = True
 
     def __init__(
         self,
@@ -66,9 +70,10 @@ class Streamed(BatchDataset):
         return vars(self) | {"current": None}
 
     def __getitem__(self, index: int) -> Any:
-        with SampleSeeds(0, 0) as seeds:
-            [sample] = self._read([index], 0, 0)
-            return self._transformed(sample, index, seeds)
+        raise UserError(
+            "a stream makes whole batches, because a sample alone knows neither the epoch nor the "
+            "seed: pass the Streamed to build_loader() itself, and what is around it as transform"
+        )
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
         """The batch of the samples with these indices, int64 (n,), in ascending order."""
@@ -80,13 +85,13 @@ class Streamed(BatchDataset):
                 "itself mix its samples"
             )
         with SampleSeeds(seed, epoch) as seeds:
-            samples = self._read(numbers, epoch, seed)
-            pairs = zip(samples, numbers, strict=True)
+            # Each one before the next is read, because a stream may fill one buffer repeatedly.
+            pairs = zip(self._read(numbers, epoch, seed), numbers, strict=True)
             return self.collate_fn([self._transformed(s, index, seeds) for s, index in pairs])
 
     def _transformed(self, sample, index, seeds):
         if self.transform is None:
-            return sample
+            return copy.deepcopy(sample)
         seeds.seed(index)
         return self.transform(sample)
 
@@ -119,9 +124,12 @@ class Streamed(BatchDataset):
         return {f"{name}_stream": self.checksum}
 
     def _checksum_of_start(self):
+        texts, values = [], []
         with SampleSeeds(0, 0):
-            samples = _Pass(self.iterable, 0, 0).start(min(COMPARED, self.length))
-        text = repr((samples, [tensor.tolist() for tensor in tensors_of(samples)]))
+            for sample in _Pass(self.iterable, 0, 0).start(min(COMPARED, self.length)):
+                texts.append(repr(sample))
+                values += [tensor.tolist() for tensor in tensors_of(sample)]
+        text = f"([{', '.join(texts)}], {values})"
         return zlib.crc32(re.sub("0x[0-9a-f]+", "", text).encode())  # without addresses of objects
 
     def _compare_with_rank(self):
@@ -151,16 +159,18 @@ class _Pass:
             self._keep_states()
 
     def start(self, count):
-        """At most the first `count` samples."""
+        """Yield at most the first `count` samples."""
         self._restore_states()
-        return list(islice(self.iterator, count))
+        return islice(self.iterator, count)
 
     def take(self, positions, length):
         """The samples at these positions, in ascending order."""
         self._restore_states()
-        samples = [self._skip_to(position, length) for position in positions]
-        self._keep_states()
-        return samples
+        for position in positions:
+            sample = self._skip_to(position, length)
+            self._keep_states()
+            yield sample
+            self._restore_states()
 
     def _skip_to(self, position, length):
         # None, if the sample is the one that was read last.

@@ -1,10 +1,9 @@
 """Ends a job in which a rank stalls, shortly before the collectives of the others time out.
 
 Every rank writes to the job's store, 40 times per timeout, how many collectives it has started and
-where it is. If rank 0 or 1 has waited for 0.8 of the timeout, it looks for a rank that is behind,
-or that has not written for 0.6 of it because it was stopped or its machine hangs. Shorter stalls
-are tolerated. If a rank exits too early, or its host is lost, the error of a rank that waited for
-it names it.
+where it is. After 80 % of the timeout, ranks 0 and 1 look for a rank that is behind, or has not
+reported for 60 % of it because it was stopped or its machine hangs. Shorter stalls are tolerated.
+If a rank exits too early, or its host is lost, the error of a rank that waited for it names it.
 """
 
 import atexit
@@ -164,7 +163,7 @@ def _lost_hosts(store, statuses, patience):
 
 def _has_exited(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"ZX"
     except OSError:
         return True
 

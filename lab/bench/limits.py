@@ -25,7 +25,7 @@ from utils.distributed import all_reduce, dp_rank, dp_world_size, init_distribut
 from utils.errors import report_errors
 from utils.optim import build_optimizer
 from utils.rungs.amp import AmpSettings
-from utils.runtime import configure_torch
+from utils.runtime import configure_torch, to_dtype
 
 WARM_UP = 2  # blocks
 BLOCK = 20  # steps on a GPU that are timed together: the host runs ahead of it, as in training
@@ -96,7 +96,7 @@ def main():
     sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
     batch_size = cfg.global_batch_size // dist.get_world_size()
     loader = build_loader(train_set, sampler, batch_size, device, cfg, train=True)
-    model = task.build_model(cfg, train_set).to(device, cfg.torch_dtype)
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
     autocast_dtype = cfg.autocast_dtype if amp_settings else None
     batch = next(iter(loader))
     step = training_step(model, build_optimizer(model, cfg), *batch, autocast_dtype)

@@ -3,6 +3,7 @@
 import json
 import random
 import statistics
+from html import escape
 from pathlib import Path
 
 from lab.bench.hooks import PARTS
@@ -12,8 +13,8 @@ from utils.errors import UserError
 
 EPOCH = 50_000  # images: an epoch of CIFAR-10
 HEAD = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "efficiency"]
-HEAD += ["accuracy", "memory", "data wait", "forward", "backward", "optimizer", "of limit"]
-HEAD += ["limited by"]
+HEAD += ["of limit", "limited by", "accuracy", "memory", "data wait", "forward", "backward"]
+HEAD += ["optimizer"]
 
 
 def medians(samples, name):
@@ -65,7 +66,8 @@ def table_rows(result):
     }
     for name, key, world_size in result["order"]:
         if name in result["absent"]:
-            yield [name, *[""] * (len(HEAD) - 2), result["absent"][name]]
+            reason = {"row": name, "limited by": result["absent"][name]}
+            yield [reason.get(column, "") for column in HEAD]
             continue
         samples = result["rows"][name]
         middle, low, high = speed[name]
@@ -78,10 +80,10 @@ def table_rows(result):
             spread(middle, low, high, ",.0f"),
             f"{middle / speed['1 device'][0]:.2f}" if "1 device" in speed else "",
             efficiency(result, speed, name, batch, world_size),
+            *limit_cells(result, key, middle, parts),
             f"{medians(samples, 'accuracy')[0]:.1%}",
             f"{medians(samples, 'memory')[0] / 2**30:.2f} GiB",
             *(f"{part / sum(parts):.1%}" for part in parts[:4]),
-            *limit_cells(result, key, middle, parts),
         ]
 
 
@@ -124,7 +126,10 @@ def notes(result):
         "a different number of updates per epoch, so their efficiency is not comparable. Limits "
         "are measured interleaved with the rows: computation, data loading or all-reduce alone; "
         f'"of limit" is relative to the smallest. From the start to the end of the first step: '
-        f"{first:.1f} s ({name}).{shared}"
+        f"{first:.1f} s ({name}).{shared} The accuracy is that after two epochs of {steps} steps, "
+        "which only shows that a row learns: so early, differences of rounding (in float32, and "
+        "more with AMP) grow fast, and with accumulation BatchNorm normalizes with a micro-batch. "
+        "That the scripts train the same model is what `make verify` shows, in float64."
     )
 
 
@@ -144,7 +149,7 @@ def finished(result):
 def bars(result):
     """A drawing of the images/s of each row: medians and ranges."""
     measured = [(name, medians(s, "images_per_second")) for name, s in result["rows"].items()]
-    drawn, axes = drawing(11, 0.8 + 0.3 * len(measured))
+    drawn, axes = drawing(5.6, 0.8 + 0.3 * len(measured))
     middles = [middle for _, (middle, _, _) in measured]
     ranges = [[m - low for _, (m, low, _) in measured], [high - m for _, (m, _, high) in measured]]
     names = [name for name, _ in measured]
@@ -157,7 +162,11 @@ def bars(result):
 def html(result):
     """The page of a benchmark."""
     rows = table(HEAD, table_rows(result))
-    return page("make bench", notes(result), f"{bars(result)}<h2>All figures</h2>{rows}")
+    absent = [f"{name} was not run: {reason}." for name, reason in result["absent"].items()]
+    absent = "".join(f"<p>{escape(text)}</p>" for text in absent)
+    drawn = f'<div class="grid">{bars(result)}</div>'  # readable on a narrow screen, too
+    body = f"{drawn}<h2>All figures</h2>{absent}{rows}"
+    return page("make bench", notes(result).replace("`", ""), body)
 
 
 def write_reports(result, folder):

@@ -139,8 +139,6 @@ class Runner:
     def _with_steps(self, flags, cfg, world_size):
         """All flags of a run with these settings, and its global batch size."""
         batch = cfg.global_batch_size
-        if cfg.per_process_batch_size:
-            batch = cfg.per_process_batch_size * world_size
         if cfg.dataset == "synthetic":
             flags = {"synthetic_samples": self.steps * batch} | flags
         return flags | {"epochs": 2, "save_minutes": 0, "resume": "never"}, batch

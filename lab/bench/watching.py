@@ -59,8 +59,8 @@ def worker(path, flags):
 
     build, blocks, spent = utils.options.build_hooks, [], []
 
-    def build_switched(cfg, state):
-        hooks = build(cfg, state)
+    def build_switched(*arguments):
+        hooks = build(*arguments)
         for hook in hooks:
             if type(hook).__name__ in WATCHING:
                 hook.after_step = switched(hook.after_step)

@@ -55,9 +55,33 @@ KINDS = [
         "SIGKILL|Connection|peer",
         only_rank_0=True,
     ),
+    Kind(
+        "kill-rename",
+        "SIGKILL around the last rename of a save",
+        End.REPORT,
+        "SIGKILL|Connection|peer",
+        only_rank_0=True,
+    ),
+    Kind(
+        "kill-row",
+        "SIGKILL between an epoch's row and its save",
+        End.REPORT,
+        "SIGKILL|Connection|peer",
+        only_rank_0=True,
+    ),
+    *(
+        Kind(f"eio-{name}", f"EIO at {title}", End.ERROR, "Input/output error", only_rank_0=True)
+        for name, title in (
+            ("fsync", "a flush"),
+            ("rename", "a rename"),
+            ("link", "a link and its copy"),
+        )
+    ),
     Kind("kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker"),
     Kind("truncate", "last.pt is cut", End.RESUMES, "cannot be read as a checkpoint"),
     Kind("flip", "byte of last.pt is changed", End.RESUMES, "cannot be read as a checkpoint"),
+    Kind("zeros", "last.pt is zeros", End.RESUMES, "cannot be read as a checkpoint"),
+    Kind("torn-row", "metrics.jsonl is cut in its last row", End.RESUMES),
     Kind("leftover", "temporary files are left over", End.RESUMES),
 ]
 BY_NAME = {kind.name: kind for kind in KINDS}

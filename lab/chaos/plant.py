@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+import utils.checkpoint
 from tools.runs import family
 from utils.checkpoint import Checkpointer
+from utils.metrics import MetricLogger
 from utils.preemption import Interrupts
 
 SMALL_DISK = 2**25  # bytes
@@ -158,6 +161,45 @@ def _kill_save(checkpoint, fault):
     _replace_save(kill)
 
 
+def _kill_rename(checkpoint, fault):
+    """Kill the rank before last.pt is renamed at the end of an epoch, or right after that."""
+    link = utils.checkpoint.link_atomically
+
+    def link_or_kill(name, path):
+        if name.name != "last.pt" or fault["fraction"] < 0.5:
+            link(name, path)
+        if name.name == "last.pt":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    utils.checkpoint.link_atomically = link_or_kill
+
+
+def _kill_row(checkpoint, fault):
+    log = MetricLogger.log
+
+    def log_and_kill(*args, **settings):
+        log(*args, **settings)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    MetricLogger.log = log_and_kill
+
+
+def _fail_once(module, name, number=errno.EIO):
+    """Make the next call of a function of the module raise OSError."""
+    function = getattr(module, name)
+
+    def fail(*args, **settings):
+        setattr(module, name, function)
+        raise OSError(number, os.strerror(number))
+
+    setattr(module, name, fail)
+
+
+def _eio_link(checkpoint, fault):
+    _fail_once(os, "link", errno.EPERM)  # as on a file system without links
+    _fail_once(shutil, "copyfile")
+
+
 def _kill_worker(checkpoint, fault):
     workers = multiprocessing.active_children()
     min(workers, key=lambda worker: worker.pid).kill()
@@ -175,6 +217,11 @@ ACTIONS = {
     "nan": _nan,
     "full-disk": _full_disk,
     "kill-save": _kill_save,
+    "kill-rename": _kill_rename,
+    "kill-row": _kill_row,
+    "eio-fsync": lambda checkpoint, fault: _fail_once(os, "fsync"),
+    "eio-rename": lambda checkpoint, fault: _fail_once(os, "replace"),
+    "eio-link": _eio_link,
     "kill-worker": _kill_worker,
     **{
         f"{name}-{target}": _signal(getattr(signal, f"SIG{name.upper()}"), target)

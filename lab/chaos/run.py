@@ -35,7 +35,10 @@ FLAGS = {
     "save_steps": 2,
     "timeout": 60,
     "audit": True,
+    "log_steps": 3,
 }
+KILLS = ("kill-rank", "kill-save", "kill-rename", "kill-row")  # without a launcher, nothing is left
+TIMED = ("samples_per_second", "memory", "resumed_at_step")  # and what ends with "seconds"
 SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
 IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}
@@ -173,7 +176,15 @@ class Soak:
             for name in ("last.pt.tmp", "epoch-9999.pt.tmp"):
                 (self.output / name).write_bytes(b"half of a file")
             return
-        if fault.kind == "truncate":
+        if fault.kind == "torn-row":
+            rows = self.output / "metrics.jsonl"
+            os.truncate(rows, rows.stat().st_size - 2 - int(50 * fault.fraction))
+            return
+        if fault.kind == "zeros":
+            size = last.stat().st_size
+            os.truncate(last, 0)
+            os.truncate(last, size)
+        elif fault.kind == "truncate":
             os.truncate(last, int(fault.fraction * last.stat().st_size))
         elif _identity(last) not in self.damaged:
             flip_bit(last, fault.fraction)
@@ -225,7 +236,7 @@ class Soak:
 
     def _wrong(self, kind, ended, ends_run):
         """What differs from what this kind of fault promises."""
-        alone = not self.has_launcher and kind.name in ("kill-rank", "kill-save")
+        alone = not self.has_launcher and kind.name in KILLS
         if not alone and not re.search(kind.text, ended.stderr):
             yield f"no {kind.text!r} on stderr: {last_line(ended.stderr)}"
         if kind.name == "leftover" and (self.output / "epoch-9999.pt.tmp").exists():
@@ -255,14 +266,16 @@ def compare(output, straight):
 
 
 def sums(folder):
-    """{name: sha256} of what a run has reached: weights, optimizer, and the rows of each epoch."""
-    checkpoint = read_checkpoint(folder / "last.pt")
+    """{name: sha256} of what a run has reached: weights, optimizer, the best epoch, and the rows of
+    epochs and steps."""
+    checkpoint, best = (read_checkpoint(folder / name) for name in ("last.pt", "best.pt"))
     parts = {name: checkpoint[name] for name in ("model", "optimizer", "scheduler")}
-    for name in ("metrics", "audit"):
+    parts["best"] = [best["epoch"], best["model"]]
+    for name in ("metrics", "steps", "audit"):
         path = folder / f"{name}.jsonl"
         rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
         parts[name] = [
-            {k: v for k, v in row.items() if not k.endswith("seconds") and k != "resumed_at_step"}
+            {k: v for k, v in row.items() if not k.endswith("seconds") and k not in TIMED}
             for row in rows
         ]
     return {name: sha256(part) for name, part in parts.items()}

@@ -21,7 +21,7 @@ from tools.runs import finish_run, last_line, start_run
 from utils.distributed import available_cores
 from utils.errors import UserError
 
-BATCH, VAL_BATCH, SEEDS, EPOCHS = 256, 2000, 5, 5
+BATCH, SEEDS, EPOCHS = 256, 5, 5
 MODES = {"eager": "none", "compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
 SECONDS = {"none": 30, "default": 70, "reduce-overhead": 80}  # that a run is expected to take
 
@@ -77,7 +77,7 @@ class Jobs:
     def speeds(self, model):
         """Seconds per epoch: of the scripts in each precision, and of plain PyTorch."""
         flags = self._flags("bench.yaml") | self.data
-        flags |= {"model": model, "val_batch_size": VAL_BATCH}
+        flags |= {"model": model}
         graph, script = "whole step as one CUDA graph", "train_1gpu_graph.py"
         fastest = {"amp_dtype": "bfloat16", "compile": "default"}
         rows = [

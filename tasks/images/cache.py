@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from tasks.images.decode import BadImageError, decode, readable
 from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, say
 
 
 def decoded_images(dataset: Any, cache: str | Path) -> Tensor:
@@ -52,13 +53,11 @@ def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
     Reads every file once and keeps the list in the folder `cache` until a file changes.
     """
     listed = Path(cache) / f"bad-{_fingerprint(paths)}.json"
-    if not listed.exists():
-        bad = [path for chunk in in_parallel(_undecodable, paths) for path in chunk]
-        keep(listed, json.dumps(bad).encode())
-    bad = json.loads(listed.read_text())
+    bad = kept_list(listed, partial(in_parallel, _undecodable, paths))
     if bad and is_main_process():
         names = readable(", ".join(sorted(bad)))
-        print(f"skipping {len(bad)} of {len(paths)} files, which cannot be decoded: {names}")
+        text = f"skipping {len(bad)} of {len(paths)} files, which cannot be decoded: {names}"
+        say(text, sys.stderr)  # which can encode any name, and is no part of --json
     return set(bad)
 
 
@@ -116,6 +115,16 @@ def _fingerprint(paths, *facts):
             size, modified = stat.st_size, stat.st_mtime_ns
         digest.update(os.fsencode(f"{os.path.abspath(path)}\0{size}\0{modified}\n"))
     return digest.hexdigest()[:16]
+
+
+def kept_list(path: Path, find_all: Callable[[], Iterable[list[Any]]]) -> list[Any]:
+    """What a file of the cache lists; if there is none, or it is damaged, the chunks of find_all(),
+    joined, which it then lists."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_bytes())
+    found = [each for chunk in find_all() for each in chunk]
+    keep(path, json.dumps(found).encode())
+    return found
 
 
 def keep(path: Path, data: Any) -> None:

@@ -13,6 +13,8 @@ from torchvision.transforms.v2 import functional as F
 from utils.errors import UserError
 
 JPEG, PNG = b"\xff\xd8\xff", b"\x89PNG"
+LARGEST = 178_956_970  # pixels: Pillow, too, refuses more
+SAMPLE_FORMAT, SIGNED = 339, 2  # a tag of TIFF
 
 
 def _find_decoder():
@@ -42,15 +44,23 @@ decode_jpeg_or_png = _find_decoder()
 class BadImageError(UserError):
     """A file that cannot be decoded. Attributes: path and reason."""
 
+    what = "cannot be decoded"
+
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(str(path), reason)  # both, so that a worker process can pickle it
         self.path, self.reason = self.args
 
     def __str__(self) -> str:
         return (
-            f"{readable(self.path)} cannot be decoded ({self.reason}): fix or remove the file, "
+            f"{readable(self.path)} {self.what} ({self.reason}): fix or remove the file, "
             f"or pass --on-bad-sample skip to leave such files out"
         )
+
+
+class MissingImageError(BadImageError):
+    """A name without a file, such as a dangling link."""
+
+    what = "cannot be read"
 
 
 def readable(text: str) -> str:
@@ -65,10 +75,10 @@ def decode(path: str) -> Tensor:
     """
     try:
         data = Path(path).read_bytes()
-    except PermissionError as error:  # the file may be fine
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise MissingImageError(path, error.strerror or "") from None
+    except OSError as error:  # the file may be fine
         raise UserError(f"cannot read {readable(path)}: {error.strerror}") from None
-    except OSError as error:
-        raise BadImageError(path, error.strerror or str(error)) from None
     return decode_bytes(data, path)
 
 
@@ -88,7 +98,11 @@ def decode_bytes(data: bytes, path: str) -> Tensor:
 
 
 def _decode_natively(data):
-    if data.startswith(PNG) or len(data) > 4_000_000:
+    if data.startswith(PNG):  # not with Pillow, which refuses long metadata
+        width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+        if width * height > LARGEST:
+            raise ValueError(f"{width} x {height} pixels, which may be a decompression bomb")
+    elif len(data) > 4_000_000:
         _open(data).close()  # refuses decompression bombs
     try:
         pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -105,11 +119,18 @@ def _open(data):
 
 
 def _decode_with_pillow(data):
-    with _open(data) as image:
-        image = ImageOps.exif_transpose(image)
+    with _open(data) as file:
+        image = ImageOps.exif_transpose(file)
         if image.mode == "F":
             raise ValueError("floating-point pixels, whose range is unknown")
+        if file.format == "TIFF" and _is_wide_or_signed(file):
+            raise ValueError("pixels of 32 bits or with a sign, whose range is unknown")
         if image.mode.startswith("I"):  # 16 bits, which convert() would clip at 255
             gray = F.pil_to_tensor(image.convert("I")).clamp(0, 65535) // 256
             return gray.to(torch.uint8).expand(3, -1, -1).contiguous()
         return F.pil_to_tensor(image.convert("RGB"))
+
+
+def _is_wide_or_signed(tiff):
+    """Whether its pixels are integers that need not be between 0 and 255 or 65535."""
+    return tiff.mode == "I" or SIGNED in tiff.tag_v2.get(SAMPLE_FORMAT, ())

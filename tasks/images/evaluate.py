@@ -4,17 +4,19 @@
     torchrun --standalone --nproc_per_node=4 -m tasks.images.evaluate runs/x/best.pt
 
 Prints accuracy, loss and a table of the classes; --confusion draws the confusion matrix (with
-matplotlib, from requirements-extras.txt).
+matplotlib, from requirements-extras.txt), of at most 1,000 classes.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
@@ -27,6 +29,7 @@ from tasks.images.inference import Trained, folder_set, load_trained
 from tasks.images.pixels import PixelDataset
 from utils.data import build_loader
 from utils.distributed import (
+    all_gather_object,
     dp_world_size,
     init_distributed,
     is_main_process,
@@ -37,29 +40,34 @@ from utils.errors import UserError, report_errors
 from utils.metrics import evaluate
 from utils.runtime import configure_torch
 
+MOST_CLASSES = 1000  # of a confusion matrix, whose size is the square of their number
+Counts = Mapping[tuple[int, int], int]  # {(true class, predicted class): images}
+
 
 class WithConfusion:
-    """The images task, which also counts the predictions for the images of each class.
+    """The images task, which also keeps the true and the predicted class of each image.
 
-    counts: int64 (classes, classes), images by their true and their predicted class, over all
-    ranks; set by evaluate(). classes: how many there are.
+    A matrix of 20,000 classes would take gigabytes. loader: the one that is evaluated.
     """
 
-    counts: Tensor
     loss, count = staticmethod(task.loss), staticmethod(task.count)
+    summarize = staticmethod(task.summarize)
     BEST = task.BEST
 
-    def __init__(self, classes: int) -> None:
-        self.classes = classes
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.pairs = []  # of this rank: int64 (2, n)
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        pairs = targets * self.classes + outputs.argmax(1)
-        counts = pairs.bincount(minlength=self.classes**2).view(self.classes, self.classes)
-        return task.measure(outputs, targets) | {"confusion": counts}
+        if self.loader.counts:
+            self.pairs.append(torch.stack([targets, outputs.argmax(1)]))
+        return task.measure(outputs, targets)
 
-    def summarize(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.counts = sums["confusion"].long()
-        return task.summarize(sums)
+    def counts(self) -> Counts:
+        """The numbers of images over all ranks, which call this together."""
+        own = torch.cat(self.pairs, 1) if self.pairs else torch.empty(2, 0, dtype=torch.int64)
+        own = Counter(zip(*own.tolist(), strict=True))
+        return sum(all_gather_object(own), Counter())
 
 
 def run_settings(trained: Trained, **changes: Any) -> task.Settings:
@@ -114,12 +122,23 @@ def _check_present(chosen, names, data_dir):
         )
 
 
-def class_rows(classes: Sequence[str], counts: Tensor) -> Iterator[tuple[str, int, int, str]]:
+def class_rows(classes: Sequence[str], counts: Counts) -> Iterator[tuple[str, int, int, str]]:
     """For each class: its name, images, correct predictions, and the most frequent wrong one."""
-    for label, (name, row) in enumerate(zip(classes, counts.tolist(), strict=True)):
-        others = [0 if other == label else n for other, n in enumerate(row)]
-        most = classes[others.index(max(others))] if max(others) else ""
-        yield name, sum(row), row[label], most
+    rows = [{} for _ in classes]
+    for (label, predicted), images in sorted(counts.items()):
+        rows[label][predicted] = images
+    for label, (name, row) in enumerate(zip(classes, rows, strict=True)):
+        wrong = {other: images for other, images in row.items() if other != label}
+        most = classes[max(wrong, key=lambda other: wrong[other])] if wrong else ""
+        yield name, sum(row.values()), row.get(label, 0), most
+
+
+def matrix(classes: Sequence[str], counts: Counts) -> Tensor:
+    """The counts as int64 (classes, classes): a row per true class."""
+    dense = torch.zeros(len(classes), len(classes), dtype=torch.int64)
+    for (label, predicted), images in counts.items():
+        dense[label, predicted] = images
+    return dense
 
 
 def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
@@ -132,11 +151,11 @@ def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
     figure = Figure((side + 1, side), layout="constrained")
     axes = figure.add_subplot()
     fractions = counts / counts.sum(1, keepdim=True).clamp_min(1)
-    image = axes.imshow(fractions.tolist(), cmap="Blues", vmin=0, vmax=1)
+    image = axes.imshow(fractions.numpy(), cmap="Blues", vmin=0, vmax=1)
     ticks = range(len(classes))
     names = [readable(name) for name in classes]
-    axes.set_xticks(ticks, names, rotation=90)
-    axes.set_yticks(ticks, names)
+    axes.set_xticks(ticks, names, rotation=90, parse_math=False)  # a name may have a $
+    axes.set_yticks(ticks, names, parse_math=False)
     axes.set(xlabel="predicted", ylabel="true")
     if len(classes) <= 25:
         for row, column in ((r, c) for r in ticks for c in ticks if counts[r, c]):
@@ -151,7 +170,7 @@ def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
 
 
 def report(
-    args: argparse.Namespace, classes: Sequence[str], result: dict[str, float], counts: Tensor
+    args: argparse.Namespace, classes: Sequence[str], result: dict[str, float], counts: Counts
 ) -> None:
     """Print the result, as a table or as JSON, and draw the confusion matrix if asked to."""
     rows = list(class_rows(classes, counts))
@@ -161,7 +180,8 @@ def report(
             for name, images, correct, most in rows
         ]
         kept = {key: result[key] for key in ("accuracy", "loss", "samples")}
-        print(json.dumps(kept | {"classes": per_class, "confusion": counts.tolist()}))
+        dense = matrix(classes, counts).tolist() if len(classes) <= MOST_CLASSES else None
+        print(json.dumps(kept | {"classes": per_class, "confusion": dense}))
     else:
         width = max(len(readable(name)) for name in [*classes, "class"])
         print(f"{'class':{width}}  images  accuracy  most often mistaken for")
@@ -175,7 +195,9 @@ def report(
             f"loss {result['loss']:.4f}"
         )
     if args.confusion:
-        draw(args.confusion, classes, counts)
+        draw(args.confusion, classes, matrix(classes, counts))
+        if not args.json:
+            print(f"wrote {args.confusion}")
 
 
 @report_errors
@@ -195,6 +217,12 @@ def main() -> None:
         parser.error("--batch-size must be at least 1")
     launched = "WORLD_SIZE" in os.environ
     trained = load_trained(args.checkpoint)
+    classes = trained.facts["classes"]
+    if args.confusion and len(classes) > MOST_CLASSES:
+        raise UserError(
+            f"--confusion draws at most {MOST_CLASSES:,} classes, not {len(classes):,}: leave it "
+            f"out, and read the table"
+        )
     cfg = run_settings(trained, device=args.device, num_threads=0)
     device = init_distributed(cfg.device, cfg.timeout) if launched else select_device(cfg.device)
     configure_torch(cfg)
@@ -204,11 +232,11 @@ def main() -> None:
     batch_size = args.batch_size * dp_world_size()
     cfg = replace(cfg, loader="workers", global_batch_size=batch_size)  # one pass: nothing to keep
     loader = build_loader(images, sampler, args.batch_size, device, cfg)
-    classes = trained.facts["classes"]
-    counting = WithConfusion(len(classes))
+    counting = WithConfusion(loader)
     result = evaluate(trained.model.to(device), loader, counting)
+    counts = counting.counts()
     if is_main_process():
-        report(args, classes, result, counting.counts)
+        report(args, classes, result, counts)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def main() -> None:
         worst = export(args.checkpoint, args.format, output)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
-    print(f"{output}: differs from the model by {worst:.1e} of its largest output")
+    print(f"wrote {output}, whose outputs are the model's to within {worst:.1e} of the largest")
 
 
 if __name__ == "__main__":

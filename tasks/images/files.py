@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from tasks.images.decode import readable
-from utils.errors import UserError
+from utils.distributed import is_main_process
+from utils.errors import UserError, warn
 
 FOLDERS = {
     "train": ("train", "trainset"),
@@ -19,7 +21,10 @@ FOLDERS = {
     "test": ("test", "testset"),
     "all": ("train", "trainset", ""),  # for val_fraction; data_dir itself may hold the classes
 }
-EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jfif", ".jif", ".jpe", ".avif", ".jp2")
+# Made by systems: macOS's archives; thumbnails and trash of NAS devices; Windows.
+NOT_OURS = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "Thumbs.db")
+NOT_OURS += ("desktop.ini", "lost+found")
 
 
 class Files(NamedTuple):
@@ -47,27 +52,31 @@ class Files(NamedTuple):
 def find_images(data_dir: str | Path, split: str) -> Files:
     """The image files of a split (a key of FOLDERS), in sorted order.
 
-    Hidden files and folders are ignored. Raises UserError if the split does not exist or a class
-    has no images.
+    Hidden files and folders are ignored; others that are no images are, too, but the main process
+    says so. Raises UserError if the split does not exist or a class has no images.
     """
     folders = [Path(data_dir) / name for name in FOLDERS[split]]
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
+        hint = ""
+        if split == "train" and _class_folders(Path(data_dir)):
+            hint = ", --val-fraction 0.2 if the folders of the classes are here"
         raise UserError(
-            f"no {split} images: none of {', '.join(map(str, folders))} is a folder. "
-            f"Put one folder of images per class there, or pass another --data-dir"
+            f"no {split} images: none of {', '.join(map(str, folders))} is a folder. Put one "
+            f"folder of images per class there, or pass another --data-dir{hint}"
         )
     others = FOLDERS["test"] if folder == Path(data_dir) else ()
-    names = (entry.name for entry in os.scandir(folder) if entry.is_dir())
-    classes = sorted(name for name in names if name[0] != "." and name not in others)
+    classes = [name for name in _class_folders(folder) if name not in others]
     if not classes:
         raise UserError(f"{folder} has no class folders (expected {folder}/<class>/*.jpg)")
+    ignored = []
     samples = make_dataset(
         folder,
         {name: label for label, name in enumerate(classes)},
-        is_valid_file=lambda path: is_image(Path(path).relative_to(folder)),
+        is_valid_file=lambda path: is_image(Path(path).relative_to(folder), ignored),
         allow_empty=True,
     )
+    warn_of_ignored(folder, ignored)
     paths, labels = [path for path, _ in samples], [label for _, label in samples]
     real = {}
     for name in sorted({os.path.dirname(path) for path in paths}):
@@ -82,10 +91,37 @@ def find_images(data_dir: str | Path, split: str) -> Files:
     return files
 
 
-def is_image(path: Path) -> bool:
-    """Whether the name is that of an image. path: relative to the folder that was searched;
-    files in hidden folders do not count."""
-    return path.suffix.lower() in EXTENSIONS and not any(part[0] == "." for part in path.parts)
+def _class_folders(folder):
+    if not folder.is_dir():
+        return []
+    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not _is_hidden(e.name))
+
+
+def _is_hidden(name):
+    return name[0] == "." or name in NOT_OURS
+
+
+def is_image(path: Path, ignored: list[Path]) -> bool:
+    """Whether the name is that of an image. path: relative to the folder that was searched; hidden
+    files, and files in hidden folders, do not count. Others that do not are added to `ignored`."""
+    if any(map(_is_hidden, path.parts)):
+        return False
+    if path.suffix.lower() not in EXTENSIONS:
+        ignored.append(path)
+        return False
+    return True
+
+
+def warn_of_ignored(folder: str | Path, ignored: Iterable[Path]) -> None:
+    """Print how many files of which kind have been ignored, if any, on the main process."""
+    kinds = Counter(path.suffix.lower() or "without an extension" for path in ignored)
+    if kinds and is_main_process():
+        most_frequent = sorted(kinds, key=lambda kind: (-kinds[kind], kind))
+        listed = ", ".join(f"{kinds[kind]} {kind}" for kind in most_frequent)
+        what = f"{kinds.total()} files in {folder}, which cannot be read as images"
+        if kinds.total() == 1:
+            what = f"1 file in {folder}, which cannot be read as an image"
+        warn(f"ignored {what}: {readable(listed)}")
 
 
 def has_validation_images(data_dir: str | Path) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from tasks.images.folder import FolderDataset
 from tasks.images.models import build_classifier
+from tasks.images.weights import weights_of
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
@@ -51,7 +52,7 @@ def load_trained(path: str | Path) -> Trained:
     model = build_classifier(architecture, len(data["classes"]))
     if config["dtype"] == "float64":
         model.double()
-    model.load_state_dict(checkpoint["model"])
+    model.load_state_dict(weights_of(checkpoint))
     facts = {name: data[name] for name in ("classes", *PREPROCESSING)}
     return Trained(path, model.eval(), facts, config, data)
 

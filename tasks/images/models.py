@@ -1,5 +1,6 @@
 """Models by name. To train another model, replace build_model()."""
 
+import difflib
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ def build_classifier(cfg: Any, num_classes: int) -> nn.Module:
 def _torchvision(name, num_classes, cfg):
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        raise UserError(
-            f"model {name!r} is neither {' nor '.join(SMALL)} nor one of torchvision's: "
-            f"{', '.join(names)}"
-        )
+        known = [*SMALL, *names]
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+        raise UserError(f"there is no --model {name!r}: {hint}")
     options = {"image_size": cfg.image_size} if name.startswith("vit_") else {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}  # one output, like all others

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.images.decode import BadImageError, readable
-from tasks.images.files import is_image
+from tasks.images.files import is_image, warn_of_ignored
 from tasks.images.inference import folder_set, load_trained
 from utils.config import Config
 from utils.distributed import available_cores, select_device
@@ -54,7 +54,9 @@ def find_files(names: Iterable[str]) -> list[str]:
         if os.path.isdir(name):
             walk = os.walk(name, followlinks=True)
             files = [os.path.join(folder, file) for folder, _, files in walk for file in files]
-            paths += sorted(p for p in files if is_image(Path(p).relative_to(name)))
+            ignored = []
+            paths += sorted(p for p in files if is_image(Path(p).relative_to(name), ignored))
+            warn_of_ignored(name, ignored)
         else:
             paths.append(name)
     return paths
@@ -143,7 +145,7 @@ class Csv:
 
 
 def _description(error):
-    return f"{readable(error.path)} cannot be decoded ({error.reason})"
+    return f"{readable(error.path)} {error.what} ({error.reason})"
 
 
 @report_errors
@@ -179,7 +181,7 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if bad or not paths:
-        print(f"{bad} of {len(paths)} images cannot be decoded", file=sys.stderr)
+        print(f"{bad} of {len(paths)} images were not classified", file=sys.stderr)
     return bad == len(paths)
 
 

@@ -4,7 +4,7 @@ In WebDataset's layout: 000017.jpg and 000017.cls, the number of its class, are 
 of the classes are the lines of data_dir/classes.txt, if there is such a file.
 """
 
-import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from tasks.images.cache import in_parallel, keep
-from tasks.images.decode import BadImageError, decode_bytes
+from tasks.images.cache import in_parallel, kept_list
+from tasks.images.decode import BadImageError, decode_bytes, readable
 from tasks.images.files import EXTENSIONS
 from tasks.images.folder import FolderDataset, preprocessing_of
 from tasks.images.settings import Settings
 from utils.distributed import is_main_process
-from utils.errors import UserError
-from utils.shards import Shards
+from utils.errors import UserError, say
+from utils.shards import Shards, find_shards
 
 
 def build(cfg: Settings) -> tuple["ShardDataset", "ShardDataset"]:
@@ -35,7 +35,7 @@ def build(cfg: Settings) -> tuple["ShardDataset", "ShardDataset"]:
     on_bad = "skip" if cfg.on_bad_sample == "skip" else "stop"
     splits = []
     for name in ("train", "val"):
-        paths = sorted(Path(cfg.data_dir).glob(f"{name}-*.tar"))
+        paths = find_shards(cfg.data_dir, name, [".tar"])
         if not paths:
             raise UserError(f"there are no files {cfg.data_dir}/{name}-*.tar: pass --data-dir")
         splits.append(Shards(paths, cache_dir=cfg.cache_folder, on_bad=on_bad, label="cls"))
@@ -83,10 +83,13 @@ def _classes(path, splits):
     """The names of the classes. Raises UserError if a label is not among them."""
     low = min(int(shards.labels.min()) for shards in splits)
     high = max(int(shards.labels.max()) for shards in splits)
-    if path.exists():
-        names = path.read_text().splitlines()
-    else:
-        names = [str(number) for number in range(high + 1)]
+    names = [str(number) for number in range(high + 1)]
+    try:
+        names = path.read_text(encoding="utf-8-sig").splitlines()  # as Notepad writes it, too
+    except FileNotFoundError:
+        pass
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"cannot read {path}: {error}. It must be a text in UTF-8") from None
     if low < 0 or high >= len(names):
         raise UserError(f"the labels are from {low} to {high}, but there are {len(names)} classes")
     return names
@@ -95,13 +98,11 @@ def _classes(path, splits):
 def _decodable(shards, cfg):
     """The indices of the images that can be decoded; all are read once, and the list is kept."""
     listed = cfg.cache_folder / f"bad-{shards.index_file.stem}.json"
-    if not listed.exists():
-        chunks = in_parallel(partial(_undecodable, shards), range(len(shards)))
-        bad = {index: reason for chunk in chunks for index, reason in chunk}
-        keep(listed, json.dumps(bad).encode())
-    bad = {int(index): reason for index, reason in json.loads(listed.read_text()).items()}
+    find_all = partial(in_parallel, partial(_undecodable, shards), range(len(shards)))
+    bad = dict(kept_list(listed, find_all))
     if bad and is_main_process():
-        print(f"skipping {len(bad)} of {len(shards)} images: {'; '.join(list(bad.values())[:10])}")
+        names = readable("; ".join(list(bad.values())[:10]))
+        say(f"skipping {len(bad)} of {len(shards)} images: {names}", sys.stderr)
     return torch.tensor([index for index in range(len(shards)) if index not in bad])
 
 
@@ -111,5 +112,5 @@ def _undecodable(shards, indices):
         try:
             _image(shards, index)
         except BadImageError as error:
-            bad.append((index, f"{error.path} ({error.reason})"))
+            bad.append([index, f"{error.path} ({error.reason})"])
     return bad

@@ -71,6 +71,14 @@ def load_and_freeze(model: nn.Module, cfg: Any) -> nn.Module:
     return freeze_backbone(model) if cfg.freeze == "backbone" else model
 
 
+def weights_of(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    """{name: tensor} of the model to use: with averages of its parameters, if a run keeps them (see
+    docs/recipes/ema.md), because best.pt is the epoch in which those were best."""
+    states = checkpoint["optimizer"].get("state", {})  # SGD without momentum has none
+    averages = {name: s["average"] for name, s in states.items() if "average" in s}
+    return checkpoint["model"] | averages
+
+
 def load_weights(model: nn.Module, name: str, weights: str) -> None:
     """Fill the model of that name, except for its last layer, from `weights` (see find_weights).
 
@@ -78,11 +86,11 @@ def load_weights(model: nn.Module, name: str, weights: str) -> None:
     Raises UserError if they cannot be read, or do not fit in every other layer.
     """
     entry = find_weights(name, weights)
-    saved = _download(_base_name(name), entry) if entry.enum else _read(entry.path)
+    saved: Any = _download(_base_name(name), entry) if entry.enum else _read(entry.path)
     if _is_checkpoint(saved):
         from utils.checkpoint_file import read_checkpoint  # verifies checksums, reads sharded ones
 
-        saved = read_checkpoint(entry.path)
+        saved = weights_of(read_checkpoint(entry.path))
     saved = saved.get("model", saved.get("state_dict", saved))
     saved = {key.removeprefix("module."): value for key, value in saved.items()}
     heads = (f"{head_of(model)}.", "aux1.", "aux2.", "AuxLogits.")
@@ -210,17 +218,22 @@ def _download(name, entry):
         is_new = not entry.path.exists()
         try:
             socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
+            # Torchvision would unpickle the file, whatever is in it.
+            torch.hub.load_state_dict_from_url(
+                entry.enum.url, map_location="cpu", check_hash=True, weights_only=True
+            )
             with torch.random.fork_rng(devices=[]):  # leave the global random state alone
                 return torchvision.models.get_model(name, weights=entry.enum).state_dict()
         except Exception as error:  # from the network, the disk, or a damaged file
+            reason = str(error).partition("\n")[0]
             if is_new:
                 raise UserError(
                     f"the weights {entry.path.name} are not in {entry.path.parent} and could not "
-                    f"be downloaded from {entry.enum.url}: {error}. Put the file there, or pass "
+                    f"be downloaded from {entry.enum.url}: {reason}. Put the file there, or pass "
                     f"its path with --weights"
                 ) from None
             raise UserError(
-                f"{entry.path} is damaged ({error}): remove it to download it again"
+                f"{entry.path} is damaged ({reason}): remove it to download it again"
             ) from None
         finally:
             socket.setdefaulttimeout(before)

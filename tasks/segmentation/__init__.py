@@ -11,10 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tasks.segmentation.data import IGNORED, SHAPES, Masks, Shapes, find_pairs, split_pairs
+from tasks.segmentation.data import (
+    IGNORED,
+    SHAPES,
+    Masks,
+    Shapes,
+    check_classes,
+    find_pairs,
+    split_pairs,
+)
 from tasks.segmentation.unet import UNet
 from utils.config import Config, ConfigError, free_setting, setting
 from utils.data import describe_datasets
+from utils.distributed import fail_together, is_main_process
 from utils.errors import UserError
 from utils.seeds import mix
 
@@ -59,10 +68,16 @@ class Settings(Config):
 
 
 def build_datasets(cfg: Settings) -> tuple[Masks | Shapes, Masks | Shapes]:
-    """The training set and the validation set. Raises UserError if files are missing."""
+    """The training set and the validation set. All ranks call it together.
+
+    Raises UserError if files are missing, or if the masks hold no class.
+    """
     size = cfg.image_size
     if cfg.dataset == "folder":
         train, val = split_pairs(find_pairs(cfg.data_dir), cfg.val_fraction, cfg.seed)
+        with fail_together():
+            if is_main_process():
+                check_classes([mask for _, mask in train], cfg.num_classes)
         train_set = Masks(train, size, cfg.num_classes, augment=True)
         val_set = Masks(val, size, cfg.num_classes)
     else:

@@ -15,7 +15,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from utils.errors import UserError
+from utils.distributed import is_main_process
+from utils.errors import UserError, warn
 from utils.seeds import mix
 
 IGNORED = 255
@@ -23,6 +24,8 @@ SHAPES = ("background", "disc", "square", "triangle")
 EXTENSIONS = (".jpg", ".jpeg", ".png")
 IMAGE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")  # of 8 bits, which convert() keeps
 MASK_MODES = ("1", "L", "P")  # one channel
+ORIENTATION = 0x0112  # an entry of EXIF: from 5 on, it exchanges width and height
+ENOUGH = 1000  # masks, in which a class that matters occurs
 Pair = tuple[Path, Path]  # an image and its mask
 
 
@@ -102,9 +105,19 @@ class Masks(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """float32 (3, size, size), int64 (size, size). Raises UserError if the files cannot be
-        decoded or differ in size, or if the mask has classes from num_classes."""
+        decoded or differ in size, if EXIF may turn the image alone, or if the mask has classes from
+        num_classes."""
         image_path, mask_path = self.pairs[index]
-        image, mask = _open(image_path, IMAGE_MODES), _open(mask_path, MASK_MODES)
+        image, turn = _open(image_path, IMAGE_MODES)
+        mask, mask_turn = _open(mask_path, MASK_MODES)
+        stored = image.size if turn < 5 else image.size[::-1]
+        if turn > 1 and mask_turn == 1 and mask.size == stored:
+            raise UserError(
+                f"{image_path} is turned by the orientation {turn} in its EXIF, and {mask_path}, "
+                f"which has none, may not fit any more: save the image without it, upright if the "
+                f"mask was drawn so (mogrify -auto-orient), otherwise as it is stored (exiftool "
+                f"-Orientation=)"
+            )
         if image.size != mask.size:
             raise UserError(
                 f"{mask_path} has {mask.width} x {mask.height} pixels, but {image_path} has "
@@ -135,10 +148,42 @@ def _to_sample(image, mask, augment):
     return (image.float() - 128) / 64, mask.long()
 
 
+def check_classes(masks: Sequence[Path], num_classes: int) -> None:
+    """Print a warning if a class occurs in none of the masks, or of ENOUGH of them.
+
+    Raises UserError if they hold nothing but 0 and IGNORED: what most tools write for one class.
+    """
+    expected, suspicious = set(range(num_classes)), {0, IGNORED}
+    seen = _numbers_in(masks[:: -(-len(masks) // ENOUGH)], expected.issubset)
+    if seen == suspicious:
+        seen = _numbers_in(masks, lambda seen: not seen <= suspicious)
+    if seen == suspicious:
+        raise UserError(
+            f"the {len(masks)} masks, such as {masks[0]}, hold only 0 and {IGNORED}, which means "
+            f"no label: write 1 for the second class"
+        )
+    if missing := sorted(expected - seen):
+        warn(
+            f"class {', '.join(map(str, missing))} of --num-classes {num_classes} occurs in none "
+            f"of {min(len(masks), ENOUGH)} masks"
+        )
+
+
+def _numbers_in(masks, is_enough):
+    """The numbers in masks, which are read until is_enough(the numbers so far)."""
+    seen = set()
+    for path in masks:
+        if is_enough(seen):
+            break
+        seen.update(numpy.unique(_open(path, MASK_MODES)[0]).tolist())
+    return seen
+
+
 def _open(path, modes):
-    """The decoded image, upright. Raises UserError."""
+    """(The decoded image, upright; the orientation in its EXIF, 1 if none). Raises UserError."""
     try:
         with Image.open(path) as file:
+            orientation = file.getexif().get(ORIENTATION, 1)
             image = ImageOps.exif_transpose(file)
     except Exception as error:  # Pillow's parsers raise all kinds for broken files
         raise UserError(f"{path} cannot be decoded ({error}): fix or remove it") from None
@@ -147,14 +192,14 @@ def _open(path, modes):
             f"{path} has pixels of mode {image.mode}: convert it to one of {', '.join(modes)} "
             f"(https://pillow.readthedocs.io/en/stable/handbook/concepts.html#modes)"
         )
-    return image
+    return image, orientation if orientation in range(2, 9) else 1
 
 
 def find_pairs(data_dir: str) -> list[Pair]:
     """(data_dir/images/NAME.jpg or .png, data_dir/masks/NAME.png), sorted.
 
-    Hidden files, and masks without an image, are ignored. Raises UserError if folders or masks are
-    missing, or if two images have one mask.
+    Hidden files are ignored; other files and masks without an image are, too, but the main process
+    says so. Raises UserError if folders or masks are missing, or if two images have one mask.
     """
     images, masks = Path(data_dir, "images"), Path(data_dir, "masks")
     for folder in (images, masks):
@@ -163,9 +208,12 @@ def find_pairs(data_dir: str) -> list[Pair]:
                 f"{folder} is not a folder: put images into {images}, and their masks, as .png "
                 f"files of the same names, into {masks}, or pass another --data-dir"
             )
-    paths = {}
+    paths, ignored = {}, []
     for path in sorted(images.iterdir()):
-        if path.suffix.lower() not in EXTENSIONS or path.name[0] == ".":
+        if path.name[0] == ".":
+            continue
+        if path.suffix.lower() not in EXTENSIONS:
+            ignored.append(path)
             continue
         if path.stem in paths:
             raise UserError(f"{paths[path.stem]} and {path} would share a mask: rename one")
@@ -177,6 +225,12 @@ def find_pairs(data_dir: str) -> list[Pair]:
             f"{missing[0][1]} is missing, the mask of {missing[0][0]}, one of {len(missing)} "
             f"images without a mask: add the masks, or remove the images"
         )
+    used = {mask for _, mask in pairs}
+    ignored += [path for path in sorted(masks.iterdir()) if path not in used]
+    ignored = [str(path) for path in ignored if path.name[0] != "."]
+    if ignored and is_main_process():
+        text = f"ignored {len(ignored)} files, such as {ignored[0]}: they are no image of"
+        warn(f"{text} {', '.join(EXTENSIONS)} with a mask")
     return pairs
 
 

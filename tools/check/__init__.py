@@ -2,7 +2,8 @@
 
 __main__.py    the command line
 scenarios.py   runs the script: on one process, on two, killed and resumed
-mirror.py      the copy of the script's folder in which it runs
+mirror.py      the copy of the script's folder in which it runs, and what shows that files changed
+confinement.py where it may write, and which services it may use
 inside/        what observes PyTorch in the processes of the script
 events.py      reads what was observed
 rules/         from what was observed to findings

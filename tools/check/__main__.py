@@ -13,17 +13,21 @@ count), 1 with findings, and 2 if the script could not be run.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import shlex
 import signal
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 if __package__ in (None, ""):  # started by its path, from the folder of the script
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tools.check import report
+from tools.check.mirror import MOST_BYTES
 from tools.check.rules import judge
 from tools.check.scenarios import CannotRun, Options, remove, run_all
 
@@ -86,6 +90,28 @@ def parse(arguments):
         help="files that the script must not see, such as the checkpoints of a real run",
     )
     parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="files and folders that the script only reads, and that are too large for copies",
+    )
+    parser.add_argument(
+        "--copy-limit",
+        type=float,
+        default=MOST_BYTES / 1e9,
+        metavar="GB",
+        help="the largest files beyond this are linked, and cannot be written (default: 1)",
+    )
+    parser.add_argument(
+        "--writable",
+        action="append",
+        type=_folder,
+        default=[],
+        metavar="FOLDER",
+        help="a folder outside of the copies in which the script may write",
+    )
+    parser.add_argument(
         "--fake-data",
         nargs="?",
         action="append",
@@ -126,10 +152,19 @@ def parse(arguments):
         parser.error("--limit-data is a number of samples; 0: all")
     if args.fake_data is not None:
         args.fake_data = dict(filter(None, args.fake_data))
+    for path in filter(None, (args.json, args.sarif)):
+        if not Path(path).parent.is_dir() or Path(path).is_dir():
+            parser.error(f"{path} cannot be written: it is a folder, or its folder does not exist")
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
     return args
+
+
+def _folder(text):
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return os.path.realpath(text)
 
 
 def _fake_data(text):
@@ -167,8 +202,20 @@ def script_file(command):
 
 
 def main(arguments=None):
-    """Check a script. Returns the exit code."""
+    """Check a script. Returns the exit code: 1 only if the script has a bug."""
     args = parse(arguments)
+    try:
+        return check(args)
+    except CannotRun as error:
+        return _fail(str(error), args.json)
+    except Exception:
+        return _fail(f"{traceback.format_exc()}This is a mistake of the check itself.", args.json)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def check(args):
+    """Check a script. Returns the exit code. args: what parse() returns."""
     options = Options(
         command=args.command,
         source=args.root.resolve(),
@@ -183,33 +230,62 @@ def main(arguments=None):
         hidden=args.hide,
         limit_data=args.limit_data,
         fake_data=args.fake_data,
+        most_bytes=int(args.copy_limit * 1e9),
+        linked=args.link,
+        writable=args.writable,
     )
+    for path in filter(None, (args.json, args.sarif)):
+        if path != "-":  # what an earlier check has found is not the result of this one
+            Path(path).unlink(missing_ok=True)
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)
     if any(work.iterdir()):
-        print(f"--keep {work}: the folder is not empty", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        raise CannotRun(f"--keep {work}: the folder is not empty")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
+        _import_torch()
         checked = run_all(options, work, tell=_tell)
         findings, not_checked = judge(checked)
         if args.json:
             _write(args.json, report.as_json(findings, not_checked, checked))
         if args.sarif:
-            _write(args.sarif, report.as_sarif(findings, script_file(args.command)))
+            prefix = os.path.relpath(options.source, repository(options.source))
+            script = os.path.join(options.subfolder, script_file(args.command))
+            _write(args.sarif, report.as_sarif(findings, script, prefix))
         if args.json != "-":
             print(report.text(findings, not_checked, checked))
         return 1 if report.is_failure(findings) else 0
-    except CannotRun as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     finally:
         if not args.keep:
             remove(work)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(text, json_file):
+    """Say why there is no result. Returns the exit code."""
+    print(text, file=sys.stderr)
+    if json_file:
+        with contextlib.suppress(OSError):  # the text says more
+            _write(json_file, json.dumps({"error": text}, indent=2))
+    return 2
+
+
+def _import_torch():
+    try:
+        import torch.distributed  # noqa: F401
+    except ImportError as error:
+        raise CannotRun(
+            f"{sys.executable} cannot import torch ({error}): start the check with the Python of "
+            "the script"
+        ) from None
+
+
+def repository(folder):
+    """The folder of the repository that a folder is in, or this folder itself."""
+    parents = (folder, *folder.parents)
+    return next((path for path in parents if (path / ".git").exists()), folder)
 
 
 def _tell(name):
@@ -220,7 +296,7 @@ def _write(path, text):
     if path == "-":
         print(text)
     else:
-        Path(path).write_text(text + "\n")
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

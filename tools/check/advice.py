@@ -269,6 +269,13 @@ ADVICE = {
         "checkpoint['scheduler'] = scheduler.state_dict()\n"
         "scheduler.load_state_dict(checkpoint['scheduler'])",
     ),
+    "settings-not-restored": Advice(
+        "error",
+        "A schedule of momentum or weight decay starts again, or an optimizer that counts in its "
+        "groups of parameters (Prodigy, schedule-free) does.",
+        "# The whole state, and after the schedule was made, which sets what it begins with:\n"
+        "optimizer.load_state_dict(checkpoint['optimizer'])",
+    ),
     "scaler-not-restored": Advice(
         "warning",
         "The first steps overflow, and are skipped, until the scale is found again.",
@@ -282,8 +289,10 @@ ADVICE = {
     ),
     "order-after-resume": Advice(
         "warning",
-        "After each restart the same samples come first; those at the end come less often.",
-        "train_loader.sampler.set_epoch(epoch)  # the epoch of the checkpoint",
+        "After each restart some samples come more often than others: those at the beginning, or "
+        "all but those that are skipped.",
+        "train_loader.sampler.set_epoch(epoch)  # of the checkpoint; also to skip batches\n"
+        "# A checkpoint at the end of an epoch has the position 0 of the next one.",
     ),
     "epoch-repeated": Advice(
         "note",

@@ -102,6 +102,7 @@ class Run:
     seconds: float
     timed_out: bool = False
     stacks: dict = field(default_factory=dict)
+    codes: list = field(default_factory=list)  # of each process that the check has started
 
     @cached_property
     def ranks(self):
@@ -110,7 +111,10 @@ class Run:
     @property
     def spawned(self):
         """Whether the script starts its own processes."""
-        return any('"kind": "spawn"' in path.read_text() for path in self.folder.glob("*.jsonl"))
+        return any(
+            '"kind": "spawn"' in path.read_text(encoding="utf-8")
+            for path in self.folder.glob("*.jsonl")
+        )
 
     @property
     def ended(self):
@@ -132,7 +136,7 @@ def read_ranks(folder):
     """The Rank objects of a run, by rank. A process that only starts others is left out."""
     by_pid = {}
     for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]
         if events:
             by_pid[events[0]["pid"]] = events

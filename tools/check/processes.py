@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -46,7 +47,10 @@ class Processes:
 
     def __init__(self, environment=None):
         self._mark = uuid.uuid4().hex
+        self._temporary = tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True)
+        self.temporary = os.path.realpath(self._temporary.name)  # of the script
         environment = with_observers(os.environ | (environment or {}))
+        environment["TMPDIR"] = self.temporary
         self._prepared = [
             subprocess.Popen(
                 [sys.executable, INSIDE / "prepared.py"],
@@ -59,16 +63,17 @@ class Processes:
             for _ in range(2)
         ]
 
-    def start(self, number, command, folder, environment, log):
+    def start(self, number, command, folder, environment, log, writable=None):
         """Run a command, without its interpreter, in a fork of prepared process number % 2. Its
-        output goes to the file log."""
+        output goes to the file log. writable: the only folders in which it may write."""
         prepared = self._prepared[number % 2]
         log.touch()
         request = {
             "command": [str(word) for word in command],
             "folder": str(folder),
-            "environment": environment | {MARK: self._mark},
+            "environment": environment | {MARK: self._mark, "TMPDIR": self.temporary},
             "log": str(log),
+            "writable": writable,
         }
         return Process(prepared, _ask(prepared, request))
 
@@ -91,6 +96,7 @@ class Processes:
         for prepared in self._prepared:
             prepared.kill()
             prepared.communicate()
+        self._temporary.cleanup()
 
     def __enter__(self):
         return self

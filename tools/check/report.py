@@ -1,6 +1,9 @@
 """Prints what a check has found: for people, as JSON, and as SARIF for code hosts."""
 
 import json
+import os
+import tempfile
+from pathlib import Path
 from urllib.parse import quote
 
 from tools.check.advice import ADVICE
@@ -51,14 +54,21 @@ def text(findings, not_checked, checked):
 
 
 def written_outside(checked):
-    """Paths that the script wrote, other than in the copy of its folder."""
+    """Paths that the script wrote or renamed to, other than in the copy of its folder."""
+    own = os.path.join(os.path.realpath(tempfile.gettempdir()), "check-")
     for run in checked.runs.values():
-        root = str(run.root.resolve())
+        inside = (str(run.root.resolve()), own, "/dev")
         renamed = {event["source"] for event in run.any("rename")}
-        for event in run.any("save", "write"):
-            path = event["path"]
-            if not path.startswith((root, "/tmp/torchinductor", "/dev")) and path not in renamed:
+        written = [event["path"] for event in run.any("save", "write")]
+        moved = [event["path"] for event in run.any("rename") if event["by_user"]]
+        for path in [*(path for path in written if path not in renamed), *moved]:
+            if not path.startswith(inside) and _could_be_written(path, checked.writable):
                 yield path
+
+
+def _could_be_written(path, folders):
+    """Whether the kernel let the script write there; what is observed are its attempts."""
+    return folders is None or any(Path(path).is_relative_to(folder) for folder in folders)
 
 
 def as_json(findings, not_checked, checked):
@@ -85,8 +95,15 @@ def as_json(findings, not_checked, checked):
     )
 
 
-def as_sarif(findings, script):
-    """The findings as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/)."""
+def _uri(path, prefix):
+    return quote(os.path.normpath(os.path.join(prefix, path)))
+
+
+def as_sarif(findings, script, prefix="."):
+    """The findings as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/).
+
+    prefix: the path from the repository to the folder whose files the findings name.
+    """
     rules = sorted({finding.rule for finding in findings})
     results = [
         {
@@ -97,7 +114,7 @@ def as_sarif(findings, script):
                 {
                     "physicalLocation": {
                         "artifactLocation": {
-                            "uri": quote(finding.place[0] if finding.place else script)
+                            "uri": _uri(finding.place[0] if finding.place else script, prefix)
                         },
                         "region": {"startLine": finding.place[1] if finding.place else 1},
                     }

@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.check import confinement
 from tools.check.events import Run
-from tools.check.mirror import mirror
+from tools.check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
 from tools.check.processes import CannotRun, Processes, with_observers
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
+DENIED = "[Pp]ermission denied|cannot be opened|readonly database|unable to open database"
+NO_DATA = "Dataset not found|urlopen error|Error downloading|Hugging Face Hub|[Nn]ame resolution"
+PUT_BACK = "Only modes, owners or times were changed, which are now as before."
+CHANGED = "Files of yours were changed while the check ran, by the script or by something else:"
 UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -34,6 +40,9 @@ class Options:
     hidden: list = field(default_factory=list)
     limit_data: int = 0  # samples per dataset; 0: all
     fake_data: dict | None = None  # name of a dataset -> its columns or sizes
+    most_bytes: int = MOST_BYTES  # of the files that are copied for each run
+    linked: list = field(default_factory=list)  # patterns of names that the script only reads
+    writable: list = field(default_factory=list)  # folders in which it may write, too
 
 
 @dataclass
@@ -44,9 +53,14 @@ class Checked:
     runs: dict
     not_run: dict  # name -> reason
     launch: str
+    writable: list | None = None  # the only folders that could be written, if the kernel sees to it
 
     def __getitem__(self, name):
         return self.runs.get(name)
+
+
+class OriginalsChanged(CannotRun):
+    """Files of the user, of which the script had a copy, are no longer what they were."""
 
 
 def run_all(options, work, processes=None, tell=lambda text: None):
@@ -57,11 +71,47 @@ def run_all(options, work, processes=None, tell=lambda text: None):
     if processes is None:
         with Processes(_environment(options)) as processes:
             return run_all(options, work, processes, tell)
+    source, work = options.source.resolve(), work.resolve()
+    originals = survey(source, work, options.hidden, options.linked, options.most_bytes)
+    is_protected = confinement.is_protected(originals, options.writable)
+    if not is_protected:
+        _refuse_links(originals, options)
+    before = originals.state()
+    try:
+        start = Start(options, originals, work, processes)
+        checked = _run_each(options, work, start, tell)
+        checked.writable = start.writable
+        return checked
+    finally:
+        changed = changes(before, originals.state(), is_protected)
+        if changed:
+            if is_protected:
+                put_back(before, changed)
+            texts = [f"  {path}: {text}" for path, text in changed.items()]
+            raise OriginalsChanged("\n".join([CHANGED, *texts[:20], PUT_BACK * is_protected]))
+
+
+def _refuse_links(originals, options):
+    """Large files are links to the originals, which native code would write through."""
+    links = writable_links(originals, options.linked)
+    if links:
+        total = sum(size for size, _ in links) / 1e9
+        names = ", ".join(f"{name} ({size / 1e9:.3g} GB)" for size, name in links[:-4:-1])
+        raise CannotRun(
+            f"{len(links)} files or folders, {total:.3g} GB in all, are too large for a copy in "
+            f"each run, and this kernel cannot protect them (Landlock, Linux 6.2): {names}. "
+            "If the script does not need them: --hide PATTERN; if it only reads them: "
+            f"--link PATTERN; or a larger --copy-limit than {options.most_bytes / 1e9:.3g} GB."
+        )
+
+
+def _run_each(options, work, start, tell):
+    """The runs of a check. Returns a Checked."""
     runs, not_run = {}, {}
 
     def run(name, launch, world, root=None, **plan):
         tell(name)
-        runs[name] = run_script(options, work, processes, name, launch, world, root, **plan)
+        runs[name] = start.run(name, launch, world, root, **plan)
         return runs[name]
 
     launch = "torchrun" if options.launch == "auto" else options.launch
@@ -73,18 +123,20 @@ def run_all(options, work, processes=None, tell=lambda text: None):
         return Checked(options, runs, dict.fromkeys(("exact-two", "killed"), reason), launch)
     trains_alone = one.ended and one.any("step")
     if one.timed_out or (launch == "python" and not trains_alone):
-        raise CannotRun(_failure(one))
+        raise CannotRun(_failure(one, options))
     two = run("two", launch, 2)
     distributed = two.world_size > 1
     if not trains_alone:
         if one.ended and not two.ended:
-            raise CannotRun(_failure(two))  # on one process it only says that it needs more
+            raise CannotRun(
+                _failure(two, options)
+            )  # on one process it only says that it needs more
         if not (distributed and two.ended and two.any("step")):
-            raise CannotRun(_failure(one))
+            raise CannotRun(_failure(one, options))
         not_run["exact-two"] = "the script trains on several processes only"
     elif distributed and two.ended:
         _compare_exactly(run, runs, not_run, launch, work)
-    elif distributed:
+    elif not two.ended:
         not_run["exact-two"] = "the script did not end on two processes"
     else:
         not_run["exact-two"] = "the script joins no process group"
@@ -149,13 +201,13 @@ def first_save(run):
     return None
 
 
-def _environment(options):
-    """The environment of the script, but for what a launcher adds."""
+def _environment(options, root="."):
+    """The environment of the script in a copy of its folder, but for what a launcher adds."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "offline",
+        **confinement.services(root),
         **options.environment,
     }
     if options.device != "cuda":
@@ -163,72 +215,85 @@ def _environment(options):
     return environment
 
 
-def run_script(options, work, processes, name, launch, world, root=None, more=(), **plan):
-    """Start the script's processes, and wait for them; none of them is left. Returns a Run."""
-    folder = work / f"{name}.events"
-    folder.mkdir()
-    if root is None:
-        root = work / name / options.source.name
-        mirror(options.source, root, options.hidden)
-    epochs = plan.get("epochs", options.epochs)
-    defaults = {
-        "run": name,
-        "folder": str(folder),
-        "root": os.path.realpath(root),
-        "steps": options.steps,
-        "limit_data": options.limit_data,
-        "epochs": epochs,
-        "most_steps": 3 * options.steps * epochs,
-        "kill_step": None,
-        "device": options.device,
-        "devices": world,
-        "world": world,
-        "exact": None,
-        "joins_statistics": False,
-        "ranks": world,
-        "turns": False,
-        "fake_data": options.fake_data,
-    }
-    environment = with_observers(_environment(options))
-    environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
-    command = [*options.command, *more]
-    started = time.monotonic()
-    if launch == "torchrun":
-        port, store = _store(world)
-        ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
-        if world == 1:
-            store = None  # frees its port for that of the process itself
-    else:
-        store = None
-        port, free = _store(1)
-        del free
-        ranks = [{"MASTER_PORT": str(port)} if "MASTER_PORT" in environment else {}]
-        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            environment.pop(variable, None)
-    logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
-    first = name == "resumed"  # the ranks change places after a restart
-    started_processes = []
-    try:
-        for rank, variables in enumerate(ranks):
-            started_processes.append(
-                processes.start(
-                    rank + first,
-                    command,
-                    root / options.subfolder,
-                    environment | variables,
-                    logs[rank],
+class Start:
+    """Starts runs of the script, each in a copy of its folder."""
+
+    def __init__(self, options, originals, work, processes):
+        self.options = options
+        self.originals = originals
+        self.work = work
+        self.processes = processes
+        folders = [*options.writable, processes.temporary]
+        self.writable = confinement.writable_folders(originals, folders, work)
+
+    def run(self, name, launch, world, root=None, more=(), **plan):
+        """Start the script's processes, and wait for them; none of them is left. Returns a Run."""
+        options = self.options
+        folder = self.work / f"{name}.events"
+        folder.mkdir()
+        if root is None:
+            root = self.work / name / self.originals.source.name
+            self.originals.copy_to(root)
+        epochs = plan.get("epochs", options.epochs)
+        defaults = {
+            "run": name,
+            "folder": str(folder),
+            "root": os.path.realpath(root),
+            "steps": options.steps,
+            "limit_data": options.limit_data,
+            "epochs": epochs,
+            "most_steps": 3 * options.steps * epochs,
+            "kill_step": None,
+            "device": options.device,
+            "devices": world,
+            "world": world,
+            "exact": None,
+            "joins_statistics": False,
+            "ranks": world,
+            "turns": False,
+            "fake_data": options.fake_data,
+        }
+        environment = with_observers(_environment(options, root))
+        environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
+        command = [*options.command, *more]
+        started = time.monotonic()
+        if launch == "torchrun":
+            port, store = _store(world)
+            ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
+            if world == 1:
+                store = None  # frees its port for that of the process itself
+        else:
+            store = None
+            port, free = _store(1)
+            del free
+            ranks = [{"MASTER_PORT": str(port)} if "MASTER_PORT" in environment else {}]
+            for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                environment.pop(variable, None)
+        logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
+        first = name == "resumed"  # the ranks change places after a restart
+        started_processes = []
+        try:
+            for rank, variables in enumerate(ranks):
+                started_processes.append(
+                    self.processes.start(
+                        rank + first,
+                        command,
+                        root / options.subfolder,
+                        environment | variables,
+                        logs[rank],
+                        self.writable,
+                    )
                 )
-            )
-        timed_out = _wait(started_processes, folder, logs, options.timeout)
-        stacks = _stacks(folder) if timed_out else {}
-    finally:
-        processes.end(started_processes)
-    del store
-    codes = [process.poll() for process in started_processes]
-    output = "\n".join(log.read_text(errors="replace") for log in logs)
-    code = next((code for code in codes if code), 0)
-    seconds = time.monotonic() - started
-    return Run(name, folder, Path(root), code, output, seconds, timed_out, stacks)
+            timed_out = _wait(started_processes, folder, logs, options.timeout)
+            stacks = _stacks(folder) if timed_out else {}
+        finally:
+            self.processes.end(started_processes)
+        del store
+        codes = [process.poll() for process in started_processes]
+        output = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+        code = next((code for code in codes if code), 0)
+        seconds = time.monotonic() - started
+        return Run(name, folder, Path(root), code, output, seconds, timed_out, stacks, codes)
 
 
 def _store(world):
@@ -286,20 +351,41 @@ def _stacks(folder):
         except ProcessLookupError:
             continue
     time.sleep(1.0)
-    return {int(path.stem): path.read_text() for path in folder.glob("*.stacks")}
+    return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob("*.stacks")}
 
 
-def _failure(run):
+def _failure(run, options):
     where = "on one process" if run.name == "one" else "on two processes"
     if run.timed_out:
         return f"The script did not end {where}:\n" + "\n".join(run.stacks.values())[-3000:]
     if run.ended:
         return f"The script made no step of an optimizer {where}." + _already_done(run)
-    text = f"The script failed {where} (exit code {run.code}):\n{run.output[-3000:]}"
-    if "CUDA error" in run.output[-3000:]:
-        text += "\nCUDA graphs, for example, cannot run on a CPU: "
-        text += "--device cpu takes the script's own path for CPUs."
-    return text
+    text = f"The script failed {where} (exit code {run.code}):\n{_shortened(run.output)}"
+    return "\n".join([text, *_remedies(run.output[-3000:], options)])
+
+
+def _shortened(output):
+    """The start, where the first error of several ranks is, and the end."""
+    if len(output) <= 9000:
+        return output
+    return f"{output[:3000]}\n[... {len(output) - 9000} characters ...]\n{output[-6000:]}"
+
+
+def _remedies(output, options):
+    """Options that may help a script with this output."""
+    if "CUDA error" in output:
+        yield (
+            "CUDA graphs, for example, cannot run on a CPU: --device cpu takes the script's own "
+            "path for CPUs."
+        )
+    if re.search(NO_DATA, output) and options.fake_data is None:
+        yield "Without its data: --fake-data puts small random data in place of datasets."
+    if re.search(DENIED, output):
+        yield (
+            "The script may write only in a copy of its folder, in temporary folders and caches: "
+            "--writable FOLDER names one more. Files above --copy-limit, and folders that --link "
+            "names, can only be read: --hide PATTERN if the script should not find them."
+        )
 
 
 def _already_done(run):

@@ -5,8 +5,11 @@
     python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
     python -m tools.verify --matrix                      each script resumes the run of each
     python -m tools.verify --task text                   the text task (or segmentation)
+    python -m tools.verify --script mine/train_ddp.py -- --lr 0.01     a task of your own
 
-Every case trains the same small run (tools/verify/cases.py). Exit code 1 if a case fails.
+Every case trains the same small run (tools/verify/cases.py). A script whose task is not one of the
+project's is compared with itself: on one process, on several, accumulated, and killed and resumed,
+with the flags behind `--` (tools/verify/own.py). Exit code 1 if a case fails.
 """
 
 import argparse
@@ -15,8 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from tools.lessons import RUNGS
 from tools.runs import end_runs_on_sigterm
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
+from tools.verify.own import CannotVerify, own_task, parse_flags, verify_own
 from tools.verify.plants import PLANTS, planted_copy
 from tools.verify.run import Verifier, run_matrix
 from tools.verify.table import print_head, print_row, write
@@ -36,10 +41,12 @@ def parse_arguments():
     parser.add_argument(
         "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"
     )
-    args = parser.parse_args()
+    own = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args = parser.parse_args(sys.argv[1:own])
+    args.flags = sys.argv[own + 1 :]
     bug = next((bug for bug in PLANTS if bug.name == args.plant), None)
     args.suite = SUITES[bug.task if bug else args.task]
-    args.cases, args.scripts = args.suite.cases, {}
+    args.cases, args.scripts, args.own = args.suite.cases, {}, None
     if args.script and args.plant:
         parser.error("--plant changes the project's scripts, not yours: pass one of the two")
     if args.script:
@@ -47,9 +54,15 @@ def parse_arguments():
         args.cases, args.scripts = cases_of(args.suite, name), {name: path}
         if not path.exists():
             parser.error(f"there is no file {path}")
+        args.own = own_task(path)
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
-    if not args.cases:
-        parser.error("no case matches: pass --like with the name of one of the scripts")
+    if args.script and name not in RUNGS:
+        parser.error(f"{name} is not a name of the ladder: pass --like, and the original's name")
+    if not args.cases and not args.own:
+        names = ", ".join(case.name for case in args.suite.cases)
+        parser.error(f"no case contains {args.only!r}: there are {names}")
+    if args.flags and not args.own:
+        parser.error("flags behind -- are for a script with a task of its own (--script)")
     if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")
     return args
@@ -65,11 +78,21 @@ def main():
         print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
     if "cuda:" in args.device:
         print(f"the ranks share {args.device}; those of {', '.join(GPU_PER_RANK)} run on the CPU")
-    print_head(args.suite.task)
+    print_head("metric" if args.own else args.suite.best[0])
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         folder = Path(folder)
-        if args.matrix:
+        if args.own:
+            path, like = args.script.resolve(), args.like or args.script.name
+            flags = parse_flags(args.flags)
+            try:
+                rows, args.suite = verify_own(
+                    path, like, args.own, flags, folder, print_row, args.device, args.only or ""
+                )
+            except CannotVerify as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+        elif args.matrix:
             rows = run_matrix(folder, print_row, device=args.device, suite=args.suite)
         else:
             root = planted_copy(bug, folder / "planted") if bug else None

@@ -32,11 +32,11 @@ def with_task(path):
     and looks for signals after each step."""
     changes = {
         "class EpochSampler(": f"{TASK}class EpochSampler(",
-        "        scheduler.step()\n": '        one_file_task.end_step(run["epoch"], step)\n'
+        "        scheduler.step()\n": "        one_file_task.end_step(run.epoch, run.step)\n"
         "        scheduler.step()\n",
         "STEPS_BETWEEN_LOOKS = 10": "STEPS_BETWEEN_LOOKS = 1",
     }
-    text = changed(path.read_text(), changes.items(), path)
+    text = changed(path.read_text(encoding="utf-8"), changes.items(), path)
     return text.replace(":.4f}", ":.17g}")
 
 
@@ -44,7 +44,10 @@ def reference(folder):
     """train_1gpu.py with this task, in a folder. Returns its path."""
     change = "import tasks.images as task", "import tools.verify.one_file_task as task"
     path = folder / "train_1gpu_one_file.py"
-    path.write_text(changed((ROOT / "train_1gpu.py").read_text(), [change], "train_1gpu.py"))
+    path.write_text(
+        changed((ROOT / "train_1gpu.py").read_text(encoding="utf-8"), [change], "train_1gpu.py"),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -58,9 +61,12 @@ def keep(run, reads, output_dir):
     """Add what a run has printed and read to its folder, where a resumed run continues it.
 
     reads: the file that one_file_task has written, if the run came that far."""
-    texts = {"stdout": run.stdout, "reads": reads.read_text() if reads.exists() else ""}
+    texts = {
+        "stdout": run.stdout,
+        "reads": reads.read_text(encoding="utf-8") if reads.exists() else "",
+    }
     for name, text in texts.items():
-        with open(output_dir / name, "a") as file:
+        with open(output_dir / name, "a", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -77,8 +83,10 @@ def error_of(run):
 
 def evidence_of(run, suite, output_dir, resumed_at, writers):
     """The Evidence of a Run, and of the one that it has resumed after `resumed_at` steps."""
-    printed = ROW.findall((output_dir / "stdout").read_text())
-    reads = [line.split() for line in (output_dir / "reads").read_text().splitlines()]
+    printed = ROW.findall((output_dir / "stdout").read_text(encoding="utf-8"))
+    reads = [
+        line.split() for line in (output_dir / "reads").read_text(encoding="utf-8").splitlines()
+    ]
     validated = len({index for part, _, index in reads if part == "val"})
     metrics, audit = [], []
     for epoch, *values in printed:

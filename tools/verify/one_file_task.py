@@ -18,7 +18,7 @@ from utils.data import BatchDataset
 from utils.data import describe_datasets as describe  # noqa: F401
 
 TRAIN, VAL = 125, 31  # samples
-STOP = (1, 1, 3)  # the rank, epoch and step, from 0, in which a run with STOPS receives SIGTERM
+STOP = (1, 1, 3)  # the rank, epoch and step, from 0, in which a run with STOPS is signaled
 
 
 class Noise(Dataset):
@@ -101,8 +101,8 @@ def build_model(cfg, train_set):
 
 
 def end_step(epoch, step):
-    """In a run that has STOPS in its environment, send one rank and its loader processes a SIGTERM,
-    as torchrun does, which starts each rank as the leader of a process group."""
+    """In a run that has STOPS in its environment, send one rank and its loader processes the signal
+    of that name, as torchrun does, which starts each rank as the leader of a process group."""
     if "STOPS" in os.environ and (dist.get_rank(), epoch, step) == STOP:
         assert os.getpgrp() == os.getpid()
-        os.killpg(os.getpgrp(), signal.SIGTERM)
+        os.killpg(os.getpgrp(), signal.Signals[os.environ["STOPS"]])

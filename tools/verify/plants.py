@@ -50,7 +50,7 @@ BUGS = [
         "same number, which may also add a step to the epoch.",
         "Nothing fails. The number of steps, and with it the learning rates, depend on the number "
         "of GPUs.",
-        "`drop_last=True`; all samples have their turn, since every epoch has another order.",
+        "`drop_last=True`; all samples have their turn, since every epoch has a different order.",
     ),
     Bug(
         "loss-divided-twice",
@@ -142,26 +142,26 @@ BUGS = [
         "ddp x2",
         (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
-        "A plausible number from part of the data, by which the best checkpoint is chosen.",
+        "The accuracy is plausible but comes from part of the data, and the best checkpoint is "
+        "chosen by it.",
         "The sums are reduced over all ranks before they are divided.",
     ),
     Bug(
         "saving-on-every-rank",
         "utils/checkpoint.py",
-        "        if is_main_process():\n            names =",
+        "        if is_main_process():\n            # best.pt first",
         '        torch.save(contents, self.folder / "last.pt")\n'
-        "        if is_main_process():\n            names =",
+        "        if is_main_process():\n            # best.pt first",
         "ddp x2",
         (Problem.WRITERS, ""),
         "All ranks write the same file at the same time.",
-        "It usually works. Now and then a checkpoint is corrupt, and saving takes N times the "
-        "bandwidth of the disk.",
+        "Now and then a checkpoint is corrupt, and saving takes N times the bandwidth of the disk.",
         "Rank 0 writes; the other ranks continue.",
     ),
     Bug(
         "every-epoch-is-the-best",
         "utils/metrics.py",
-        "        return not earlier or (best_of([*earlier, last]) == last and last not in earlier)",
+        "        return first == last",
         "        return True",
         "accum x2",
         (Problem.BEST, ""),
@@ -189,8 +189,8 @@ BUGS = [
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "The layers that every rank holds whole, such as LayerNorm, start with different weights.",
-        "The slices come from rank 0, so the model looks right; the ranks compute with different "
-        "embeddings and norms, and add up outputs that do not belong together.",
+        "The model looks right, because its slices come from rank 0. But the ranks compute with "
+        "different embeddings and norms, and add up outputs that do not belong together.",
         "One seed for all ranks; the ranks compare what they all hold (`CompareReplicas`).",
     ),
     Bug(
@@ -244,11 +244,12 @@ BUGS = [
         "    parts = order.split([len(labels) for _, labels in arrays])\n"
         "    arrays = [(images[part], labels[part]) for part in parts]\n",
         "ddp x2",
-        (Problem.FAILED, "labels"),
+        (Problem.FAILED, "different training samples"),
         "Each rank splits the data with its own random numbers: one rank's validation images are "
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
-        "Splits by a fixed seed, the same on all ranks; the ranks compare their labels.",
+        "Splits by a fixed seed, the same on all ranks; the ranks compare all labels, and some "
+        "samples.",
     ),
     Bug(
         "unseeded-split",
@@ -259,12 +260,13 @@ BUGS = [
         "    default_rng().shuffle(paragraphs)\n"
         "    train, val = [], []",
         "ddp x2",
-        (Problem.FAILED, "text_checksum"),
+        (Problem.FAILED, "different training samples"),
         "Each process draws a split of its own, and a resumed run draws a new one.",
         "What one rank validates on, another has trained on, and there may be no labels by which "
         "to notice it. The loss is too good.",
         "A generator with a fixed seed, or NumPy's global one, which `set_seed` seeds. The ranks, "
-        "and a resumed run, compare what `describe()` returns: of a `Subset`, the indices.",
+        "and a resumed run, compare some samples and what `describe()` returns: of a `Subset`, the "
+        "indices.",
         "text",
     ),
     Bug(
@@ -333,7 +335,7 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The first and the last stage hold the same embedding, and each updates its copy with the "
         "gradient of its own use.",
-        "The two copies drift apart, and a checkpoint holds only one of them.",
+        "The two copies of a tied weight drift apart, and a checkpoint holds only one of them.",
         "The gradients of a parameter that several stages hold are summed over their ranks.",
         "text",
     ),
@@ -355,15 +357,15 @@ BUGS = [
     Bug(
         "tied-weights-come-apart-in-a-checkpoint",
         "utils/checkpoint.py",
-        "        if is_main_process():\n            names =",
+        "        if is_main_process():\n            # best.pt first",
         '        model = dict(contents["model"])\n'
         '        model["head.weight"] = model.pop("embedding.weight")\n'
         '        contents["model"] = model\n'
-        "        if is_main_process():\n            names =",
+        "        if is_main_process():\n            # best.pt first",
         "ddp x2",
         (Problem.TENSORS, ""),
         "A tied parameter is saved under the name of one of its uses, and missing under the other.",
-        "Loading it with strict=False trains on with a random embedding.",
+        "A checkpoint that is loaded with strict=False continues with a random embedding.",
         "One parameter has one name; a checkpoint with missing names is refused.",
         "text",
     ),
@@ -377,7 +379,7 @@ BUGS = [
         (Problem.FAILED, "must return sums"),
         "The intersection over union is averaged over batches, although it is not a mean over "
         "samples.",
-        "A number that changes with the batch size and with the number of GPUs.",
+        "The mean IoU changes with the batch size and with the number of GPUs.",
         "Intersections and unions are summed over all samples of all ranks, and then divided; "
         "`check_task` compares what `measure()` returns for a sample and for twice this sample.",
         "segmentation",
@@ -390,25 +392,25 @@ BUGS = [
         "ddp x2, BatchNorm per rank",
         (Problem.FAILED, "no longer hold the same model"),
         "Without SyncBatchNorm, each rank keeps its own running statistics.",
-        "Rank 0's are saved: the checkpoint is a model that was never evaluated as a whole.",
+        "The checkpoint holds the buffers of rank 0: a model that was never evaluated as a whole.",
         "`broadcast_buffers=True`, the default; `utils/replicas.py` compares buffers, too.",
     ),
     Bug(
         "shards-divided-twice",
         "tasks/images/shards.py",
-        '        paths = sorted(Path(cfg.data_dir).glob(f"{name}-*.tar"))',
+        '        paths = find_shards(cfg.data_dir, name, [".tar"])',
         "        from utils.distributed import dp_rank, dp_world_size\n"
         "\n"
-        '        paths = sorted(Path(cfg.data_dir).glob(f"{name}-*.tar"))\n'
+        '        paths = find_shards(cfg.data_dir, name, [".tar"])\n'
         "        paths = paths[dp_rank() :: dp_world_size()]",
         "ddp x2, shards",
-        (Problem.FAILED, "has train_samples"),
+        (Problem.FAILED, "different training samples"),
         "Each rank takes its share of the shards, and the sampler divides the samples in them "
         "again.",
         "Nothing fails, if the ranks have equally many samples: an epoch is 1/N of the data. "
         "Otherwise, one rank has no batches left, and the others wait for it until a timeout.",
-        "Only the sampler divides. The ranks compare what `describe()` returns: how many samples "
-        "there are, and a checksum of the shards.",
+        "Only the sampler divides. The ranks compare some of their samples, and what `describe()` "
+        "returns: how many samples there are, and a checksum of the shards.",
     ),
     Bug(
         "every-rank-reads-everything",
@@ -443,8 +445,8 @@ BUGS = [
         "ddp x2, shards",
         (Problem.FAILED, "steps per epoch"),
         "Samples that do not divide evenly make one rank's epoch a step longer.",
-        "The rank waits for gradients of the others, which are in the evaluation: the job hangs "
-        "until a timeout, or combines tensors that do not belong together.",
+        "One rank waits for gradients while the others evaluate: the job hangs until a timeout, or "
+        "combines tensors that do not belong together.",
         "All ranks drop what does not fill a global batch; `check_setup` compares their steps.",
     ),
     Bug(
@@ -503,7 +505,7 @@ BUGS = [
         "killed, resumed x2",
         (Problem.FAILED, "samples more than once"),
         "A run that resumes in the middle of an epoch starts that epoch again.",
-        "The samples of its first steps are used twice for training after every restart.",
+        "After every restart, the samples of the first steps of the epoch are used twice.",
         "The loader's position in the epoch is part of `state`.",
     ),
     Bug(
@@ -555,7 +557,7 @@ _FSDP = "train_fsdp.py"
 ONE_FILE_BUGS = [
     _in_one_file(
         "set_epoch-forgotten",
-        '    loader.sampler.set_epoch(run["epoch"])',
+        "    loader.sampler.set_epoch(run.epoch)",
         "    pass",
         "ddp x2",
         (Problem.SAMPLES, ""),
@@ -563,7 +565,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "transforms-unseeded",
-        "torch.default_generator.manual_seed(hash((self.seed, epoch, index)) % 2**63)",
+        "torch.default_generator.manual_seed(seed_of_sample(self.seed, epoch, index))",
         "pass",
         "ddp x2",
         (Problem.WEIGHTS, ""),
@@ -571,7 +573,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "loss-divided-twice",
-        "        count /= dist.get_world_size()\n",
+        "        mean_targets /= dist.get_world_size()\n",
         "",
         "ddp x2",
         (Problem.WEIGHTS, ""),
@@ -587,8 +589,8 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "micro-batches-counted-once",
-        "targets = sum(count_targets(labels) for _, labels in micro_batches)",
-        "targets = count_targets(micro_batches[0][1])",
+        "            targets += count_targets(labels)",
+        "            targets = count_targets(labels)",
         "ddp x2, accum",
         (Problem.WEIGHTS, ""),
         "The gradients of the micro-batches are added up, not averaged.",
@@ -603,7 +605,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "validation-filled-up",
-        "range(dist.get_rank(), len(dataset), dist.get_world_size())",
+        "range(rank, len(dataset), world_size)",
         "DistributedSampler(dataset, shuffle=False)",
         "ddp x2",
         (Problem.FAILED, "AssertionError"),
@@ -611,7 +613,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "position-lost",
-        '    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        "    loader.sampler.start = run.step * args.micro_batches * loader.batch_size\n",
         "",
         "ddp, resumed x3",
         (Problem.SAMPLES, ""),
@@ -619,16 +621,16 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "momentum-lost",
-        "        part.load_state_dict(contents[name])",
-        '        part.load_state_dict(contents[name]) if name != "optimizer" else None',
+        '    optimizer.load_state_dict(checkpoint["optimizer"])',
+        "    pass",
         "ddp, resumed x3",
         (Problem.WEIGHTS, ""),
         "The optimizer starts without its momentum after a restart.",
     ),
     _in_one_file(
         "sums-lost",
-        '        run["sums"] += contents["sums"].to(run["device"])',
-        "        pass",
+        'loss, targets = checkpoint["sums"].tolist()',
+        "loss, targets = 0, 0",
         "ddp, resumed x3",
         (Problem.LOSS, "train_loss"),
         "The loss of an epoch includes only the steps after the restart.",
@@ -636,7 +638,7 @@ ONE_FILE_BUGS = [
     _in_one_file(
         "seed-per-rank",
         "torch.manual_seed(args.seed)",
-        "torch.manual_seed(args.seed + rank)",
+        "torch.manual_seed(args.seed + dist.get_rank())",
         "fsdp x3",
         (Problem.WEIGHTS, ""),
         "The shards of the initial weights come from different models: fully_shard copies nothing.",
@@ -644,7 +646,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fsdp-loss-divided-twice",
-        "        count /= dist.get_world_size()\n",
+        "        mean_targets /= dist.get_world_size()\n",
         "",
         "fsdp x3",
         (Problem.WEIGHTS, ""),
@@ -653,8 +655,8 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fill-counted",
-        "model(images).to(args.dtype)[:left], labels[:left]",
-        "model(images).to(args.dtype), labels",
+        "        outputs = model(images)[:left]\n        labels = labels[:left]",
+        "        outputs = model(images)",
         "fsdp x3",
         (Problem.FAILED, "AssertionError"),
         "Samples that only give all ranks as many forward passes count in the evaluation.",
@@ -662,7 +664,7 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fsdp-position-lost",
-        '    loader.sampler.start = run["step"] * args.micro_batches * loader.batch_size\n',
+        "    loader.sampler.start = run.step * args.micro_batches * loader.batch_size\n",
         "",
         "fsdp, resumed x1",
         (Problem.SAMPLES, ""),
@@ -671,8 +673,8 @@ ONE_FILE_BUGS = [
     ),
     _in_one_file(
         "fsdp-momentum-lost",
-        "dsd.set_state_dict(model, optimizer, **states, options=options)",
-        'dsd.set_model_state_dict(model, contents["model"], options=options)',
+        'set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=options)',
+        "pass",
         "fsdp, resumed x1",
         (Problem.WEIGHTS, ""),
         "The optimizer starts without its momentum after a restart.",
@@ -692,4 +694,7 @@ def planted_copy(bug, folder):
 def plant(bug, folder):
     """Put a bug into a copy. Raises ValueError if its line does not occur exactly once."""
     path = folder / bug.file
-    path.write_text(changed(path.read_text(), [(bug.line, bug.replacement)], bug.name))
+    path.write_text(
+        changed(path.read_text(encoding="utf-8"), [(bug.line, bug.replacement)], bug.name),
+        encoding="utf-8",
+    )

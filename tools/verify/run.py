@@ -85,7 +85,8 @@ class Verifier:
     root: the folder of the scripts; default: a copy of the project's, with the suite's task.
     scripts: {the name of a script: the path of a copy to run in its place}. device: of all
     processes; with "cuda:0" they share one GPU, over gloo, but for those of GPU_PER_RANK. cores,
-    references: shared with other Verifiers.
+    references: shared with other Verifiers. clean: the folder of the references; default: such a
+    copy, too. paths: folders from which modules are imported before those of `root`.
     """
 
     def __init__(
@@ -97,9 +98,12 @@ class Verifier:
         device="cpu",
         cores=None,
         references=None,
+        clean=None,
+        paths=(),
     ):
         self.folder, self.suite, self.scripts = Path(folder), suite, scripts or {}
-        self.clean = project_with_task(suite.task, self.folder / "project")
+        self.clean = clean or project_with_task(suite.task, self.folder / "project")
+        self.paths = paths
         self.root = root or self.clean
         self.device, self.cores = device, cores or Cores()
         self.references = {} if references is None else references  # {name: Evidence}
@@ -160,7 +164,7 @@ class Verifier:
             return self.folder / script
         if case.script in ONE_FILE and script != case.script:
             copy = self.folder / Path(case.script).name
-            copy.write_text(one_file.with_task(script))
+            copy.write_text(one_file.with_task(script), encoding="utf-8")
             return copy
         return script
 
@@ -199,15 +203,19 @@ class Verifier:
         """Run a case, in which one rank receives SIGTERM within the second epoch. Returns its
         output_dir."""
         output_dir = self._output_dir(case)
-        environment = {"STOPS": "1"}
+        environment = {"STOPS": "SIGTERM"}
         self._launch(case, output_dir, self.root, self._script(case), finish_run, environment)
         checkpoint = one_file.checkpoint_of(output_dir) or {"epoch": 0, "step": 0}
         place = checkpoint["epoch"], checkpoint["step"]
         assert place == (STOP[1], STOP[2] + 1), f"after SIGTERM, epoch and step are {place}"
         return output_dir
 
+    def train(self, case):
+        """Run a case to its end, with the user's script, if any. Returns its Evidence."""
+        return self._train(case, self._output_dir(case), self.root, self._script(case))
+
     def _train(self, case, output_dir, root, script):
-        """Run a case to its end. Returns its Evidence."""
+        """Run a script to its end. Returns its Evidence."""
         before = one_file.checkpoint_of(output_dir) or {"step": 0}
         run = self._launch(case, output_dir, root, script, finish_run)
         audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
@@ -216,9 +224,9 @@ class Verifier:
             own = case.script in ONE_FILE
             error = one_file.error_of(run) if own else last_line(run.stderr)
             return Evidence(run.code, error, run.seconds)
-        rows = audit.read_text().splitlines() if audit.exists() else []
+        rows = audit.read_text(encoding="utf-8").splitlines() if audit.exists() else []
         writers = self._hooks(output_dir) / "writers"
-        ranks = writers.read_text().split() if writers.exists() else []
+        ranks = writers.read_text(encoding="utf-8").split() if writers.exists() else []
         ranks = sorted(set(map(int, ranks)))
         if case.script in ONE_FILE:
             return one_file.evidence_of(run, self.suite, output_dir, before["step"], ranks)
@@ -252,21 +260,21 @@ class Verifier:
         hooks = self._hooks(output_dir)
         hooks.mkdir()
         spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
-        (hooks / "sitecustomize.py").write_text(spy)
+        (hooks / "sitecustomize.py").write_text(spy, encoding="utf-8")
         # ROOT is for tools.launch; a copy of the project in `root` precedes it.
-        path = os.pathsep.join(map(str, (hooks, root, ROOT)))
+        path = os.pathsep.join(map(str, (hooks, *self.paths, root, ROOT)))
         device, hidden = self._device(case)
         environment = {"PYTHONPATH": path} | hidden | (environment or {})
         flags = self.suite.base | case.flags | {"output_dir": output_dir, "device": device}
         if "devices" in flags:
             flags["devices"] = f"{self.device},{self.device}"
-        if "weights" in flags:
+        if flags.get("weights") == "FILE":
             flags["weights"] = self.folder / "weights.pth"
-        if "data_dir" in flags:
+        if flags.get("data_dir") == "FILES":
             flags["data_dir"] = self.folder / "shards"
         if flags.get("text_file") == "FOLDER":
             flags["text_file"] = self.folder / "texts"
-        elif "text_file" in flags:
+        elif flags.get("text_file") == "FILE":
             flags["text_file"] = write_text(self.folder / "text.txt")
         if case.script in ONE_FILE:
             output_dir.mkdir(exist_ok=True)
@@ -303,11 +311,14 @@ def project_with_task(task, folder):
     ]:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(with_task(path, task) if path.parent == ROOT else path.read_text())
+        copy.write_text(
+            with_task(path, task) if path.parent == ROOT else path.read_text(encoding="utf-8"),
+            encoding="utf-8",
+        )
     for path in ROOT.glob("one_file/*.py"):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(one_file.with_task(path))
+        copy.write_text(one_file.with_task(path), encoding="utf-8")
     return folder
 
 
@@ -319,7 +330,7 @@ def write_text(path, train=125, val=13):
     for number in range(train + val):
         words = [generator.choice(WORDS) for _ in range(generator.choice((1, 1, 2, 4)))]
         paragraphs.append(" ".join([str(number), *words])[:24])
-    path.write_text("\n\n".join(paragraphs))
+    path.write_text("\n\n".join(paragraphs), encoding="utf-8")
     return path
 
 
@@ -340,7 +351,7 @@ def write_text_shards(folder, suite):
 
 def autocast_copy(folder):
     """train_1gpu.py under autocast, as a reference for train_ddp_amp.py."""
-    text = (ROOT / "train_1gpu.py").read_text()
+    text = (ROOT / "train_1gpu.py").read_text(encoding="utf-8")
     forward = (
         "        outputs = model(inputs)\n"
         "        loss_sum = task.loss(outputs, targets)  # over the targets\n"
@@ -351,7 +362,7 @@ def autocast_copy(folder):
         autocast = f"        with torch.autocast({device}.type, torch.bfloat16):\n"
         text = text.replace(lines, autocast + lines.replace("        ", " " * 12))
     path = Path(folder) / AUTOCAST_COPY
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -388,11 +399,11 @@ def order_copy(script, path, order):
     line, sampler = ORDERS[order]
     anchor = "from utils.checkpoint import Checkpointer\n"
     imports = f"{anchor}{line}\nfrom utils.shares import ShareOf\n"
-    text = changed(script.read_text(), [(anchor, imports)], script)
+    text = changed(script.read_text(encoding="utf-8"), [(anchor, imports)], script)
     train_sampler = f"train_sampler = ShareOf({sampler}, cfg.seed)"
     text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)
     assert count == 1
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 def save_pretrained_weights(path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from tools.markdown import markdown_table
-from tools.verify.cases import SUITES
 from tools.verify.judge import Problem
 
 HEAD = ["case", "train loss", "val metric", "loss difference", "weight difference"]
@@ -39,15 +38,14 @@ def cells_of(row):
     ]
 
 
-def head_of(task):
-    """The names of the columns, with the metric that decides which epoch of a task is the best."""
-    metric, _ = SUITES[task].best
+def head_of(metric):
+    """The names of the columns, with the metric that decides which epoch is the best."""
     return [f"val {metric}" if name == "val metric" else name for name in HEAD]
 
 
-def print_head(task):
-    """Print the first line of the table."""
-    _print_cells(head_of(task))
+def print_head(metric):
+    """Print the first line of the table. metric: the one that decides which epoch is the best."""
+    _print_cells(head_of(metric))
 
 
 def print_row(row):
@@ -70,6 +68,8 @@ def write(path, rows, summary, suite):
     result = {"command": command, "machine": machine, "versions": versions, "summary": summary}
     result["task"], result["left_out"] = suite.task, suite.left_out
     result["rows"] = [row.to_json() for row in rows]
-    table = markdown_table(head_of(suite.task), map(cells_of, result["rows"]))
-    path.write_text(f"`{command}` on {machine}, {versions}: {summary}.\n\n{table}\n")
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    table = markdown_table(head_of(suite.best[0]), map(cells_of, result["rows"]))
+    path.write_text(
+        f"`{command}` on {machine}, {versions}: {summary}.\n\n{table}\n", encoding="utf-8"
+    )
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -7,7 +7,6 @@ for training ("samples"), were not ("dropped") and were used more than once ("re
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from utils.distributed import all_gather_object, dp_world_size, fail_together, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, say
 from utils.hooks import Checkpoint, Hook
 from utils.metrics import write_rows
 
@@ -88,14 +87,13 @@ def report(seen: Tensor | None, loader: Any, folder: Path, resumed_at_step: int 
         text = f"trained on {len(seen)} of {dataset_size} samples exactly once and dropped "
         text += f"{len(dropped)}{': ' if len(dropped) else ''}{_some(dropped)}"
     if is_main_process():
-        with suppress(BrokenPipeError):  # of  ... | head: the epoch is still to be saved
-            print(f"audit: epoch {epoch} {text}", flush=True)
+        say(f"audit: epoch {epoch} {text}")
 
 
 def _write_row(path, row):
     """Append a row; rows of this epoch or later are from an earlier attempt, and are dropped."""
     try:
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [old for old in map(json.loads, lines) if old["epoch"] < row["epoch"]]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"cannot write {path}: {error}; remove it or free some space") from None

@@ -3,19 +3,20 @@
 Each logger runs in a thread of rank 0: one that fails, hangs or has lost the network costs the run
 a warning. It is given the rows of metrics.jsonl and, with --log-steps, of steps.jsonl.
 
-output_dir/loggers.json holds the id that the run has with each logger, and the last steps that the
-logger has been given. A resumed run continues its own curves: it logs no step twice, and logs the
-rows in these files that the killed run had not passed on. That is not left to checkpoints, because
-a killed run has logged steps that its last one precedes.
+output_dir/loggers.json holds the id that the run has with each logger, the last steps that the
+logger has been given, and how many steps epochs have had (a different global batch size changes
+that). A resumed run continues its own curves: it logs no step twice, and logs the rows in these
+files that the killed run had not passed on. Checkpoints cannot hold this: a killed run may have
+logged steps after its last checkpoint.
 """
 
 import copy
 import importlib
+import itertools
 import json
 import os
 import queue
 import statistics
-import sys
 import threading
 import time
 import uuid
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.distributed import is_main_process
-from utils.errors import UserError, explain_errors
+from utils.errors import UserError, explain_errors, warn
 from utils.hooks import Checkpoint, Hook
 from utils.metrics import read_metrics
 from utils.run_folder import write_text
@@ -192,28 +193,47 @@ class Loggers(Hook):
         """Let the threads log the rows that a killed run has written to files, but not yet passed
         on to a logger; with a logger that is new, all rows."""
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            self.known = json.loads((self.folder / "loggers.json").read_text())
+            self.known = json.loads((self.folder / "loggers.json").read_text(encoding="utf-8"))
+        self._note_length_of_epochs(checkpoint.epoch)
         rows = read_metrics(self.folder / "steps.jsonl")  # only those that will not be repeated
         rows += [
             row
             for row in read_metrics(self.folder / "metrics.jsonl")
             if row["epoch"] < checkpoint.epoch
         ]
-        if checkpoint.epoch < checkpoint.cfg.epochs:
-            for row in sorted(rows, key=self._step_of):
-                self.after_row(row)
+        if checkpoint.epoch == checkpoint.cfg.epochs:
+            rows = []
+        rows = [self._as_logged(row) for row in sorted(rows, key=self._step_of)]
+        for thread in self.threads:
+            thread.begin(rows)
+
+    def _note_length_of_epochs(self, epoch):
+        """From this epoch on, epochs may have other lengths: the steps continue from the last."""
+        length = len(self.loader)
+        lengths = self.known.pop("lengths", [[0, 0, length]])  # of epochs, after that many steps
+        entries = [max(entry["epoch"], entry["step"]) for entry in self.known.values()]
+        self.known["lengths"] = [part for part in lengths if part[0] <= epoch]
+        if self.known["lengths"][-1][2] != length:
+            done = max([self._step_of({"epoch": epoch, "step": 0}), *entries])
+            earlier = [part for part in lengths if part[0] < epoch]
+            self.known["lengths"] = [*earlier, [epoch, done, length]]
 
     def after_row(self, row: dict[str, Any]) -> None:
         """Let the threads log a row of an epoch, or of a step."""
-        step = self._step_of(row)
+        for thread in self.threads:
+            thread.add(*self._as_logged(row))
+
+    def _as_logged(self, row):
+        """(kind, {name: number}, step) of a row."""
         kind = "step" if "step" in row else "epoch"
         values = {name: value for name, value in _numbers(row).items() if name not in PLACES}
-        for thread in self.threads:
-            thread.add(kind, values, step)
+        return kind, values, self._step_of(row)
 
     def _step_of(self, row):
         """Optimizer steps from the start of the run to a row."""
-        return row["epoch"] * len(self.loader) + row.get("step", len(self.loader))
+        epoch = row["epoch"]
+        first, done, length = [part for part in self.known["lengths"] if part[0] <= epoch][-1]
+        return done + (epoch - first) * length + row.get("step", length)
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
@@ -251,6 +271,15 @@ class _Thread(threading.Thread):
         super().__init__(daemon=True)
         self.title, self.logger, self.hook = name, logger, hook
         self.rows, self.has_failed = queue.Queue(MOST_ROWS), False
+        self.entry: dict[str, Any] = {"id": None, "epoch": 0, "step": 0}
+        self.backlog = []
+
+    def begin(self, rows):
+        """Log those of a killed run's rows that the logger has not got: any number."""
+        self.entry = self.hook.known.get(self.title, self.entry)
+        self.backlog = [row for row in rows if row[2] > self.entry[row[0]]]
+        if self.backlog:
+            self.start()
 
     def add(self, kind, values, step):
         if self.has_failed:
@@ -276,7 +305,7 @@ class _Thread(threading.Thread):
 
     def run(self):
         try:
-            entry = self.hook.known.get(self.title, {"id": None, "epoch": 0, "step": 0})
+            entry = self.entry
             entry["id"] = self.logger.start(
                 self.hook.folder,
                 self.hook.settings,
@@ -284,8 +313,9 @@ class _Thread(threading.Thread):
                 max(entry["epoch"], entry["step"]),
             )
             self.hook.remember(self.title, entry)
-            while (row := self.rows.get()) is not None:
-                kind, values, step = row
+            rows = itertools.chain(self.backlog, iter(self.rows.get, None))
+            self.backlog = []  # its memory is free once it is logged
+            for kind, values, step in rows:
                 if step > entry[kind]:  # not repeated after a resume
                     self.logger.log(values, step)
                     entry[kind] = step
@@ -298,8 +328,4 @@ class _Thread(threading.Thread):
         if not self.has_failed:
             self.has_failed = True
             reason = " ".join(reason.split())
-            print(
-                f"warning: --logger {self.title} has failed, and the run continues without it: "
-                f"{reason}",
-                file=sys.stderr,
-            )
+            warn(f"--logger {self.title} has failed, and the run continues without it: {reason}")

@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from utils.distributed import is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, say
 from utils.hooks import Checkpoint, Hook
 from utils.settings import ConfigError
 
@@ -61,7 +61,7 @@ class Profile(Hook):
         if self.profiler and self.step >= self.first:
             self._finish(self.step - self.first + 1)
         elif self.step < self.first and is_main_process():
-            print(f"--profile: the run had {self.step} steps, so there is nothing to show")
+            say(f"--profile: the run had {self.step} steps, so there is nothing to show")
 
     def _finish(self, steps):
         profiler, self.profiler = self.profiler, None
@@ -72,8 +72,8 @@ class Profile(Hook):
             profiler.export_chrome_trace(str(self.folder / f"rank{rank}.json.gz"))
             if is_main_process():
                 text = f"steps {self.first} to {self.first + steps - 1}: {summary(profiler, steps)}"
-                (self.folder / "summary.txt").write_text(text)
-                print(f"{text}traces of all ranks: {self.folder}", flush=True)
+                (self.folder / "summary.txt").write_text(text, encoding="utf-8")
+                say(f"{text}traces of all ranks: {self.folder}")
         except OSError as error:
             raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
 

@@ -1,9 +1,8 @@
 """--save-errors warn: a run that outlives checkpoints which cannot be written."""
 
-import sys
 from contextlib import suppress
 
-from utils.errors import UserError
+from utils.errors import UserError, warn
 from utils.hooks import Checkpoint, Hook
 from utils.run_folder import claim, write_text
 
@@ -11,8 +10,7 @@ from utils.run_folder import claim, write_text
 class WarnOfSaveErrors(Hook):
     """Turns errors of saves into warnings, except for the save that ends a run."""
 
-    def __init__(self) -> None:
-        self.is_ending = False
+    is_ending = False
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
@@ -21,7 +19,7 @@ class WarnOfSaveErrors(Hook):
     def save_failed(self, checkpoint: Checkpoint, message: str) -> bool:
         if self.is_ending:
             return False
-        print(f"warning: {message}; the run continues", file=sys.stderr)
+        warn(f"{message}; the run continues")
         folder = checkpoint.folder
         if not folder.exists():  # it was deleted
             with suppress(UserError):

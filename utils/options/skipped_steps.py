@@ -1,6 +1,5 @@
-"""--max-skipped-steps: a run that outlives steps whose gradients are not finite."""
+"""--max-skipped-steps: continue after steps in which a gradient is inf or NaN."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +9,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, warn
 from utils.hooks import Checkpoint, Hook, Readout
 
 
 class SkippedSteps(Hook):
-    """Skips the optimizer steps whose gradients are not finite on any rank.
+    """Skips the optimizer steps in which some rank has a gradient that is inf or NaN.
 
     A fused optimizer skips on the device, as after a GradScaler's overflow, and the CPU reads the
     outcome one step later, so that it does not wait for the GPU; with others, it waits. A skipped
     step changes no parameter, optimizer state, buffer or metric; the learning rate moves on.
     """
 
-    def __init__(self, limit: int, state: Mapping[str, Any]) -> None:
-        self.loader, self.meter, self.limit = state["loader"], state["meter"], limit
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        self.loader, self.meter, self.limit = state["loader"], state["meter"], cfg.max_skipped_steps
         self.optimizer, self.model = state["optimizer"], state["model"]
         self.count = 0
         self.pending: tuple[Any, ...] | None = None
@@ -32,10 +31,7 @@ class SkippedSteps(Hook):
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Start to look at gradients; the state to go back to is that which has been loaded."""
-        self.buffers = {}  # {(device, dtype): buffers}
-        for buffer in self.model.buffers():
-            self.buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self.flat = {key: _flatten(buffers) for key, buffers in self.buffers.items()}
+        self.flat = {key: _flatten(buffers) for key, buffers in self._buffers().items()}
         self._remember()
         self.optimizer.register_step_pre_hook(self._before)
         self.optimizer.register_step_post_hook(self._after)
@@ -94,10 +90,21 @@ class SkippedSteps(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state.get("skipped", [])  # not in older checkpoints
 
+    def _buffers(self):
+        """{(device, dtype): buffers}, as they are now: a forward pass may assign new ones."""
+        buffers = {}
+        for buffer in self.model.buffers():
+            buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        return buffers
+
+    @torch.no_grad()
     def _restore_buffers(self):
-        for key, buffers in self.buffers.items():
-            is_skipped = self.found.to(key[0]) > 0
-            self.flat[key] = torch.where(is_skipped, self.flat[key], _flatten(buffers))
+        for key, buffers in self._buffers().items():
+            is_skipped, now = self.found.to(key[0]) > 0, _flatten(buffers)
+            before = self.flat.get(key, now)
+            if before.shape != now.shape:  # a buffer is new, or has a new size
+                before = now
+            self.flat[key] = torch.where(is_skipped, before, now)
             parts = self.flat[key].split([buffer.numel() for buffer in buffers])
             shaped = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
             torch._foreach_copy_(buffers, shaped)
@@ -128,7 +135,7 @@ class SkippedSteps(Hook):
                 f"look at these samples, or try a smaller --lr or --clip-norm 1"
             )
         if is_main_process():
-            print(f"warning: {text}", file=sys.stderr)
+            warn(text)
 
 
 def _flatten(buffers):

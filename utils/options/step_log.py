@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from utils.distributed import all_reduce, dp_world_size, is_main_process
-from utils.errors import UserError
+from utils.errors import UserError, warn
 from utils.hooks import Checkpoint, Hook, Readout
 from utils.metrics import read_metrics, write_rows
 
@@ -106,13 +106,13 @@ class StepLog(Hook):
         row |= {"samples_per_second": speed, "data_seconds": waited / dp_world_size()}
         row["memory"] = peak_memory(self.loader.device)
         try:
-            with open(self.path, "a") as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
             text = f"cannot write {self.path}: {error.strerror}"
             if self.save_errors == "stop":
                 raise UserError(text) from None
-            print(f"warning: {text}; the run continues", file=sys.stderr)
+            warn(f"{text}; the run continues")
         for hook in hooks:
             hook.after_row(row)
 

@@ -37,6 +37,7 @@ from utils.distributed import (
     is_main_process,
     launched_world_size,
 )
+from utils.errors import say
 from utils.hooks import Checkpoint, Hook
 from utils.options.profile import kernels_of, shares_of_kernels
 
@@ -77,7 +78,7 @@ def read_clocks() -> Clocks:
     """The Clocks of this thread (https://docs.kernel.org/scheduler/sched-stats.html)."""
     queue = 0.0
     with suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/self/task/{get_native_id()}/schedstat").read_text()
+        text = Path(f"/proc/self/task/{get_native_id()}/schedstat").read_text(encoding="utf-8")
         queue = int(text.split()[1]) / 1e9
     return Clocks(time.perf_counter(), time.thread_time(), queue)
 
@@ -123,7 +124,7 @@ class Timing(Hook):
             self.profiler.stop()
             self.shares = shares_of_kernels(kernels_of(self.profiler.events()))
             self.profiler = None
-        self.start += read_clocks() - now  # starting and stopping a profiler is no part of training
+        self.start += read_clocks() - now  # without the start and stop of a profiler
 
     def before_row(self, row: dict[str, Any]) -> None:
         now = read_clocks()
@@ -183,7 +184,7 @@ class Timing(Hook):
                 for name, seconds in sorted(mean.items(), key=lambda item: -item[1])
                 if seconds >= 0.005 * time_of_all["total"]
             )
-            print(f"time: {text}; {row['limited_by']}", flush=True)
+            say(f"time: {text}; {row['limited_by']}")
 
     def after_save(self, checkpoint: Checkpoint) -> None:
         now = read_clocks()
@@ -192,7 +193,7 @@ class Timing(Hook):
         self.before = now
         if checkpoint.epoch == self.epochs and self.rows and is_main_process():
             last = self.saving.wall
-            print(f"time of the ranks, without the last save of {last:.2f} s:\n{table(self.rows)}")
+            say(f"time of the ranks, without the last save of {last:.2f} s:\n{table(self.rows)}")
 
 
 def diagnose(times: dict[str, Any], places: Sequence[str], workers: int | None) -> str:

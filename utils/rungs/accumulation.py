@@ -4,17 +4,18 @@ from dataclasses import dataclass
 from typing import Self
 
 from utils.distributed import launched_world_size
-from utils.settings import ConfigError, Settings, setting
+from utils.settings import BaseSettings, ConfigError, setting
 
 
 @dataclass(frozen=True)
-class AccumulationSettings(Settings):
-    """Settings of train_ddp_accum.py."""
+class AccumulationSettings(BaseSettings):
+    """BaseSettings of train_ddp_accum.py."""
 
     micro_batches: int = setting(
         1,
         "micro-batches per step of a process; changes numerics with BatchNorm, whose statistics "
-        "are then those of a micro-batch (models with the suffix _gn have none)",
+        "are then those of a micro-batch (models with the suffix _gn have none), and with "
+        "whatever else forward updates in each call",
         low=1,
     )
 

@@ -6,12 +6,12 @@ from typing import Self
 import torch
 
 from utils.rungs.half_precision import warnings_of
-from utils.settings import ConfigError, Settings, setting
+from utils.settings import BaseSettings, ConfigError, setting
 
 
 @dataclass(frozen=True)
-class AmpSettings(Settings):
-    """Settings of train_ddp_amp.py."""
+class AmpSettings(BaseSettings):
+    """BaseSettings of train_ddp_amp.py."""
 
     amp_dtype: str = setting(
         "bfloat16",

@@ -3,15 +3,22 @@
 import atexit
 import os
 import sys
+import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import (
@@ -21,14 +28,17 @@ from utils.distributed import (
     launched_world_size,
     require_gpu_per_rank,
 )
-from utils.errors import UserError
+from utils.errors import UserError, warn
+from utils.hooks import Checkpoint, Hook
 from utils.rungs.half_precision import warnings_of
-from utils.settings import ConfigError, Settings, free_setting, setting
+from utils.settings import BaseSettings, ConfigError, free_setting, setting
+
+_ORDER = "the order of the blocks"
 
 
 @dataclass(frozen=True)
-class FsdpSettings(Settings):
-    """Settings of train_fsdp.py and train_fsdp_tp.py."""
+class FsdpSettings(BaseSettings):
+    """BaseSettings of train_fsdp.py and train_fsdp_tp.py."""
 
     fsdp_dtype: str = setting(
         "none",
@@ -39,8 +49,8 @@ class FsdpSettings(Settings):
     fsdp_offload: bool = free_setting(False, "keep the shards in the CPU's memory")
     fsdp_size: int = free_setting(
         0,
-        "ranks that divide each parameter; 0: all; with fewer, every group of that size has all "
-        "shards (HSDP), or train_fsdp_tp.py divides the layers among the others",
+        "number of ranks that shard each parameter; 0: all. If fewer: replicate across groups "
+        "(HSDP); in train_fsdp_tp.py, the other dimension is tensor parallel",
     )
 
     @property
@@ -86,12 +96,17 @@ def check_same_weights(model: nn.Module) -> None:
 
 def checked_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """The blocks, which fully_shard() is to gather one at a time. Rank 0 warns if there are none:
-    the whole model is then gathered at once."""
+    the whole model is then gathered at once. Raises UserError for parameters that it rejects."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0 or parameter.is_complex():
+            kind, remedy = "has no dimension", "give it the shape (1,), as in torch.ones(1)"
+            if parameter.is_complex():
+                kind, remedy = "is complex", "keep torch.view_as_real(...) of it as the parameter"
+            raise UserError(f"FSDP cannot shard the parameter {name}, which {kind}: {remedy}")
     if not blocks and is_main_process():
-        print(
-            f"warning: the task names no blocks of the {type(model).__name__}: FSDP gathers the "
-            f"whole model at once, and saves less memory",
-            file=sys.stderr,
+        warn(
+            f"the task names no blocks of the {type(model).__name__}: FSDP gathers the whole model "
+            f"at once, and saves less memory"
         )
     return blocks
 
@@ -140,6 +155,53 @@ def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
             raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
         if cfg.fsdp_dtype != "none" and hasattr(module, "running_var"):  # frozen ones, too
             fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
+
+
+class CompareShards(Hook):
+    """Raises UserError, on all ranks, if these have used different parameters in a step, or the
+    blocks in a different order: when CompareReplicas compares the ranks.
+
+    FSDP matches what the ranks send by its order alone: it would average the gradient of one
+    rank's parameter with that of a different parameter of another rank.
+
+    uses: {name: a number that depends on the steps in which a parameter had a gradient}.
+    """
+
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
+        self.parameters = dict(state["model"].named_parameters())
+        self.steps, self.uses = 0, {_ORDER: 0} | dict.fromkeys(self.parameters, 0)
+        for number, module in enumerate(state["model"].modules()):
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(partial(_note_block, self.uses, number))
+
+    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+        self.steps += 1
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.uses[name] = hash((self.uses[name], self.steps))
+        loader = checkpoint.state["loader"]
+        is_due = self.every > 0 and loader.step % self.every == 0
+        if is_due or loader.step == len(loader):
+            self.before_save(checkpoint, between_steps=True)
+
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
+        if self.every < 0:
+            return
+        ranks = zip(*all_gather_object(list(self.uses.values())), strict=True)
+        different = [name for name, use in zip(self.uses, ranks, strict=True) if len(set(use)) > 1]
+        if different:
+            names = textwrap.shorten(", ".join(different), 300)
+            raise UserError(
+                f"the ranks have not used the same parameters in the same step, so that FSDP has "
+                f"mixed them up: {names}. Let forward use the same ones in the same order for "
+                f"every batch, or use train_ddp.py (docs/recipes/unused-parameters.md)"
+            )
+
+
+@torch.compiler.disable
+def _note_block(uses, number, *_):
+    uses[_ORDER] = hash((uses[_ORDER], number))
 
 
 def exit_process() -> NoReturn:

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from utils.batches import map_tensors, tensors_of
 from utils.errors import UserError
 from utils.rungs.half_precision import warnings_of
-from utils.settings import ConfigError, Settings, setting
+from utils.settings import BaseSettings, ConfigError, setting
 
 WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True)
-class GraphSettings(Settings):
-    """Settings of train_1gpu_graph.py."""
+class GraphSettings(BaseSettings):
+    """BaseSettings of train_1gpu_graph.py."""
 
     amp_dtype: str = setting(
         "none", "precision under autocast (changes numerics)", choices=("none", "bfloat16")

@@ -13,7 +13,7 @@ INSTRUCTIONS = {  # by the names in CPUINFO: those of x86, then of ARM
 def has_instructions(dtype: str) -> bool:
     """Whether this CPU multiplies matrices of `dtype`, a key of INSTRUCTIONS. True if unknown, as
     on macOS."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.exists() else []
     names = [line.partition(":")[2].split() for line in lines if is_list_of_features(line)]
     return not names or not INSTRUCTIONS[dtype].isdisjoint(names[0])
 

@@ -14,14 +14,14 @@ from utils.batches import map_tensors, tensors_of
 from utils.checkpoint import Wrapper
 from utils.distributed import default_device_type, parse_device
 from utils.errors import UserError
-from utils.settings import ConfigError, Settings, free_setting, setting
+from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a task's layers()
 
 
 @dataclass(frozen=True)
-class StagesSettings(Settings):
-    """Settings of train_mp.py and train_ddp_mp.py."""
+class StagesSettings(BaseSettings):
+    """BaseSettings of train_mp.py and train_ddp_mp.py."""
 
     devices: str = free_setting(
         "auto",

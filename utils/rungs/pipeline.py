@@ -15,16 +15,17 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from utils.batches import describe
 from utils.checkpoint import Wrapper, count_trainable
+from utils.contract import trial
 from utils.distributed import (
     all_gather_object,
     require_gpu_per_rank,
     set_data_parallel_group,
 )
-from utils.errors import UserError
+from utils.errors import UserError, say
 from utils.hooks import Checkpoint, Hook
 from utils.options.sharded import part_of
 from utils.seeds import mix
-from utils.settings import ConfigError, Settings, free_setting, setting
+from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
@@ -32,8 +33,8 @@ Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a tas
 
 
 @dataclass(frozen=True)
-class PipelineSettings(Settings):
-    """Settings of train_pp.py."""
+class PipelineSettings(BaseSettings):
+    """BaseSettings of train_pp.py."""
 
     schedule: str = free_setting("1F1B", "order of the passes", choices=SCHEDULES)
     micro_batches: int = setting(4, "per step (changes numerics with BatchNorm)", low=1)
@@ -43,8 +44,6 @@ class PipelineSettings(Settings):
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if not self.save_sharded or self.compile != "none":
             raise ConfigError("a pipeline needs --save-sharded and --compile none")
-        if self.val_batch_size:
-            raise ConfigError("a pipeline has batches of one size: leave out --val-batch-size")
         if self.global_batch_size % self.micro_batches:
             raise ConfigError(
                 f"global_batch_size {self.global_batch_size} cannot be divided into "
@@ -66,8 +65,7 @@ def check_layers(model: nn.Module, layers: Layers, inputs: Tensor) -> None:
 
     A class with a forward() of its own may look like a sequence, and be none.
     """
-    was_training = model.training
-    with _without_zeros(model.eval()):
+    with trial(model), _without_zeros(model):
         expected, outputs, reason = model(inputs), inputs, ""
         try:
             for function, _ in layers:
@@ -76,7 +74,6 @@ def check_layers(model: nn.Module, layers: Layers, inputs: Tensor) -> None:
             is_same = is_same and torch.allclose(outputs, expected, 1e-4, 1e-5)
         except (AttributeError, RuntimeError, TypeError) as error:  # shapes or types do not fit
             is_same, reason = False, " (" + str(error).partition("\n")[0] + ")"
-    model.train(was_training)
     if not is_same:
         raise UserError(
             f"the layers of the {type(model).__name__}, one after another, do not compute what its "
@@ -133,7 +130,7 @@ class Pipeline(Wrapper):
         cfg: PipelineSettings,
     ) -> None:
         super().__init__()
-        inputs, _ = loader.example([0, len(loader.dataset) - 1])
+        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
         if not isinstance(inputs, Tensor):
             raise UserError(
                 f"a pipeline passes one tensor from stage to stage, but the inputs of this task "
@@ -177,7 +174,7 @@ class Pipeline(Wrapper):
                 )
         if self.rank == 0:
             sizes = ", ".join(str(end - start) for start, end in itertools.pairwise(cuts))
-            print(
+            say(
                 f"ranks: {self.ranks} = 1 data x {self.ranks} pipeline, {count} stages of {sizes} "
                 f"layers"
             )
@@ -273,7 +270,7 @@ class Pipeline(Wrapper):
         # One dtype on all ranks: that of the norm of no gradients would be float32.
         squared = nn.utils.get_total_norm(own).to(self.device, torch.float64).square()
         dist.all_reduce(squared)
-        norm = squared.sqrt().to(next(self.parameters()).dtype)
+        norm = squared.sqrt().to(next(self.parameters()).dtype.to_real())
         nn.utils.clip_grads_with_norm_(list(gradients), max_norm, norm)
         return norm
 

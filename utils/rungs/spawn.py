@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from utils.settings import Settings, free_setting
+from utils.errors import say
+from utils.settings import BaseSettings, free_setting
+from utils.signals import SIGNALS
 
 # Appended to the report of a SIGKILL.
 OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
 
 
 @dataclass(frozen=True)
-class SpawnSettings(Settings):
-    """Settings of train_ddp_spawn.py."""
+class SpawnSettings(BaseSettings):
+    """BaseSettings of train_ddp_spawn.py."""
 
     spawn_processes: int = free_setting(
         0, "processes to start; 0: one per visible GPU, or one on a CPU"
@@ -66,7 +68,7 @@ def set_environment(local_rank: int, world_size: int, port: int) -> None:
 def wait_for_ranks(ranks: mp.ProcessContext, patience: float = 30.0) -> None:
     """Wait until all ranks have exited. The first failure terminates all of them.
 
-    ranks: what mp.spawn(..., join=False) returned. SIGTERM, SIGUSR1 and Ctrl-C are passed on to the
+    ranks: what mp.spawn(..., join=False) returned. Signals that stop a run are passed on to the
     ranks (see preemption.py), which are killed if they have not exited `patience` seconds later.
     Exits with the rank's code if a configuration was wrong (2) or the run was stopped and saved
     (75), with 128 plus the signal's number if it was not saved, and with 1 if a rank has failed.
@@ -80,7 +82,7 @@ def wait_for_ranks(ranks: mp.ProcessContext, patience: float = 30.0) -> None:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+    for number in SIGNALS:
         signal.signal(number, pass_on)
     try:
         while not ranks.join(timeout=1.0):  # ends the others when one has failed
@@ -97,9 +99,9 @@ def wait_for_ranks(ranks: mp.ProcessContext, patience: float = 30.0) -> None:
         if received:
             sys.exit(128 + received)
         if isinstance(error, mp.ProcessRaisedException):
-            print(error.msg.strip(), file=sys.stderr, flush=True)  # the rank's traceback
+            say(error.msg.strip(), sys.stderr)  # the rank's traceback
         elif error.signal_name:  # otherwise the rank has reported its error
             text = f"error: rank {error.error_index} was killed by {error.signal_name}"
             text += OUT_OF_MEMORY if error.signal_name == "SIGKILL" else ""
-            print(text, file=sys.stderr, flush=True)
+            say(text, sys.stderr)
         sys.exit(1)

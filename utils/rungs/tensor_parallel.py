@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from utils.distributed import is_main_process, require_gpu_per_rank
-from utils.errors import UserError
+from utils.errors import UserError, say
 from utils.hooks import Checkpoint, Hook
 
 
@@ -28,7 +28,7 @@ def init_mesh(device: torch.device, data: int) -> DeviceMesh:
     data = data or dist.get_world_size()
     tensor = dist.get_world_size() // data
     if is_main_process():
-        print(f"ranks: {dist.get_world_size()} = {data} data x {tensor} tensor")
+        say(f"ranks: {dist.get_world_size()} = {data} data x {tensor} tensor")
     # It warns that gathering over two dimensions takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     return init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from tools.check.corpus import own
 from tools.check.corpus.bugs import BUGS, CORRECT
-from tools.check.corpus.page import page, verdict
+from tools.check.corpus.page import log, page, verdict
 from tools.check.processes import Processes
 from tools.check.rules import judge
 from tools.check.scenarios import CannotRun, Options, run_all
@@ -55,7 +55,7 @@ def options_of(folder, source, script):
     """The Options of a check of the text of a script of the corpus."""
     project = folder / "project"
     project.mkdir()
-    (project / "train.py").write_text(source)
+    (project / "train.py").write_text(source, encoding="utf-8")
     more = script.resume_arguments.split()
     return Options([*script.command(), *script.arguments], project, resume_arguments=more)
 
@@ -121,7 +121,9 @@ def main():
     )
     parser.add_argument("--only", default="", help="only scripts and bugs whose name contains this")
     parser.add_argument("--results", type=Path, help="keep the results of each case in this file")
-    parser.add_argument("--markdown", type=Path, help="write the page of results to this file")
+    parser.add_argument(
+        "--markdown", type=Path, help="write the page of results here, and JSON beside it"
+    )
     parser.add_argument("--own", action="store_true", help="the scripts of this project")
     args = parser.parse_args()
     with Processes() as processes:
@@ -137,7 +139,7 @@ def check_corpus(args, processes):
     cases += [(bug.name, scripts[bug.script], bug) for bug in BUGS]
     results = {}
     if args.results and args.results.exists():
-        results = json.loads(args.results.read_text())
+        results = json.loads(args.results.read_text(encoding="utf-8"))
     code = code_of_check()
     rows = []
     for name, script, bug in cases:
@@ -149,12 +151,14 @@ def check_corpus(args, processes):
             results[name] = measure(source, script, processes) | {"digest": mark}
             if args.results:
                 new = args.results.with_suffix(".new")
-                new.write_text(json.dumps(results, indent=1) + "\n")
+                new.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
                 new.replace(args.results)
         rows.append((name, script, bug, results[name]))
         _tell(*rows[-1])
     if args.markdown:
-        args.markdown.write_text(page(rows, versions()))
+        args.markdown.write_text(page(rows, versions()), encoding="utf-8")
+        text = json.dumps(log(rows), indent=1) + "\n"
+        args.markdown.with_suffix(".json").write_text(text, encoding="utf-8")
     wrong = sum(verdict(*row) not in ("ok", "not run") for row in rows)
     skipped = sum(verdict(*row) == "not run" for row in rows)
     print(f"{len(rows) - skipped} checks, {wrong} wrong; {skipped} not run")

@@ -22,7 +22,7 @@ class Script:
 
     def source(self):
         """The text of the script."""
-        return (SCRIPTS / f"{self.name}.py").read_text()
+        return (SCRIPTS / f"{self.name}.py").read_text(encoding="utf-8")
 
     def style(self):
         """The first line of the script: what it is an example of."""
@@ -45,7 +45,9 @@ class Bug:
 
     def source(self):
         """The script with the bug in it."""
-        return changed((SCRIPTS / f"{self.script}.py").read_text(), self.changes, self.name)
+        return changed(
+            (SCRIPTS / f"{self.script}.py").read_text(encoding="utf-8"), self.changes, self.name
+        )
 
 
 CORRECT = [
@@ -216,6 +218,61 @@ BUGS = [
                 '        self.optimizer.load_state_dict(snapshot["optimizer"])\n        self.optimizer.param_groups[0]["lr"] = 0.05\n',
             ),
         ),
+    ),
+    Bug(
+        "scheduler lost, whose rate has not changed yet",
+        "tutorial",
+        "scheduler-not-restored",
+        (
+            ('        self.scheduler.load_state_dict(snapshot["scheduler"])\n', ""),
+            ("step_size=1", "step_size=3"),
+        ),
+    ),
+    Bug(
+        "schedule of momentum lost",
+        "tutorial",
+        "settings-not-restored",
+        (
+            (
+                "        self.scheduler.step()\n",
+                "        self.scheduler.step()\n"
+                '        self.optimizer.param_groups[0]["momentum"] = 0.8 - 0.1 * epoch\n',
+            ),
+            (
+                '        self.optimizer.load_state_dict(snapshot["optimizer"])\n',
+                '        self.optimizer.load_state_dict(snapshot["optimizer"])\n'
+                '        self.optimizer.param_groups[0]["momentum"] = 0.9\n',
+            ),
+        ),
+    ),
+    Bug(
+        "next epoch skipped",
+        "tutorial",
+        "order-after-resume",
+        (
+            (
+                "        for source, targets in self.train_data:\n",
+                "        for number, (source, targets) in enumerate(self.train_data):\n"
+                "            if number < self.position:\n"
+                "                continue\n",
+            ),
+            (
+                "        self.scheduler.step()\n",
+                "        self.scheduler.step()\n        self.position = 0\n",
+            ),
+            ("        self.epochs_run = 0\n", "        self.epochs_run = self.position = 0\n"),
+            (
+                '        self.epochs_run = snapshot["epochs_run"]\n',
+                '        self.epochs_run = snapshot["epochs_run"]\n'
+                "        self.position = len(self.train_data)  # the end of the epoch before\n",
+            ),
+        ),
+    ),
+    Bug(
+        "next epoch skipped, by its number",
+        "tutorial",
+        "order-after-resume",
+        (('            "epochs_run": epoch + 1,\n', '            "epochs_run": epoch + 2,\n'),),
     ),
     Bug(
         "optimizer lost, sharded by ZeRO",

@@ -68,11 +68,7 @@ def page(rows, versions):
         "passed: these figures say that nothing has got worse, not what the next script will "
         "show.",
         "",
-        "## Scripts without a bug",
-        "",
-        "| script | style | reported | not checked | seconds |",
-        "|---|---|---|---|---|",
-        *(_correct_row(row) for row in rows if row[2] is None),
+        "[check.json](check.json) has each script and each bug, with what was reported.",
         "",
         "## Rules",
         "",
@@ -84,12 +80,6 @@ def page(rows, versions):
         "|---|---|---|---|",
         *_rule_rows(run),
         "",
-        "## Bugs",
-        "",
-        "| bug | script | rule | also reported | seconds | verdict |",
-        "|---|---|---|---|---|---|",
-        *(_bug_row(row) for row in rows if row[2] is not None),
-        "",
     ]
     return "\n".join(lines)
 
@@ -99,23 +89,21 @@ def _share(part, whole):
     return f"{part} of {whole}{percent}"
 
 
-def _correct_row(row):
-    name, script, _, result = row
-    if "seconds" not in result:
-        why = result.get("skipped") or "could not run"
-        return f"| {name} | {script.style()} | not run: {why} | | |"
-    reported = ", ".join(f"{rule} ({ADVICE[rule].severity})" for rule in sorted(rules_of(result)))
-    unchecked = "; ".join(dict.fromkeys(what for what, _ in result["not_checked"]))
-    cells = [name, script.style(), reported or "nothing", unchecked, f"{result['seconds']:.0f}"]
-    return f"| {' | '.join(cells)} |"
-
-
-def _bug_row(row):
-    name, script, bug, result = row
-    others = ", ".join(sorted(rules_of(result) - {bug.finds} - set(script.notes)))
-    seconds = f"{result['seconds']:.0f}" if "seconds" in result else ""
-    cells = [name, script.name, bug.finds, others, seconds, verdict(*row)]
-    return f"| {' | '.join(cells)} |"
+def log(rows):
+    """What each case has yielded, to be written beside the page. rows: as of page()."""
+    return [
+        {
+            "case": name,
+            "script": script.name,
+            "style": script.style(),
+            "rule": bug.finds if bug else "",
+            "reported": sorted(rules_of(result)),
+            "not checked": list(dict.fromkeys(what for what, _ in result.get("not_checked", []))),
+            "seconds": result.get("seconds"),
+            "verdict": verdict(name, script, bug, result),
+        }
+        for name, script, bug, result in rows
+    ]
 
 
 def _rule_rows(run):

@@ -43,6 +43,8 @@ def exit_code(pid):
 
 def become(request):
     """Give a fork what a new process has: a session, an environment, open files, a seed."""
+    from check_inside import landlock
+
     os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -52,6 +54,8 @@ def become(request):
     for number, file in enumerate((null, log, log)):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if request["writable"] is not None:
+        landlock.restrict(request["writable"])
     if "numpy" in sys.modules:  # the module random does so by itself
         sys.modules["numpy"].random.seed()
     if "multiprocessing.process" in sys.modules:

@@ -12,7 +12,7 @@ def same_samples(checked):
         why = holds_parts(checked)
         if why:
             yield from _different_samples(two)
-        elif two is not None and two.world_size < 2:
+        elif two is not None and two.world_size < 2 and two.ended:
             yield NotChecked("all that concerns several ranks", "the script joins no process group")
         return
     if not all(rank.training for rank in ranks):

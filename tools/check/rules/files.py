@@ -158,17 +158,9 @@ def _lost(before, after, index, place):
             place,
             f"{old['type']} had {old['state'][0]} tensors of state; after the load it {count}",
         )
-    # The first rate may be that of the optimizer's state, before a schedule that is lost sets one.
-    for earlier, later in zip(before.steps[index:][:2], after.steps[:2], strict=False):
-        if not _close(earlier["rates"], later["rates"]):
-            also = "; the rate is also in the state of the optimizer" if is_lost else ""
-            yield Finding(
-                "scheduler-not-restored",
-                place,
-                f"step {earlier['step'] + 1} had the rate {earlier['rates'][0]:.4g}; after the "
-                f"load it has {later['rates'][0]:.4g}{also}",
-            )
-            break
+    yield from _lost_schedule(before, after, index, place, is_lost)
+    if not is_lost:
+        yield from _lost_settings(before, after, index, place)
     if old["scaler"] and new["scaler"] and old["scaler"] != new["scaler"]:
         yield Finding(
             "scaler-not-restored",
@@ -176,6 +168,60 @@ def _lost(before, after, index, place):
             f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
         )
     yield from _epoch(before, after, index, place)
+
+
+def _first_steps(before, after, index):
+    """The first two steps after the load, each with the same one before: the first may have what is
+    in the state of the optimizer, before a schedule that is lost sets something else."""
+    return list(zip(before.steps[index:][:2], after.steps[:2], strict=False))
+
+
+def _lost_schedule(before, after, index, place, is_lost):
+    """The rate, and what a schedule has counted, where the rate has not changed yet."""
+    pairs = _first_steps(before, after, index)
+    for old, new in pairs:
+        if not _close(old["rates"], new["rates"]):
+            also = "; the rate is also in the state of the optimizer" if is_lost else ""
+            yield Finding(
+                "scheduler-not-restored",
+                place,
+                f"step {old['step'] + 1} had the rate {old['rates'][0]:.4g}; after the load it has "
+                f"{new['rates'][0]:.4g}{also}",
+            )
+            return
+    old, new = (step["schedulers"] for step in pairs[0])
+    if [kind for kind, _ in old] != [kind for kind, _ in new]:
+        return
+    for (kind, count), (_, restored) in zip(old, new, strict=True):
+        if count != restored:
+            yield Finding(
+                "scheduler-not-restored",
+                place,
+                f"{kind} had come to {count} (last_epoch); after the load it is at {restored}",
+            )
+            return
+
+
+def _lost_settings(before, after, index, place):
+    """What else than the rate the groups of parameters hold."""
+    changed = [
+        f"step {old['step'] + 1} had {name} {_short(ours[name])} in group {number} of "
+        f"{old['type']}; after the load it has {_short(theirs[name])}"
+        for old, new in _first_steps(before, after, index)
+        for number, (ours, theirs) in enumerate(_pairs(old["settings"], new["settings"]))
+        for name in sorted(ours.keys() & theirs.keys())
+        if not _close(ours[name], theirs[name])
+    ]
+    if changed:
+        yield Finding("settings-not-restored", place, changed[0])
+
+
+def _pairs(first, second):
+    return zip(first, second, strict=False)
+
+
+def _short(values):
+    return ", ".join(f"{value:.4g}" for value in values)
 
 
 def _close(first, second):
@@ -186,10 +232,6 @@ def _close(first, second):
 
 def _epoch(before, after, index, place):
     """The epoch and the order of the samples go on."""
-    read = [sum(rank.steps[0]["batches"].values()) for rank in (before, after)]
-    if read[1] > read[0]:
-        return  # it skips the batches that were trained on, to find the position again
-    printed = [_printed_epochs(rank) for rank in (before, after)]
     expected, number = _epoch_of(before, index), _epoch_of(after, 0)
     if expected is not None and number is not None and number < expected:
         yield Finding(
@@ -199,6 +241,20 @@ def _epoch(before, after, index, place):
             f"epoch {number}",
         )
         return
+    ends = [epoch["steps"] + epoch["steps_before"] for epoch in before.training]
+    if index in ends and expected is not None and number is not None and number > expected:
+        yield Finding(
+            "order-after-resume",
+            place,
+            f"step {index + 1} was the first one of epoch {expected} of the sampler; after the "
+            f"load the first one is in epoch {number}: an epoch is skipped",
+        )
+        return
+    read = [sum(rank.steps[0]["batches"].values()) for rank in (before, after)]
+    if read[1] > read[0]:  # it skips the batches that were trained on, to find the position again
+        yield from _skipped(before, after, index, place)
+        return
+    printed = [_printed_epochs(rank) for rank in (before, after)]
     whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
     if whole and number is None and all(printed) and printed[1][0] == printed[0][0]:
         yield Finding(
@@ -225,6 +281,38 @@ def _epoch(before, after, index, place):
             f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
+
+
+def _skipped(before, after, index, place):
+    """A script that reads and skips batches after the load trains on the one that comes next."""
+    loader = next((next(iter(s["batches"])) for s in before.steps if s["batches"]), None)
+    trained = _last_read(before, loader)
+    first = after.first("step")["number"]
+    read = [samples for number, samples in _read(after, loader) if number < first]
+    if loader is None or not read or index >= len(trained) or read[-1] == trained[index]:
+        return
+    ends = [epoch["steps"] + epoch["steps_before"] for epoch in before.training]
+    start = max((end for end in ends if end <= index), default=0)
+    what = None
+    if trained[index] in read[:-1]:
+        what = f"skips the batch of step {index + 1}, on which nothing was trained yet"
+    elif start and read[-1] == trained[index - start] != trained[index]:
+        what = f"trains on the batch of step {index - start + 1}, of the first epoch, again"
+    if what:
+        yield Finding("order-after-resume", place, f"the run that was started again {what}")
+
+
+def _read(rank, loader):
+    """The samples of each batch of a loader, with the number of the event."""
+    events = rank.of("batch")
+    return [(e["number"], e["samples"]) for e in events if str(e["loader"]) == loader]
+
+
+def _last_read(rank, loader):
+    """For each step, the samples of the batch of a loader that was read last before it."""
+    read = _read(rank, loader)
+    steps = (step["number"] for step in rank.steps)
+    return [next((s for n, s in reversed(read) if n < step), None) for step in steps]
 
 
 def _batches(rank, loader):

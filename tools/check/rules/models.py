@@ -1,6 +1,7 @@
 """Rules about models, optimizers and the calls that cost time."""
 
 import re
+import signal
 from collections import Counter
 
 from tools.check.findings import Finding, NotChecked
@@ -132,6 +133,9 @@ def failures(checked):
                 f"no gradient came for {', '.join(filter(None, missing[:5])) or 'some parameters'}",
             )
             return
+    if two is not None and two.world_size < 2 and not two.ended:
+        yield _fails_alone(two)
+        return
     if two is None or two.world_size < 2 or (two.ended and not _lengths_differ(two)):
         if two is not None and two.any("no_hooks"):
             yield NotChecked("collectives", "this version of PyTorch has no hooks for them")
@@ -165,10 +169,23 @@ def failures(checked):
         text = "; ".join(filter(None, tops)) or "no stacks"
         yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
     else:
-        lines = [line for line in two.output.strip().splitlines() if line.strip()]
-        text = [*_own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
-        place = failed_at(two, text)
-        yield Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
+        yield _failure(two)
+
+
+def _failure(two):
+    lines = [line for line in two.output.strip().splitlines() if line.strip()]
+    text = [*_own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
+    place = failed_at(two, text)
+    return Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
+
+
+def _fails_alone(two):
+    """Processes that do not end, and have joined no group: where all of them fail, that is a bug.
+    One of two may have met the other in a script that is for one process."""
+    if not two.timed_out and all(code not in (0, -signal.SIGKILL) for code in two.codes):
+        return _failure(two)
+    why = "it hangs" if two.timed_out else _failure(two).observed
+    return NotChecked("two processes", f"the script joins no process group, and {why}")
 
 
 def _own_errors(run):

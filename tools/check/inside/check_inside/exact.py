@@ -149,7 +149,9 @@ def _join(sizes, parts):
     if _is_array(first):
         return sys.modules["numpy"].concatenate(parts) if first.ndim else first
     if isinstance(first, list | tuple):
-        if [len(part) for part in parts] == sizes and not _holds_batches(sizes[0], first):
+        is_alike = len({type(entry) for entry in first}) == 1
+        is_long = [len(part) for part in parts] == sizes
+        if is_long and is_alike and not _holds_batches(sizes[0], first):
             joined = [sample for part in parts for sample in part]
         else:
             joined = [_join(sizes, fields) for fields in zip(*parts, strict=True)]

@@ -1,8 +1,10 @@
 """Observes what is written and read: checkpoints, and files that are opened for writing."""
 
+import contextlib
 import io
 import os
 import pickle
+import shutil
 import sys
 
 from check_inside.record import PLAN, ROOT, is_user_file, place, record, replace
@@ -52,6 +54,8 @@ def _observe_save(original, function, position, kind="save"):
     def save(*args, **kwargs):
         named = (kwargs[name] for name in ("f", "file", "filename") if name in kwargs)
         target = args[position] if len(args) > position else next(named, None)
+        if isinstance(target, str | os.PathLike):
+            _detach(os.path.abspath(target), is_emptied=True)  # C++ opens it
         path = _path(target)
         where = place()
         result = original(*args, **kwargs)
@@ -119,7 +123,7 @@ def _audit(event, args):
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
         if not writes or not isinstance(path, str | os.PathLike):
             return
-        _detach(os.path.abspath(os.fspath(path)))
+        _detach(os.path.abspath(os.fspath(path)), flags & os.O_TRUNC)
         path = os.path.realpath(os.fspath(path))
         if path.startswith(("/dev/", "/proc/", "/sys/", *_own)):
             return
@@ -135,6 +139,7 @@ def _audit(event, args):
             "rename",
             source=os.path.realpath(os.fspath(args[0])),
             path=os.path.realpath(os.fspath(args[1])),
+            by_user=_by_user(),
         )
 
 
@@ -151,7 +156,18 @@ def _by_user():
     return False
 
 
-def _detach(link):
-    """Large files of the script's folder are links: one that is written to becomes a new file."""
-    if link.startswith(ROOT) and os.path.islink(link):
-        os.unlink(link)
+def _detach(link, is_emptied):
+    """Large files of the script's folder are links: one that is written becomes a file, a copy
+    unless it is emptied. Native code, which is not seen here, cannot write it."""
+    if not link.startswith(ROOT + os.sep) or not os.path.islink(link):
+        return
+    original = os.path.realpath(link)
+    if original.startswith(ROOT + os.sep) or not os.path.isfile(original):
+        return  # a link of the user, to a file of the copy
+    own = f"{link}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):  # a different rank has done it
+        if is_emptied:
+            os.unlink(link)
+        else:
+            shutil.copy2(original, own)
+            os.rename(own, link)

@@ -20,14 +20,14 @@ SECONDS_FOR_OTHERS = 20.0
 
 def install(name, torch):
     """Let the check ask this process for its stacks, and know when it ends by itself."""
-    stacks = open(Path(PLAN["folder"]) / f"{os.getpid()}.stacks", "w")  # noqa: SIM115
+    stacks = open(Path(PLAN["folder"]) / f"{os.getpid()}.stacks", "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     record("start", argv=sys.argv, torch=torch.__version__)
     atexit.register(lambda: record("exit"))
 
 
 def cuts(epoch):
-    """Whether the epoch of a loader has had its share of this run: no more of its batches."""
+    """Whether this loader has yielded enough batches for this run."""
     if epoch.is_endless:
         return False  # the script does not expect it to end: the number of steps ends the run
     if epoch.backwards():
@@ -63,7 +63,7 @@ def before_backward():
 
 
 def after_step():
-    """An optimizer has made a step."""
+    """An optimizer has taken a step."""
     if PLAN["kill_step"] is not None and STATE.steps >= PLAN["kill_step"]:
         record("killed", steps=STATE.steps)
         os.kill(os.getpid(), signal.SIGKILL)

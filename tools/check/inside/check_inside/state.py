@@ -37,6 +37,7 @@ class State:
     optimizers: Ordinals = field(default_factory=Ordinals)
     parameters: list = field(default_factory=list)  # of all optimizers, without repetitions
     parameter_ids: set = field(default_factory=set)
+    schedulers: list = field(default_factory=list)  # weak references, in the order of their making
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     frozen: dict = field(default_factory=dict)  # id of a BatchNorm -> checksum of its weight
     steps: int = 0  # of the outermost optimizers

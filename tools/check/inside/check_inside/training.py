@@ -1,6 +1,7 @@
 """Observes models, backwards, optimizers, gradient scalers and clipping."""
 
 import sys
+import weakref
 
 from check_inside import exact, limits
 from check_inside.data import fingerprints
@@ -35,6 +36,7 @@ def install(name, torch):
     optimizers.register_optimizer_step_post_hook(_after_step)
     replace(torch.optim.Optimizer, "add_param_group", _observe_parameters)
     replace(torch.optim.Optimizer, "zero_grad", _observe_zero_grad)
+    torch.optim.lr_scheduler.LRScheduler.__new__ = _new_scheduler
     replace(torch.autograd, "backward", _observe_backward)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         replacement = _observe_clip(getattr(clip_grad, name))
@@ -235,6 +237,8 @@ def _before_step(optimizer, args, kwargs):
         optimizer=ordinal,
         type=type(optimizer).__name__,
         rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        settings=[_settings(group) for group in optimizer.param_groups],
+        schedulers=_schedulers(),
         parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
         gradients=gradients,
         names=[STATE.names.get(id(p)) for p in own[:MOST_TENSORS]] if STATE.steps < 2 else [],
@@ -323,6 +327,31 @@ def _is_sharded(parameter):
         return True
     placements = getattr(parameter, "placements", ())
     return any(placement.is_shard() for placement in placements)
+
+
+def _settings(group):
+    """What else than the rate a group of parameters holds: momentum, or what an optimizer counts
+    there. Schedules write there what they have been given."""
+    skipped = ("params", "lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+    found = {}
+    for name, value in group.items():
+        values = list(value) if isinstance(value, tuple | list) else [value]
+        if name not in skipped and all(isinstance(x, bool | int | float) for x in values):
+            found[name] = [float(x) for x in values]
+    return found
+
+
+def _new_scheduler(kind, *args, **kwargs):
+    """Not all schedules call the __init__ of their base."""
+    scheduler = object.__new__(kind)
+    STATE.schedulers.append(weakref.ref(scheduler))
+    return scheduler
+
+
+def _schedulers():
+    """[type, number of the epoch or step that it has come to] of each schedule."""
+    alive = filter(None, (reference() for reference in STATE.schedulers))
+    return [[type(s).__name__, getattr(s, "last_epoch", None)] for s in alive]
 
 
 def _state_checksum(optimizer):

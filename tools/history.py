@@ -1,0 +1,89 @@
+"""The project's files at a commit, from the history of this clone. Needs git."""
+
+import subprocess
+from functools import cache
+
+from tools.lessons import ROOT
+
+
+class NoHistory(Exception):
+    """The history that is needed is not here; the message says what to do about it."""
+
+
+def git(*arguments, text=True):
+    """What a git command prints, in this clone. Raises NoHistory if it fails."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=text)
+    except FileNotFoundError:
+        raise NoHistory("git is not installed: it merges your changes with new ones") from None
+    if done.returncode:
+        error = done.stderr if text else done.stderr.decode()
+        raise NoHistory(f"git {arguments[0]}: {error.strip().splitlines()[-1]}")
+    return done.stdout
+
+
+def require():
+    """Raise NoHistory unless this is a clone made by git, not an archive without history."""
+    if not (ROOT / ".git").exists():
+        raise NoHistory(f"{ROOT} has no history (is it an archive?): clone the repository with git")
+
+
+def head():
+    """The commit of this clone, 40 hexadecimal digits; None without git or history."""
+    try:
+        require()
+        return git("rev-parse", "HEAD").strip()
+    except NoHistory:
+        return None
+
+
+def resolve(name):
+    """The commit of that name. Raises NoHistory if it is not in this clone."""
+    require()
+    try:
+        return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+    except (NoHistory, IndexError):
+        shallow = git("rev-parse", "--is-shallow-repository").strip() == "true"
+        remedy = "git fetch --unshallow" if shallow else "git fetch, or pass --from COMMIT"
+        raise NoHistory(f"the commit {name} is not in this clone: {remedy}") from None
+
+
+def is_ancestor(older, newer):
+    """Whether a commit is among the ancestors of another one."""
+    return git("merge-base", older, newer).strip() == older
+
+
+def changed_files():
+    """The files of this clone that differ from its commit, or are new, relative to its root."""
+    lines = git("status", "--porcelain", "--untracked-files=all").splitlines()
+    return [line[3:] for line in lines]
+
+
+@cache
+def tree(commit):
+    """{path: the id of its contents} of all files at a commit."""
+    entries = {}
+    for line in git("ls-tree", "-r", "-z", commit).split("\0")[:-1]:
+        facts, _, path = line.partition("\t")
+        entries[path] = facts.split()[2]
+    return entries
+
+
+@cache
+def read(commit, path):
+    """The contents of a file at a commit, as bytes; None if it was not there."""
+    blob = tree(commit).get(path)
+    return blob and git("cat-file", "blob", blob, text=False)
+
+
+@cache
+def renamed(old, new):
+    """{old path: new path} of the files that git takes for renamed between two commits."""
+    fields = git("diff", "-M50%", "--diff-filter=R", "--name-status", "-z", old, new).split("\0")
+    return dict(zip(fields[1::3], fields[2::3], strict=False))
+
+
+def commits():
+    """All commits of this clone's branch, the newest first."""
+    require()
+    return git("rev-list", "HEAD").split()

@@ -1,0 +1,174 @@
+"""Leave modules that only watch a run out of a copy, with the code that uses them.
+
+What uses such a module is taken out of the other files, whole statements or elements at a time: its
+imports; calls for their effect (`check_task(...)`), with the `if` around them; arguments of
+build_hooks(); rows of HOOKS (utils/options/__init__.py); and the settings that nothing reads then.
+"""
+
+import ast
+import re
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+
+from tools.closure import rows_of_table
+
+SETTINGS = "utils/config.py"
+
+
+class Guard(NamedTuple):
+    """A module that can be left out."""
+
+    module: str
+    purpose: str  # what a copy without it does not have
+
+    @property
+    def path(self):
+        """The path of its file in a copy."""
+        return self.module.replace(".", "/") + ".py"
+
+
+GUARDS = {
+    "contract": Guard(
+        "utils.contract", "tries the task on a few samples before the first epoch, names mistakes"
+    ),
+    "preemption": Guard(
+        "utils.preemption", "saves every few minutes, and on SIGTERM or Ctrl-C before the run stops"
+    ),
+    "progress": Guard("utils.progress", "shows the step, the loss and the time left"),
+    "replicas": Guard(
+        "utils.replicas", "compares the code, settings, data, weights and optimizers of all ranks"
+    ),
+    "watchdog": Guard(
+        "utils.watchdog", "names the rank that hangs, or the host that is lost, and where"
+    ),
+}
+
+
+class CannotLeaveOut(Exception):
+    """A file needs the module for more than calls for their effect; the message names both."""
+
+
+def without(files, names):
+    """A copy, {path: bytes}, without the guards of these names. Raises CannotLeaveOut."""
+    files = dict(files)
+    for name in sorted(names):
+        guard = GUARDS[name]
+        text = files.pop(guard.path, b"").decode()
+        for path, contents in files.items():
+            if path.endswith(".py") and guard.module in contents.decode():
+                files[path] = _without_module(path, contents.decode(), guard.module).encode()
+        unread = _attributes(text) - set().union(
+            *(_attributes(t.decode()) for path, t in files.items() if path.endswith(".py"))
+        )
+        files = {path: _without_settings(path, t, unread) for path, t in files.items()}
+    return files
+
+
+def can_leave_out(files):
+    """The names of the guards that a copy, {path: bytes}, can be without."""
+    names = []
+    for name in [name for name, guard in GUARDS.items() if guard.path in files]:
+        with suppress(CannotLeaveOut):
+            without(files, [name])
+            names.append(name)
+    return names
+
+
+@cache
+def _attributes(text):
+    """The names behind a dot, and the strings of HOOKS, that a file reads."""
+    tree = ast.parse(text)
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names | {row[0] for _, row in rows_of_table(tree)}
+
+
+def _without_module(path, text, module):
+    """A file's text without what uses a module."""
+    tree = ast.parse(text)
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == module
+        for alias in node.names
+    }
+    finder = _Finder(module, names)
+    finder.visit(tree)
+    rows = [(row, "") for row, value in rows_of_table(tree) if value[2] == module]
+    text = _edited(text, finder.edits + rows)
+    text = _without_unused_imports(text, _names(tree))
+    if names & _names(ast.parse(text)):
+        raise CannotLeaveOut(f"{path} needs {module.replace('.', '/')}.py")
+    return text
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects edits: (node, its new text, "" if it goes)."""
+
+    def __init__(self, module, names):
+        self.module, self.names, self.edits = module, names, []
+
+    def is_effect(self, node):
+        call = node.value if isinstance(node, ast.Expr) else None
+        return isinstance(call, ast.Call) and ast.unparse(call.func) in self.names
+
+    def visit_ImportFrom(self, node):
+        if node.module == self.module:
+            self.edits.append((node, ""))
+
+    def visit_Expr(self, node):
+        if self.is_effect(node):
+            self.edits.append((node, ""))
+
+    def visit_If(self, node):
+        if not node.orelse and all(map(self.is_effect, node.body)):
+            self.edits.append((node, ""))
+        else:
+            self.generic_visit(node)
+
+    def visit_Assign(self, node):
+        call = node.value
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "build_hooks":
+            kept = [ast.unparse(arg) for arg in call.args if ast.unparse(arg) not in self.names]
+            if len(kept) < len(call.args):
+                target = ast.unparse(node.targets[0])
+                self.edits.append((node, f"{target} = build_hooks({', '.join(kept)})"))
+
+
+def _edited(text, edits):
+    """A text with whole lines replaced. edits: (node, its new text, "" if it goes)."""
+    lines = text.splitlines(keepends=True)
+    for node, new in edits:
+        indent = " " * node.col_offset
+        lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        lines[node.lineno - 1] = new and f"{indent}{new}\n"
+    return "".join(lines)
+
+
+def _names(tree):
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _without_unused_imports(text, used_before):
+    """A text without imports of names that were used before, and no longer are."""
+    tree, edits = ast.parse(text), []
+    unused = used_before - _names(tree)
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept = [alias for alias in node.names if (alias.asname or alias.name) not in unused]
+            if len(kept) < len(node.names):
+                node.names = kept
+                edits.append((node, ast.unparse(node) if kept else ""))
+    return _edited(text, edits)
+
+
+def _without_settings(path, contents, unread):
+    """A file without settings, as fields of config.py and as keys of configs/*.yaml."""
+    if path == SETTINGS:
+        fields = [node for node in ast.walk(ast.parse(contents)) if isinstance(node, ast.AnnAssign)]
+        edits = [(node, "") for node in fields if ast.unparse(node.target) in unread]
+        return _edited(contents.decode(), edits).encode()
+    if path.endswith(".yaml") and unread:
+        names = "|".join(map(re.escape, sorted(unread)))
+        return re.sub(rf"^({names}):.*\n", "", contents.decode(), flags=re.MULTILINE).encode()
+    return contents

@@ -1,0 +1,264 @@
+"""Merge what has changed in this clone into a copy that tools.copy has made.
+
+A copy records where it comes from in copied.json: the commit, what was copied, and the checksum of
+each file. A file that its owner has not edited is replaced; an edited one is merged, three ways,
+with the version that was copied. Nothing is written before all of this has been computed.
+"""
+
+import difflib
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools import history
+from tools.lessons import RUNGS
+from tools.prune import GUARDS, without
+
+RECORD = "copied.json"
+FOLDERS = ("utils", "tasks", "tools", "configs")  # of a copy, besides the scripts
+SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
+
+
+class CannotUpdate(Exception):
+    """The copy cannot be updated; the message says why, and what to do."""
+
+
+@dataclass
+class Change:
+    """What happens to a file of a copy. contents: the new bytes; None: it is removed, or stays."""
+
+    path: str
+    kind: str
+    contents: bytes | None = None
+    conflicts: int = 0
+    old_path: str | None = None  # if it moves
+
+
+def checksum(contents):
+    """Of a file's bytes, for a record."""
+    return hashlib.sha256(contents).hexdigest()
+
+
+def new_record(commit):
+    """The record of a copy that holds nothing yet."""
+    return {"commit": commit, "scripts": {}, "options": [], "without": [], "files": {}}
+
+
+def read_record(folder):
+    """The record of a copy as a dict, or None. Raises CannotUpdate if it is damaged."""
+    path = Path(folder) / RECORD
+    try:
+        record = {"without": []} | json.loads(path.read_text(encoding="utf-8"))
+        if record.keys() != new_record(None).keys():
+            raise ValueError("it has other entries")
+        if unknown := set(record["without"]) - GUARDS.keys():
+            raise ValueError(f"it is without {', '.join(unknown)}, which this clone does not know")
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, OSError) as error:
+        raise CannotUpdate(f"{path} cannot be read ({error}): pass --from COMMIT") from None
+    return record
+
+
+def write_record(folder, commit, scripts, options, guards, sums):
+    """scripts: {name: task}; options: names; guards: names of those that are left out; sums: {path:
+    checksum of what was copied}."""
+    record = new_record(commit) | {"scripts": scripts, "options": sorted(options)}
+    record |= {"without": sorted(guards), "files": dict(sorted(sums.items()))}
+    text = json.dumps(record, indent=1) + "\n"
+    (Path(folder) / RECORD).write_text(text, encoding="utf-8")
+
+
+def merge(mine, base, theirs, names):
+    """(merged bytes, the number of conflicts). names: of the three versions, for the markers."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("mine", "base", "theirs")]
+        for path, contents in zip(paths, (mine, base, theirs), strict=True):
+            path.write_bytes(contents)
+        labels = [word for name in names for word in ("-L", name)]
+        done = subprocess.run(
+            ["git", "merge-file", "-p", "--diff3", *labels, *map(str, paths)], capture_output=True
+        )
+    if not 0 <= done.returncode < 128:
+        raise CannotUpdate(f"git merge-file: {done.stderr.decode().strip()}")
+    return done.stdout, done.returncode
+
+
+def base_of(record, commit, of_task):
+    """{path: bytes as they were copied} of the files of a record, from the history.
+
+    of_task(text, task): the text of a script as a copy has it. Raises CannotUpdate if they are not
+    what was copied.
+    """
+    guards, base = record["without"], {}
+    for path in [*record["files"], *(GUARDS[name].path for name in guards)]:
+        contents = history.read(commit, SOURCES.get(path, path))
+        if contents is None:
+            contents = b""  # the __init__.py of a package that has none
+        if path in record["scripts"]:
+            contents = of_task(contents.decode(), record["scripts"][path]).encode()
+        base[path] = contents
+    base = without(base, guards)
+    different = [
+        path
+        for path, expected in record["files"].items()
+        if expected is not None and checksum(base[path]) != expected
+    ]
+    if different:
+        raise CannotUpdate(
+            f"{', '.join(different)} were copied from a clone with changes that are in no commit: "
+            f"pass --from with the commit from which they differ least"
+        )
+    return base
+
+
+def plan(folder, base, new, moved, labels):
+    """The Changes that turn a copy of `base` into one of `new`, with the edits of its owner.
+
+    base, new: {path: bytes}. moved: {old path: new path}. labels: names of the old and of the new
+    version. Reads only.
+    """
+    folder, changes, reached = Path(folder), [], set()
+    for old_path, old in base.items():
+        path = moved.get(old_path, old_path)
+        path = path if path in new else old_path
+        reached.add(path)
+        mine_on_disk = read(folder / old_path)
+        if mine_on_disk is None:
+            if path in new:
+                changes.append(Change(path, "left out"))
+            continue
+        mine = mine_on_disk.replace(b"\r\n", b"\n")
+        if path not in new:
+            kind = "removed" if mine == old else "kept, although it is gone"
+            changes.append(Change(old_path, kind))
+            continue
+        place = None if path == old_path else old_path
+        if place and read(folder / path) not in (None, new[path]):
+            changes.append(Change(path, "in the way: yours is kept"))
+            continue
+        if mine == old:
+            contents, kind, conflicts = new[path], "replaced", 0
+        elif old == new[path]:
+            contents, kind, conflicts = mine, "moved", 0
+        else:
+            names = ("yours", f"copied ({labels[0]})", f"new ({labels[1]})")
+            contents, conflicts = merge(mine, old, new[path], names)
+            kind = "conflict" if conflicts else "merged"
+        if b"\r\n" in mine_on_disk:  # an editor or git on Windows wrote it
+            contents = contents.replace(b"\n", b"\r\n")
+        if place or contents != mine_on_disk:
+            changes.append(Change(path, kind, contents, conflicts, place))
+    for path in [*base, *new]:
+        if (folder / path).is_dir():
+            raise CannotUpdate(f"{folder / path} is a folder, where a file belongs: rename it")
+    for path in sorted(new.keys() - reached):
+        mine = read(folder / path)
+        if mine is None:
+            changes.append(Change(path, "added", new[path]))
+        elif mine != new[path]:
+            changes.append(Change(path, "in the way: yours is kept"))
+    return changes
+
+
+def read(path):
+    """The bytes of a file, or None if there is none."""
+    return path.read_bytes() if path.is_file() else None
+
+
+def apply(folder, changes):
+    """Write Changes."""
+    folder = Path(folder)
+    for change in changes:
+        target = folder / change.path
+        if change.contents is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(change.contents)
+        if change.kind == "removed":
+            target.unlink()
+        if change.old_path:
+            (folder / change.old_path).unlink()
+
+
+def as_diff(folder, changes):
+    """The Changes as a unified diff."""
+    lines = []
+    for change in changes:
+        if change.contents is None and change.kind != "removed":
+            continue
+        old_path = change.old_path or change.path
+        old = (read(Path(folder) / old_path) or b"").decode(errors="replace")
+        new = (change.contents or b"").decode(errors="replace")
+        names = f"a/{old_path}", f"b/{change.path}"
+        pieces = difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names)
+        lines += [line if line.endswith("\n") else line + "\n" for line in pieces]
+    return "".join(lines)
+
+
+# Copies without a record
+
+
+def files_in(folder, commit):
+    """The paths in a folder that the project has, too, at a commit: what may have been copied."""
+    known, found = history.tree(commit), []
+    for path in sorted([*folder.glob("train_*.py"), *folder.glob("[a-z]*/**/*")]):
+        name = path.relative_to(folder).as_posix()
+        is_ours = name in RUNGS or name.partition("/")[0] in FOLDERS
+        if path.is_file() and is_ours and SOURCES.get(name, name) in known:
+            found.append(name)
+    return found
+
+
+def find_commit(folder):
+    """The commit from which a folder was copied, by the contents of the files that are unedited."""
+    folder = Path(folder)
+    blobs = {}
+    for name in FOLDERS:
+        for path in folder.glob(f"{name}/**/*"):
+            if path.is_file() and path.stat().st_size < 1 << 20 and path.stat().st_size:
+                data = path.read_bytes()
+                blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+                blobs[path.relative_to(folder).as_posix()] = blob
+    best, candidates = 0, []
+    for commit in history.commits():
+        entries = history.tree(commit)
+        same = sum(entries.get(SOURCES.get(path, path)) == blob for path, blob in blobs.items())
+        if same > best:
+            best, candidates = same, []
+        if same == best:
+            candidates.append(commit)
+    if not best:
+        raise CannotUpdate(f"{folder} has no file of any commit of this clone: pass --from COMMIT")
+    return min(candidates, key=lambda commit: _edits(folder, commit))  # the newest of equals
+
+
+def _edits(folder, commit):
+    """The number of lines by which the files of a folder differ from those of a commit."""
+    count = 0
+    for name in files_in(folder, commit):
+        mine, ours = (folder / name).read_bytes(), history.read(commit, SOURCES.get(name, name))
+        if mine != ours:
+            old, new = (text.decode(errors="replace").splitlines() for text in (ours, mine))
+            count += sum(line[0] in "+-" for line in difflib.unified_diff(old, new, n=0))
+    return count
+
+
+def guessed_record(folder, commit):
+    """A record of a copy that has none. The files have no checksums."""
+    files, scripts = files_in(folder, commit), {}
+    if "tools/copy.py" in files:
+        raise CannotUpdate(f"{folder} is the whole project, not a copy of a script")
+    for name in files:
+        if name in RUNGS:
+            text = (folder / name).read_text(encoding="utf-8")
+            found = re.search(r"^import tasks\.(\w+) as task", text, re.MULTILINE)
+            tasks = [part.split("/")[1].removesuffix(".py") for part in files if "tasks/" in part]
+            tasks = [task for task in tasks if task != "__init__"]
+            scripts[name] = found[1] if found else (tasks or ["images"])[0]
+    if not scripts:
+        raise CannotUpdate(f"{folder} has none of the scripts: {', '.join(RUNGS)}")
+    return new_record(commit) | {"scripts": scripts, "files": dict.fromkeys(files)}

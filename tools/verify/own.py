@@ -1,0 +1,215 @@
+"""Your own script, with your own task: the same weights on 1, 2 and 3 processes, and resumed?
+
+All runs are compared with that of the script on one process. They take place in its folder, with a
+copy of the script whose task has few samples.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools import update
+from tools.copy import TASK_LINE, TASKS
+from tools.lessons import ONE_PROCESS, ROOT
+from tools.runs import last_line
+from tools.verify.cases import SAVED, Case, Suite
+from tools.verify.run import Verifier
+
+# Six steps per epoch, and five samples that do not fill a seventh one.
+BASE = {"epochs": 2, "global_batch_size": 18, "dtype": "float64", "timeout": 60, "audit": True}
+STEPS, VALIDATED = 6, 31
+PROCESSES = {"train_tp.py": (1, 2), "train_pp.py": (1, 2), "train_fsdp_tp.py": (2, 4)}
+ACCUMULATED = "train_ddp_accum.py"
+
+# Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
+SHIM = """
+import copy
+import {task} as task
+
+globals().update({{name: value for name, value in vars(task).items() if name[:2] != "__"}})
+
+
+def few(dataset, count):
+    if len(dataset) <= count:
+        return dataset
+    if isinstance(dataset, (list, tuple)):
+        return dataset[:count]
+    kind, result = type(dataset), copy.copy(dataset)
+    result.__class__ = type(kind.__name__, (kind,), {{"__len__": lambda self: count}})
+    return result
+
+
+def build_datasets(cfg):
+    train_set, val_set = task.build_datasets(cfg)
+    return few(train_set, {steps} * cfg.global_batch_size + 5), few(val_set, {validated})
+"""
+
+
+class CannotVerify(Exception):
+    """The script cannot be run in this way; the message says why."""
+
+
+def own_task(script):
+    """The module that a script imports as its task; None if it is one of the project's."""
+    found = re.search(r"^import (\S+) as task\b", script.read_text(encoding="utf-8"), re.MULTILINE)
+    known = [TASK_LINE.format(name).split()[1] for name in TASKS]
+    return found[1] if found and found[1] not in known else None
+
+
+def parse_flags(arguments):
+    """The arguments of a script, --name=value, --name value and --[no-]name, as {name: value}."""
+    flags, rest = {}, list(arguments)
+    while rest:
+        name, has_value, value = rest.pop(0).removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if has_value:
+            flags[name] = value
+        elif rest and not rest[0].startswith("--"):
+            flags[name] = rest.pop(0)
+        else:
+            flags[name.removeprefix("no_")] = not name.startswith("no_")
+    return flags
+
+
+def verify_own(script, like, task, flags, folder, report, device="cpu", only=""):
+    """Run a script on several processes. Returns its Rows and its Suite.
+
+    script: the path of a copy of the project's script `like`. task: its module. flags: {name:
+    value} of all runs. report(row): called as soon as a Row is known. only: part of a case's name.
+    Raises CannotVerify.
+    """
+    overlay, left_out = write_overlay(script, like, task, Path(folder) / "overlay")
+    suite = Suite(
+        task=task,
+        base=BASE | flags,
+        steps=STEPS,
+        trained=0,
+        dropped=0,
+        validated=0,
+        cases=[],
+        references=[],
+        best=best_of_task(overlay, script.parent),
+        exact=(),
+        left_out=left_out,
+    )
+    scripts = {name: overlay / name for name in (like, ACCUMULATED)}
+
+    def verifier_of(suite, references):
+        return Verifier(
+            folder,
+            suite,
+            script.parent,
+            scripts,
+            device,
+            references=references,
+            clean=script.parent,
+            paths=[overlay],
+        )
+
+    first, *cases = cases_of(like, left_out)
+    try:
+        evidence = verifier_of(suite, {}).train(first)
+    except AssertionError as error:
+        raise CannotVerify(str(error).splitlines()[0]) from None
+    if evidence.code:
+        raise CannotVerify(f"{script} fails on its own ({first.name}): {evidence.error}")
+    if any(name.endswith("num_batches_tracked") for name in evidence.weights):
+        cases = [case for case in cases if case.script == like]
+        left_out["accumulation"] = "BatchNorm's statistics are those of a micro-batch"
+    audit, row = evidence.audit[0], evidence.metrics[0]
+    counts = {"trained": audit["samples"], "dropped": audit["dropped"]}
+    suite = suite._replace(validated=row["val_samples"], **counts)
+    cases = [case for case in cases if only in case.name]
+    print(f"compared with {first.name}, in {evidence.seconds:.0f} s:")
+    return verifier_of(suite, {first.name: evidence}).run(cases, report), suite
+
+
+def write_overlay(script, like, task, folder):
+    """A folder with the script and its accumulating twin, with few samples, and with the modules
+    that the script's own folder lacks. Returns the folder, and {what it could not make: why}."""
+    folder.mkdir(parents=True)
+    shim = SHIM.format(task=task, steps=STEPS, validated=VALIDATED)
+    (folder / "few_samples.py").write_text(shim, encoding="utf-8")
+    own, ours = script.parent / "utils", ROOT / "utils"
+    if own.is_dir():
+        shutil.copytree(ours, folder / "utils")
+        shutil.copytree(own, folder / "utils", dirs_exist_ok=True)
+    line = f"import {task} as task"
+    text = script.read_text(encoding="utf-8").replace(line, "import few_samples as task")
+    (folder / like).write_text(text, encoding="utf-8")
+    left_out = {}
+    if like == "train_ddp.py":
+        merged = merge(text, ROOT / like, ROOT / ACCUMULATED)
+        if merged is None:
+            left_out["accumulation"] = (
+                f"your changes meet those of {ACCUMULATED}, or git is missing"
+            )
+        else:
+            (folder / ACCUMULATED).write_text(merged, encoding="utf-8")
+    elif like != ACCUMULATED:
+        left_out["accumulation"] = f"{like} does not accumulate"
+    return folder, left_out
+
+
+def merge(text, base, other):
+    """The text, a changed form of the file `base`, with what the file `other` changes in `base`.
+    None where the changes meet, or without git."""
+    names = "yours", base.name, other.name
+    try:
+        merged, conflicts = update.merge(
+            text.encode(), base.read_bytes(), other.read_bytes(), names
+        )
+    except FileNotFoundError:
+        return None
+    return None if conflicts else merged.decode()
+
+
+def best_of_task(overlay, folder):
+    """BEST of the task. Raises CannotVerify if it cannot be imported."""
+    program = "import few_samples as t, json; print(json.dumps([t.BEST[0], t.BEST[1].__name__]))"
+    path = os.pathsep.join(map(str, (overlay, folder)))
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        raise CannotVerify(f"the task cannot be imported: {last_line(found.stderr)}")
+    metric, name = json.loads(found.stdout.splitlines()[-1])
+    return metric, {"min": min, "max": max}[name]
+
+
+def cases_of(like, left_out):
+    """The Cases of a script, of which the first is the reference."""
+    name = like.removeprefix("train_").removesuffix(".py")
+    if like in ONE_PROCESS:
+        first = Case(name, like, None, {})
+        sizes = [None]
+    else:
+        sizes = PROCESSES.get(like, (1, 2, 3))
+        cases = [Case(f"{name} x{count}", like, *started(like, count)) for count in sizes]
+        first, *others = [case._replace(reference=f"{name} x{sizes[0]}") for case in cases]
+    if like in ONE_PROCESS:
+        others = []
+    if "accumulation" not in left_out:
+        flags = {"micro_batches": 3}
+        others.append(Case("accum x2", ACCUMULATED, 2, flags, reference=first.name))
+    nproc, flags = started(like, sizes[min(1, len(sizes) - 1)])
+    killed = Case("killed", like, nproc, flags | SAVED)
+    nproc, flags = started(like, sizes[-1])
+    resumed = f"killed, resumed x{sizes[-1] or 1}"
+    others.append(Case(resumed, like, nproc, flags, reference=first.name, resumes=killed))
+    return [first, *others]
+
+
+def started(like, count):
+    """(nproc, flags) that start a script on that many processes."""
+    if like == "train_ddp_spawn.py":
+        return None, {"spawn_processes": count}
+    return count, {"fsdp_size": count // 2} if like == "train_fsdp_tp.py" else {}
