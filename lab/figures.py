@@ -8,7 +8,7 @@ import textwrap
 from html import escape
 from typing import NamedTuple
 
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 FOLDER = ROOT / "docs" / "figures"
 WIDTH, MARGIN, PADDING = 880, 20, 10

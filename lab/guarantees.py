@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import tasks.images as task
-from tools.lessons import ROOT
-from tools.markdown import markdown_table
+from tools.lib.ladder import ROOT
+from tools.lib.markdown import markdown_table
 from utils.config import load_config
 from utils.data import build_loader
 from utils.shards import ShardOrder, Shards

@@ -3,7 +3,7 @@
 A test compares them with what the ranks of real runs hold; docs/choosing.md shows the table.
 """
 
-from tools.markdown import markdown_table
+from tools.lib.markdown import markdown_table
 
 # float32 parameters and gradients, and what the optimizer keeps for each parameter.
 BYTES = {"sgd": 4 + 4 + 4, "adamw": 4 + 4 + 8}

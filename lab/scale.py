@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DistributedSampler
 
 import train_ddp
-from tools.runs import flag_list
+from tools.lib.runs import flag_list
 
 STEPS = 4  # per epoch: the validation set, a quarter of it, then has a sample per rank
 FLAGS = {"dataset": "synthetic", "image_size": 8, "model": "resnet20_gn", "epochs": 2}

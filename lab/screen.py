@@ -14,8 +14,8 @@ from contextlib import suppress
 from fcntl import ioctl
 from html import escape
 
-from tools.lessons import ROOT
-from tools.page import save_picture
+from tools.lib.ladder import ROOT
+from tools.lib.page import save_picture
 from tools.report import picture, read_run
 
 PATH = ROOT / "docs" / "figures" / "run.svg"

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from torch import set_num_threads  # as it is before a fixture replaces it
 
-from tools.runs import ROOT, finish_run, start_run
+from tools.lib.runs import ROOT, finish_run, start_run
 
 # {exit code: signal} of a process that crashed in C++; pyproject.toml says why its test is rerun.
 CRASHES = {-number: number.name for number in (signal.SIGSEGV, signal.SIGABRT)}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.launch import SMALL, planted
-from tools.runs import ROOT, finish_run, flag_list, kill_family
+from tools.lib.runs import ROOT, finish_run, flag_list, kill_family
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("nsenter"),

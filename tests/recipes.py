@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.forked import FIVE_STEPS, fork_script
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task, write_text
 from utils.checkpoint_file import read_checkpoint
 

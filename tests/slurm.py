@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.namespaces import hosts, needs_namespaces
-from tools.runs import ROOT
+from tools.lib.runs import ROOT
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged")
 _missing = [name for name in PROGRAMS if not shutil.which(name)]

@@ -30,8 +30,8 @@ from lab.bench.rows import rows_for
 from lab.bench.runner import setting, take_turns
 from tasks.images import Settings
 from tests.launch import SMALL
-from tools.lessons import ROOT
-from tools.runs import flag_list
+from tools.lib.ladder import ROOT
+from tools.lib.runs import flag_list
 from utils.config import load_config
 
 

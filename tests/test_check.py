@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.changes import changed
 from tools.check.__main__ import parse, script_of
 from tools.check.advice import ADVICE
 from tools.check.corpus import __main__ as corpus
@@ -24,7 +23,8 @@ from tools.check.rules.data import same_samples, samples_left_out
 from tools.check.rules.files import resumed
 from tools.check.rules.models import failures
 from tools.check.scenarios import Checked, Options
-from tools.lessons import ROOT
+from tools.lib.edits import changed
+from tools.lib.ladder import ROOT
 from tools.verify.plants import PLANTS
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.

@@ -16,7 +16,7 @@ from tools.check.findings import Finding
 from tools.check.processes import INSIDE, CannotRun, Processes
 from tools.check.report import as_sarif
 from tools.check.scenarios import Options, _remedies
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 CHECK = [sys.executable, ROOT / "tools" / "check"]
 TRAINS = """

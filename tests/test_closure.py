@@ -1,11 +1,11 @@
-"""tools.closure: what a script imports, and how much code it is."""
+"""tools.lib.closure: what a script imports, and how much code it is."""
 
 import json
 
 import pytest
 
-from tools.closure import closure, default_command, loaded, options, purpose, size, total
-from tools.lessons import LADDER, ROOT
+from tools.lib.closure import closure, default_command, loaded, options, purpose, size, total
+from tools.lib.ladder import LADDER, ROOT
 
 
 @pytest.fixture

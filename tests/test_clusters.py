@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import SMALL
 from tests.namespaces import finish, hosts, needs_namespaces
-from tools.runs import ROOT, flag_list
+from tools.lib.runs import ROOT, flag_list
 
 RUN = SMALL | {"synthetic_samples": 48, "image_size": 8, "num_threads": 1, "timeout": 20}
 PAGES = [

@@ -12,7 +12,7 @@ import yaml
 import tasks.images
 import tasks.segmentation
 import tasks.text
-from tools.lessons import LADDER, ROOT
+from tools.lib.ladder import LADDER, ROOT
 from utils.config import Config, Machine, Saving, Watching, load_config
 from utils.settings import rules_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch import free_port
-from tools.closure import closure, loaded, options, small_flags
 from tools.copy import TASKS, files_to_copy, task_module
-from tools.lessons import LADDER, ONE_PROCESS, ROOT, RUNGS
+from tools.lib.closure import closure, loaded, options, small_flags
+from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT, RUNGS
 
 SCRIPTS = [rung.script for rung in LADDER]
 NO_SEQUENCE = ("train_mp.py", "train_ddp_mp.py", "train_pp.py")  # a U-Net is none

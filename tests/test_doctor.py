@@ -14,7 +14,7 @@ import tools.doctor
 from tests.namespaces import finish, hosts, needs_namespaces
 from tools.doctor import check_names, check_rendezvous, slow_links
 from tools.doctor import main as doctor
-from tools.runs import ROOT
+from tools.lib.runs import ROOT
 
 GB = 10**9
 needs_mounts = pytest.mark.skipif(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.launch import ROOT, run_ranks, start_script
 from tools.launch import reports
-from tools.runs import family, finish_run, start_run, wait_for_family
+from tools.lib.runs import family, finish_run, start_run, wait_for_family
 from utils import errors
 from utils.config import ConfigError
 from utils.distributed import all_reduce

@@ -7,7 +7,7 @@ import pytest
 
 import lab.screen
 from lab.figures import FIGURES, FOLDER, draw, parse, path_of
-from tools.lessons import LADDER, ROOT
+from tools.lib.ladder import LADDER, ROOT
 
 
 def test_every_script_has_a_figure_on_its_page():

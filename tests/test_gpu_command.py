@@ -19,9 +19,9 @@ from lab.gpu.report import Monitor, sections, speed_table
 from tests.forked import ROUNDING
 from tests.launch import SMALL
 from tests.test_preemption import wait_until
-from tools.findings import check
-from tools.lessons import ROOT
-from tools.runs import TooSlow, family, finish_run, start_run, wait_for_family
+from tools.lib.findings import check
+from tools.lib.ladder import ROOT
+from tools.lib.runs import TooSlow, family, finish_run, start_run, wait_for_family
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 

@@ -1,4 +1,4 @@
-"""tools.gpus says what slows GPUs down, from what such machines have shown."""
+"""tools.lib.gpus says what slows GPUs down, from what such machines have shown."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tools import gpus
-from tools.gpus import (
+from tools.lib import gpus
+from tools.lib.gpus import (
     Copy,
     check_compiler,
     check_copies,

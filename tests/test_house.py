@@ -5,8 +5,8 @@ import ast
 import pytest
 import yaml
 
-from tools.closure import imports, modules_in, option_blocks, parse, size
-from tools.lessons import ROOT
+from tools.lib.closure import imports, modules_in, option_blocks, parse, size
+from tools.lib.ladder import ROOT
 
 FILES = sorted(
     path

@@ -9,7 +9,7 @@ import yaml
 
 from tests.launch import SMALL
 from tests.namespaces import finish, hosts, needs_namespaces
-from tools.runs import ROOT, flag_list
+from tools.lib.runs import ROOT, flag_list
 from utils.preemption import Preempted
 from utils.settings import ConfigError
 

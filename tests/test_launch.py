@@ -20,8 +20,8 @@ from tests.forked import FORK
 from tests.launch import SMALL
 from tools import launch as launch_module
 from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
-from tools.lessons import ROOT
-from tools.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
+from tools.lib.ladder import ROOT
+from tools.lib.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
 signals_of_torchrun = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SCRIPT = """

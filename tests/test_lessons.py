@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tools.lessons import LADDER, ROOT, changed, code
+from tools.lib.ladder import LADDER, ROOT, changed, code
 
 SCRIPTS = sorted(path.name for path in ROOT.glob("train_*.py"))
 

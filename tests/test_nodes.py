@@ -11,7 +11,7 @@ import pytest
 
 from tests.forked import FORK, ROUNDING, fork_script, largest_difference, same_bits
 from tests.namespaces import Gate, c10d, finish, hosts, needs_namespaces, static
-from tools.runs import ROOT, wait_for_family
+from tools.lib.runs import ROOT, wait_for_family
 from utils.checkpoint_file import read_checkpoint
 
 pytestmark = needs_namespaces

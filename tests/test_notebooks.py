@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.launch import SMALL
-from tools.lessons import ROOT
-from tools.runs import flag_list
+from tools.lib.ladder import ROOT
+from tools.lib.runs import flag_list
 from utils.checkpoint_file import read_checkpoint
 
 nbformat = pytest.importorskip("nbformat")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from one_file import train_ddp, train_fsdp
-from tools.changes import changed
-from tools.closure import size
-from tools.runs import ROOT, finish_run, start_run
+from tools.lib.closure import size
+from tools.lib.edits import changed
+from tools.lib.runs import ROOT, finish_run, start_run
 from tools.verify import one_file
 from tools.verify.one_file_task import STOP, TRAIN
 

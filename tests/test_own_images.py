@@ -21,7 +21,7 @@ from tasks.images.inference import load_trained
 from tasks.images.weights import find_weights
 from tests.images import break_file, photo
 from tests.launch import run_isolated
-from tools.runs import ROOT
+from tools.lib.runs import ROOT
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 from utils.metrics import read_metrics

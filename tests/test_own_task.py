@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from utils.metrics import read_metrics
 
 PAGE = (ROOT / "docs" / "own-task.md").read_text()

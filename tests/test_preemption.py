@@ -21,7 +21,7 @@ import utils.signals
 from tests.forked import FIVE_STEPS, FORK, fork_script, same_bits, without_seconds
 from tests.launch import run_ranks, start_script
 from tests.test_spawn import is_alive
-from tools.runs import family, finish_run, kill_family
+from tools.lib.runs import family, finish_run, kill_family
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from tests.test_copy import copy, run_alone
-from tools.closure import small_flags
 from tools.copy import texts
-from tools.lessons import RUNGS
-from tools.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, without
+from tools.lib.closure import small_flags
+from tools.lib.ladder import RUNGS
+from tools.lib.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, without
 from tools.verify.cases import IMAGES, cases_of
 
 NEEDED = {"train_pp.py": {"contract"}}  # {script: guards that its own code needs}

@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 
 from tools import readme
-from tools.lessons import LADDER, ROOT
-from tools.markdown import anchor
+from tools.lib.ladder import LADDER, ROOT
+from tools.lib.markdown import anchor
 from tools.verify.plants import BUGS
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.recipes import applied, run_to_end, with_task
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 PAGE = ROOT / "docs" / "recipes" / "contrastive-loss.md"
 PAIRS = "tests.pairs_task"

@@ -9,7 +9,7 @@ from torch import nn
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, applied, run_to_end, with_task
 from tests.test_recipes import compile_without_inductor
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 PAGE = ROOT / "docs" / "recipes" / "gan.md"
 TASK = "tests.gan_task"

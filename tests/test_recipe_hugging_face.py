@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from utils.checkpoint_file import read_checkpoint
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 from tests import forked
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.run import write_text
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from tests.forked import ROUNDING, fork_script, killed_at, largest_difference, s
 from tests.launch import run_ranks
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
 from tests.recipes import RUN, applied, run_to_end
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
 from utils.checkpoint_file import read_checkpoint
 

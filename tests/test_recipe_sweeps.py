@@ -6,8 +6,8 @@ import pytest
 
 from tests.launch import SMALL
 from tests.recipes import applied
-from tools.lessons import ROOT
-from tools.runs import finish_run, start_run
+from tools.lib.ladder import ROOT
+from tools.lib.runs import finish_run, start_run
 
 pytest.importorskip("optuna")
 PATH = {"PYTHONPATH": ROOT}  # for tools.launch

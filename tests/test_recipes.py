@@ -12,8 +12,8 @@ from tests import experts_task
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.launch import SMALL
 from tests.recipes import PAGES, RUN, applied, apply, run_to_end, with_task
-from tools.lessons import ROOT
-from tools.runs import finish_run, load_script, start_run
+from tools.lib.ladder import ROOT
+from tools.lib.runs import finish_run, load_script, start_run
 from tools.verify.run import project_with_task
 from utils.checkpoint import Checkpointer
 

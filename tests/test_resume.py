@@ -20,7 +20,7 @@ from tests.forked import (
     without_seconds,
 )
 from tests.launch import run_script
-from tools.runs import ROOT
+from tools.lib.runs import ROOT
 from utils.checkpoint_file import read_checkpoint
 
 ADAMW = {"optimizer": "adamw", "lr": 0.001}

@@ -6,7 +6,7 @@ import pytest
 
 from lab import scale
 from tests.forked import FORK
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 
 def run_one_rank(*arguments, **flags):

@@ -4,7 +4,7 @@ import sys
 import xml.etree.ElementTree as ET
 
 from lab.screen import PATH, REPORT, draw, record, shown
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
 from tests.shards_task import write_shards
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
 from utils import shards
 from utils.errors import UserError

@@ -16,7 +16,7 @@ from torch.utils.data import (
 from tasks import text
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, applied, run_text_to_end, run_to_end
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from utils import shares
 from utils.config import load_config
 from utils.errors import UserError

@@ -10,7 +10,7 @@ from tests.namespaces import Gate
 from tests.slurm import cluster, needs_slurm, sbatch
 from tests.test_clusters import published
 from tests.test_nodes import RUN, assert_same_weights
-from tools.runs import ROOT, flag_list
+from tools.lib.runs import ROOT, flag_list
 from utils.checkpoint_file import read_checkpoint
 
 pytestmark = [*needs_slurm, pytest.mark.slow]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
 from tests.streams_task import DividedAmongWorkers, Numbers
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
 from utils.batches import tensors_of
 from utils.errors import UserError

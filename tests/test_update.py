@@ -8,9 +8,18 @@ import sys
 import pytest
 
 from tests.test_copy import run_alone
-from tools.closure import small_flags
-from tools.lessons import ROOT
-from tools.update import RECORD, CannotUpdate, apply, as_diff, checksum, merge, plan, read_record
+from tools.lib.closure import small_flags
+from tools.lib.ladder import ROOT
+from tools.lib.update import (
+    RECORD,
+    CannotUpdate,
+    apply,
+    as_diff,
+    checksum,
+    merge,
+    plan,
+    read_record,
+)
 
 LABELS = "old", "new"
 # Commits that changed utils/, a few days apart: what a copy made then would be updated from.

@@ -15,8 +15,8 @@ import tasks.text
 import tools.verify.__main__ as verify
 from tests.launch import CRASHES
 from tools.copy import task_module
-from tools.lessons import LADDER, ROOT, RUNGS
-from tools.runs import flag_list
+from tools.lib.ladder import LADDER, ROOT, RUNGS
+from tools.lib.runs import flag_list
 from tools.verify import table
 from tools.verify.cases import (
     FLOAT32,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_own_task import blocks
 from tools.copy import texts
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from tools.verify.own import ACCUMULATED, CannotVerify, merge, own_task, parse_flags, verify_own
 
 SETTINGS = ["--optimizer", "adamw", "--lr=3e-3"]

@@ -17,11 +17,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.closure import Option, closure, options, purpose, size, total
-from tools.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
-from tools.lessons import LADDER, ROOT, RUNGS
-from tools.prune import GUARDS, CannotLeaveOut, can_leave_out, without
-from tools.update import (
+from tools.lib.closure import Option, closure, options, purpose, size, total
+from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
+from tools.lib.ladder import LADDER, ROOT, RUNGS
+from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
+from tools.lib.update import (
     FOLDERS,
     SOURCES,
     CannotUpdate,

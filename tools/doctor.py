@@ -29,8 +29,8 @@ import torch.distributed as dist
 import torchvision
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from tools.findings import GB, Finding, check
-from tools.gpus import (
+from tools.lib.findings import GB, Finding, check
+from tools.lib.gpus import (
     check_compiler,
     check_copies,
     check_numa,

@@ -21,11 +21,11 @@ from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
 from tools.check.advice import ADVICE
 from tools.check.report import ORDER
-from tools.closure import purpose, size, total
 from tools.copy import TASKS, options_and_commands, texts
-from tools.lessons import LADDER, ROOT, RUNGS, changed, lesson
-from tools.markdown import anchor, markdown_table
-from tools.prune import GUARDS, can_leave_out
+from tools.lib.closure import purpose, size, total
+from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
+from tools.lib.markdown import anchor, markdown_table
+from tools.lib.prune import GUARDS, can_leave_out
 from tools.verify import table as verify_table
 from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS

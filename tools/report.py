@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from tools.page import (
+from tools.lib.page import (
     color_of,
     drawing,
     figure,

@@ -25,7 +25,7 @@ from lab.bench.report import compared, finished, write_reports
 from lab.bench.rows import rows_for
 from lab.bench.runner import Runner, machine, process_counts, setting, take_turns
 from tasks.images import Settings
-from tools.runs import end_runs_on_sigterm, flag_list
+from tools.lib.runs import end_runs_on_sigterm, flag_list
 from utils.config import load_config
 
 

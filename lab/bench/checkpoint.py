@@ -21,8 +21,8 @@ import tasks.images as task
 from lab.bench.limits import training_step
 from lab.bench.report import write_table
 from lab.bench.runner import machine, setting, take_turns
-from tools.markdown import markdown_table
-from tools.runs import flag_list
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import flag_list
 from utils.checkpoint import Checkpointer
 from utils.config import load_config
 from utils.data import build_loader

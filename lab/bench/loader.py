@@ -32,7 +32,7 @@ import tasks.images as task
 from lab.bench.peer import PillowImages
 from lab.bench.report import interval, spread, write_table
 from lab.bench.runner import machine, take_turns
-from tools.markdown import markdown_table
+from tools.lib.markdown import markdown_table
 from utils.config import load_config
 from utils.data import BatchDataset, build_loader
 from utils.distributed import available_cores

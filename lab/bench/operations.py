@@ -33,8 +33,8 @@ from lab.bench.limits import training_step
 from lab.bench.report import medians, run_counts, spread, write_table
 from lab.bench.runner import machine, take_turns
 from tasks.images.models import build_classifier
-from tools.markdown import markdown_table
-from tools.runs import ROOT, end_runs_on_sigterm, finish_run, flag_list, start_run
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import ROOT, end_runs_on_sigterm, finish_run, flag_list, start_run
 from utils.config import load_config
 from utils.optim import build_optimizer
 

@@ -24,8 +24,8 @@ from lab.bench.report import EPOCH, interval, medians, run_counts, spread, write
 from lab.bench.rows import Row
 from lab.bench.runner import Runner, machine, process_counts, setting, take_turns
 from tasks.images import Settings
-from tools.markdown import markdown_table
-from tools.runs import end_runs_on_sigterm, flag_list
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import end_runs_on_sigterm, flag_list
 from utils.config import load_config
 from utils.distributed import available_cores
 

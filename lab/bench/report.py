@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from lab.bench.hooks import PARTS
-from tools.markdown import markdown_table
-from tools.page import INK, color_of, drawing, figure, page, table, write_file
+from tools.lib.markdown import markdown_table
+from tools.lib.page import INK, color_of, drawing, figure, page, table, write_file
 from utils.errors import UserError
 
 EPOCH = 50_000  # images: an epoch of CIFAR-10

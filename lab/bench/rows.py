@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from tasks.images import Settings
-from tools.lessons import RUNGS
-from tools.runs import flag_list
+from tools.lib.ladder import RUNGS
+from tools.lib.runs import flag_list
 from utils.config import load_config
 
 

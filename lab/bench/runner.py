@@ -14,8 +14,8 @@ import torch
 import torchvision
 
 from tasks.images import Settings
-from tools.lessons import ONE_PROCESS
-from tools.runs import ROOT, finish_run, flag_list, last_line, start_run
+from tools.lib.ladder import ONE_PROCESS
+from tools.lib.runs import ROOT, finish_run, flag_list, last_line, start_run
 from utils.config import load_config
 from utils.distributed import available_cores
 

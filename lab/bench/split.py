@@ -18,8 +18,8 @@ import torch
 
 from lab.bench.report import write_table
 from lab.bench.runner import machine
-from tools.markdown import markdown_table
-from tools.runs import end_runs_on_sigterm, finish_run, start_run
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import end_runs_on_sigterm, finish_run, start_run
 
 RANKS = 2
 FLAGS = {"dataset": "synthetic", "synthetic_samples": 1280, "model": "vit_tiny", "epochs": 2}

@@ -29,7 +29,7 @@ import tasks.text
 from lab.bench.loader import CPU
 from lab.bench.report import interval, spread, write_table
 from lab.bench.runner import machine, take_turns
-from tools.markdown import markdown_table
+from tools.lib.markdown import markdown_table
 from tools.shards import write_json_lines, write_tars
 from utils.config import load_config
 from utils.data import BatchDataset, build_loader

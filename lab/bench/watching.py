@@ -26,8 +26,8 @@ from lab.bench.hooks import run_script
 from lab.bench.operations import FLAGS
 from lab.bench.report import write_table
 from lab.bench.runner import machine
-from tools.markdown import markdown_table
-from tools.runs import ROOT, end_runs_on_sigterm, flag_list
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import ROOT, end_runs_on_sigterm, flag_list
 
 BLOCK, PAIRS = 20, 60  # steps; pairs of blocks, after one pair that warms up
 # {row: (flags, whether stderr is a terminal, the package that it needs)}

@@ -7,8 +7,8 @@ import sys
 import torch
 
 from lab.chaos.faults import KINDS
-from tools.lessons import ROOT
-from tools.markdown import markdown_table
+from tools.lib.ladder import ROOT
+from tools.lib.markdown import markdown_table
 
 RESULT = ROOT / "docs" / "results" / "chaos.json"
 HEAD = ["script", "#", "fault", "place", "launcher", "exit code", "seconds", "result"]

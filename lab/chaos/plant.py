@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import utils.checkpoint
-from tools.runs import family
+from tools.lib.runs import family
 from utils.checkpoint import Checkpointer
 from utils.metrics import MetricLogger
 from utils.preemption import Interrupts

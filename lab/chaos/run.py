@@ -14,9 +14,9 @@ import torch
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.plant import FILLER
 from lab.chaos.start import forked_run, real_run
-from tools.changes import changed
-from tools.lessons import ROOT
-from tools.runs import last_line, load_script
+from tools.lib.edits import changed
+from tools.lib.ladder import ROOT
+from tools.lib.runs import last_line, load_script
 from tools.verify.cases import MATRIX_FLAGS
 from tools.verify.run import order_copy, project_with_task, write_shards, write_text
 from utils.checkpoint_file import read_checkpoint

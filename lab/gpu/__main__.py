@@ -23,8 +23,8 @@ from lab.bench.runner import machine
 from lab.gpu.jobs import Jobs, dataset_flags
 from lab.gpu.report import Monitor, driver, write
 from tools.doctor import check_limits
-from tools.lessons import ROOT
-from tools.runs import TooSlow, last_line
+from tools.lib.ladder import ROOT
+from tools.lib.runs import TooSlow, last_line
 from utils.errors import UserError, report_errors
 
 TURNS = 3  # of the stage "speed"

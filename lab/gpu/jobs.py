@@ -16,8 +16,8 @@ from lab.bench.peers import Contestant
 from lab.bench.report import EPOCH
 from lab.bench.rows import Row
 from lab.bench.runner import Runner
-from tools.lessons import ONE_PROCESS, ROOT
-from tools.runs import finish_run, last_line, start_run
+from tools.lib.ladder import ONE_PROCESS, ROOT
+from tools.lib.runs import finish_run, last_line, start_run
 from utils.distributed import available_cores
 from utils.errors import UserError
 

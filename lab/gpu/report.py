@@ -6,7 +6,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 from lab.bench.report import EPOCH, medians, run_counts
 from lab.bench.runner import output_of
-from tools.markdown import markdown_table
+from tools.lib.markdown import markdown_table
 
 
 def driver():

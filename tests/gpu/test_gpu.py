@@ -13,7 +13,7 @@ import tasks.images as task
 import train_ddp_amp
 from lab.chaos.run import sha256
 from tests.launch import planted, run_script
-from tools.runs import ROOT, finish_run, start_run
+from tools.lib.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint

@@ -1,4 +1,4 @@
-"""tools.gpus and tools.doctor on real GPUs: most of it needs two."""
+"""tools.lib.gpus and tools.doctor on real GPUs: most of it needs two."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from tools.gpus import check_copies, check_numa, measure_copies
-from tools.runs import ROOT
+from tools.lib.gpus import check_copies, check_numa, measure_copies
+from tools.lib.runs import ROOT
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: make test-gpu"

@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.lessons import RUNGS
-from tools.runs import end_runs_on_sigterm
+from tools.lib.ladder import RUNGS
+from tools.lib.runs import end_runs_on_sigterm
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
 from tools.verify.own import CannotVerify, own_task, parse_flags, verify_own
 from tools.verify.plants import PLANTS, planted_copy

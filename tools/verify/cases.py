@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tools.lessons import LADDER, ONE_PROCESS
+from tools.lib.ladder import LADDER, ONE_PROCESS
 
 # float64: rounding (1e-16) grows to 1e-14 in the weights of these runs; different samples change
 # them by more than 1e-2. The next two tolerances are for losses.

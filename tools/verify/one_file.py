@@ -4,9 +4,9 @@ import re
 
 import torch
 
-from tools.changes import changed
-from tools.lessons import ROOT
-from tools.runs import last_line
+from tools.lib.edits import changed
+from tools.lib.ladder import ROOT
+from tools.lib.runs import last_line
 from tools.verify.judge import Evidence
 
 FLAGS = {"epochs": "epochs", "global_batch_size": "global_batch", "lr": "lr"}  # ours: theirs

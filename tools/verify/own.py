@@ -12,10 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools import update
 from tools.copy import TASK_LINE, TASKS
-from tools.lessons import ONE_PROCESS, ROOT
-from tools.runs import last_line
+from tools.lib import update
+from tools.lib.ladder import ONE_PROCESS, ROOT
+from tools.lib.runs import last_line
 from tools.verify.cases import SAVED, Case, Suite
 from tools.verify.run import Verifier
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tools.changes import changed
+from tools.lib.edits import changed
 from tools.verify.judge import Problem
 from tools.verify.run import project_with_task
 

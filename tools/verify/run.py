@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from tasks.images.small_models import ResNet20
-from tools.changes import changed
 from tools.copy import with_task
-from tools.lessons import LADDER, ROOT
-from tools.runs import finish_run, kill_within_second_epoch, last_line, start_run
+from tools.lib.edits import changed
+from tools.lib.ladder import LADDER, ROOT
+from tools.lib.runs import finish_run, kill_within_second_epoch, last_line, start_run
 from tools.shards import of_synthetic, write_json_lines, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tools.markdown import markdown_table
+from tools.lib.markdown import markdown_table
 from tools.verify.judge import Problem
 
 HEAD = ["case", "train loss", "val metric", "loss difference", "weight difference"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.changes import changed
+from tools.lib.edits import changed
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -14,9 +14,9 @@ import torch
 
 from tools.check.advice import ADVICE
 from tools.check.scenarios import CannotRun, Options
-from tools.lessons import ROOT
-from tools.markdown import markdown_table
-from tools.runs import flag_list
+from tools.lib.ladder import ROOT
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import flag_list
 from tools.verify import one_file
 from tools.verify.cases import ONE_FILE, ORDER_COPIES, SAME_SHAPE, SUITES, Case, Suite
 from tools.verify.plants import PLANTS, plant

@@ -20,8 +20,8 @@ import numpy
 import torch
 
 from tools.check.mirror import changes, survey
-from tools.lessons import ROOT
-from tools.markdown import markdown_table
+from tools.lib.ladder import ROOT
+from tools.lib.markdown import markdown_table
 
 # What the script does with the file at `path`. Some ways need what is in it: see write_file().
 WAYS = {

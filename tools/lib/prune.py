@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from tools.closure import rows_of_table
+from tools.lib.closure import rows_of_table
 
 SETTINGS = "utils/config.py"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 from utils.metrics import read_metrics
 
 

@@ -1,7 +1,7 @@
 """What a script needs, and what its default run loads: the project's modules, and their size.
 
-    python -m tools.closure [SCRIPT ...]     what the scripts import, and options that they know
-    python -m tools.closure --write          run each script, and write docs/results/loaded.json
+    python -m tools.lib.closure [SCRIPT ...]     what the scripts import, and options that they know
+    python -m tools.lib.closure --write          run each script, and write docs/results/loaded.json
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
 would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tools.lessons import LADDER, ONE_PROCESS, ROOT
+from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT
 
 LAYOUT = {
     tokenize.COMMENT,

@@ -6,7 +6,7 @@ import pkgutil
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Rung(NamedTuple):

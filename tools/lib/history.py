@@ -3,7 +3,7 @@
 import subprocess
 from functools import cache
 
-from tools.lessons import ROOT
+from tools.lib.ladder import ROOT
 
 
 class NoHistory(Exception):

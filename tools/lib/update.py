@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools import history
-from tools.lessons import RUNGS
-from tools.prune import GUARDS, without
+from tools.lib import history
+from tools.lib.ladder import RUNGS
+from tools.lib.prune import GUARDS, without
 
 RECORD = "copied.json"
 FOLDERS = ("utils", "tasks", "tools", "configs")  # of a copy, besides the scripts

@@ -1,6 +1,6 @@
 """How the GPUs of a machine reach each other, its cores, and those of other nodes.
 
-    python -m tools.gpus          copy between all pairs of GPUs, and print the speeds as JSON
+    python -m tools.lib.gpus          copy between all pairs of GPUs, and print the speeds as JSON
 
 tools.doctor prints the Findings, and runs this command with a time limit: where the firmware breaks
 direct copies, they may hang.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from tools.findings import GB, Finding, check
+from tools.lib.findings import GB, Finding, check
 
 SIZE = 64 << 20  # bytes in a copy from one GPU to another
 SLOW = 5 * GB  # bytes per second; PCIe 3.0 with 16 lanes has 12
@@ -100,7 +100,7 @@ def check_copies():
     """How the GPUs of this machine reach each other, as Findings."""
     if torch.cuda.device_count() < 2:
         return
-    command = [sys.executable, "-m", "tools.gpus"]
+    command = [sys.executable, "-m", "tools.lib.gpus"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
