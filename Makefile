@@ -124,7 +124,7 @@ diff:  ## a lesson as a diff: FROM=1gpu TO=ddp
 	@diff -u train_$(FROM).py train_$(TO).py || test $$? = 1
 
 readme: $(env)  ## update the generated blocks of README.md and docs/
-	$(python) -m tools.readme
+	$(python) -m lab.readme
 
 clean:  ## remove the environment and the caches; runs/ and data/ stay
 	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache .coverage*

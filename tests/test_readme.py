@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tools import readme
+from lab import readme
 from tools.lib.ladder import LADDER, ROOT
 from tools.lib.markdown import anchor
 from tools.verify.plants import BUGS

@@ -1,6 +1,6 @@
 """Update the generated blocks of README.md and of the pages in docs/.
 
-    python -m tools.readme
+    python -m lab.readme
 
 A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME ARGUMENT -->` and
 `<!-- /NAME -->`. A test fails if a block is out of date.
