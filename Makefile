@@ -46,7 +46,7 @@ endif
 test: $(dev)  ## the tests, but for the slow ones: about 8 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
-test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/ and tasks/
+test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/, tasks/, sources/
 	$(python) -m coverage erase
 	$(python) -m coverage run -m pytest $(shared) $(ARGS)
 	find . -maxdepth 1 -name '.coverage.*' -empty -delete # of processes that a test killed
@@ -115,7 +115,7 @@ bench-checkpoint: $(env)  ## seconds to save and to load, and how long training 
 bench-split: $(env)  ## bytes that ranks hold when the model is divided, and a pipeline's bubble
 	$(python) -m lab.bench.split $(ARGS)
 
-lint: $(dev)  ## ruff check, ruff format --check, and mypy on utils/ and tasks/
+lint: $(dev)  ## ruff check, ruff format --check, and mypy on utils/, tasks/ and sources/
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy

@@ -29,13 +29,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import tasks.images as task
+from sources.samplers import ShareOf
+from sources.shards import ShardOrder, Shards
+from sources.streams import Streamed
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from utils.config import load_config
 from utils.data import build_loader
-from utils.shards import ShardOrder, Shards
-from utils.shares import ShareOf
-from utils.streams import Streamed
 
 SIZES = [10] * 11 + [3]  # samples in each file
 SAMPLES = sum(SIZES)

@@ -98,7 +98,7 @@ def build_datasets(cfg: Settings) -> tuple[Documents, Documents]:
     """
     if cfg.text_file and Path(cfg.text_file).is_dir():
         with required_by("--text-file FOLDER"):
-            from utils.packed_text import packed_splits
+            from tasks.text_folder import packed_splits
         parts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir)
         train_set, val_set = (Documents(part, cfg.context, cfg.padding) for part in parts)
         return train_set, val_set
@@ -131,7 +131,7 @@ def _read(text_file):
 
 def _project_files():
     paths = list(ROOT.glob("*"))
-    for folder in ("docs", "tasks", "utils"):
+    for folder in ("docs", "sources", "tasks", "utils"):
         paths += (ROOT / folder).rglob("*")
     return sorted(path for path in paths if path.suffix in (".md", ".py") and not _is_hidden(path))
 

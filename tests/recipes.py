@@ -31,7 +31,7 @@ TEXT = {
 
 
 def applied(name, folder):
-    """A copy of the scripts, utils/ and tasks/ with a recipe. Returns its folder."""
+    """A copy of the scripts and of their modules with a recipe. Returns its folder."""
     folder = project_with_task("images", folder)
     assert not apply(name, folder)
     return folder

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from sources.shards import Shards
 from tasks.images import Settings  # noqa: F401, as all tests pass some of these
 from utils.data import describe_datasets
 from utils.distributed import main_process_first
-from utils.shards import Shards
 
 BEST = ("loss", min)
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from sources.streams import Streamed
 from tasks.images import Settings  # noqa: F401, as all tests pass some of these
 from tests.shards_task import BEST, build_model, count, loss, measure, summarize  # noqa: F401
 from utils.data import describe_datasets
-from utils.streams import Streamed
 
 
 class Numbers(IterableDataset):

@@ -5,12 +5,12 @@ import ast
 import pytest
 import yaml
 
-from tools.lib.closure import imports, modules_in, option_blocks, parse, size
+from tools.lib.closure import closure, imports, modules_in, option_blocks, parse, size
 from tools.lib.ladder import ROOT
 
 FILES = sorted(
     path
-    for folder in ("utils", "tasks")
+    for folder in ("utils", "tasks", "sources")
     for path in (ROOT / folder).rglob("*.py")
     if size(path).lines
 )
@@ -155,7 +155,8 @@ def test_code_is_not_dense():
 
 # {folder: what its modules must not import}: whoever copies or reads a folder needs no more.
 ABOVE = {
-    "utils": ("tools", "lab", "tests", "train_"),
+    "utils": ("sources", "tasks", "tools", "lab", "tests", "train_"),
+    "sources": ("tasks", "tools", "lab", "tests", "train_"),
     "tasks": ("tools", "lab", "tests", "train_"),
     "tools": ("lab", "tests", "train_"),
 }
@@ -170,9 +171,9 @@ def test_no_folder_imports_what_is_above_it(folder):
                 assert not any(name.startswith(ABOVE[folder]) for name in names), path
 
 
-def test_utils_know_no_task():
-    for path in (ROOT / "utils").rglob("*.py"):
-        assert "import tasks" not in path.read_text() and "from tasks" not in path.read_text(), path
+def test_no_script_needs_a_data_source():
+    for script in SCRIPTS:
+        assert not [path for path in closure(script) if path.is_relative_to(ROOT / "sources")]
 
 
 def test_pre_commit_runs_the_linter_of_make_lint():

@@ -150,7 +150,9 @@ def test_image_holds_what_the_command_needs():
     assert all(list(ROOT.glob(source)) for source in sources)
     assert {"tools", "configs", "train_*.py"} <= set(sources)
     code = [*ROOT.glob("train_*.py"), ROOT / "tools" / "launch.py"]
-    code += [path for folder in ("utils", "tasks") for path in (ROOT / folder).rglob("*.py")]
+    code += [
+        path for folder in ("utils", "tasks", "sources") for path in (ROOT / folder).rglob("*.py")
+    ]
     for path in code:
         packages = re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.M)
         assert {name for name in packages if (ROOT / name).is_dir()} <= set(sources), path

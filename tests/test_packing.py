@@ -1,13 +1,13 @@
-"""utils/packing.py: documents of any lengths in pieces of one length."""
+"""sources/packing.py: documents of any lengths in pieces of one length."""
 
 import json
 
 import pytest
 import torch
 
+from sources.packing import Packed
+from sources.shards import ShardOrder, Shards
 from utils.errors import UserError
-from utils.packing import Packed
-from utils.shards import ShardOrder, Shards
 
 
 @pytest.mark.parametrize("lengths", [[3, 0, 9, 1, 1, 4], [2], [0, 0, 5, 0], [7, 6]], ids=str)

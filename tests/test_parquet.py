@@ -1,4 +1,4 @@
-"""utils/parquet.py: rows of Parquet files as samples."""
+"""sources/parquet.py: rows of Parquet files as samples."""
 
 import errno
 import io
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from utils import shards
+from sources import shards
 from utils.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-from utils.parquet import ParquetShards, _scan_parquet  # noqa: E402
+from sources.parquet import ParquetShards, _scan_parquet  # noqa: E402
 
 
 def write(folder, sizes=(7, 0, 12)):

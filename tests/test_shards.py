@@ -1,4 +1,4 @@
-"""utils/shards.py: files of many samples, as docs/streams.md promises it."""
+"""sources/shards.py: files of many samples, as docs/streams.md promises it."""
 
 import io
 import json
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from sources import shards
+from sources.samplers import ShareOf
+from sources.shards import ShardOrder, Shards, find_shards
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
 from tests.shards_task import write_shards
 from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
-from utils import shards
 from utils.errors import UserError
-from utils.shards import ShardOrder, Shards, find_shards
-from utils.shares import ShareOf
 
 TASK = "tests.shards_task"
 
@@ -627,7 +627,7 @@ def scripts(tmp_path_factory):
     script = with_task(folder / "train_ddp.py", TASK)
     old = "DistributedSampler(train_set, seed=cfg.seed, drop_last=True)"
     new = "ShareOf(ShardOrder(train_set.shard_sizes, 2, 16), cfg.seed)"
-    imports = "from utils.shards import ShardOrder\nfrom utils.shares import ShareOf\n"
+    imports = "from sources.shards import ShardOrder\nfrom sources.samplers import ShareOf\n"
     text = script.read_text()
     assert text.count(old) == 1
     page = (ROOT / "docs" / "streams.md").read_text()

@@ -1,4 +1,4 @@
-"""utils/shares.py: samplers that are divided among the ranks, as the recipes promise it."""
+"""sources/samplers.py: samplers that are divided among the ranks, as the recipes promise it."""
 
 import re
 
@@ -13,14 +13,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from sources import samplers
+from sources.samplers import LengthBuckets, ShareOf
 from tasks import text
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, applied, run_text_to_end, run_to_end
 from tools.lib.ladder import ROOT
-from utils import shares
 from utils.config import load_config
 from utils.errors import UserError
-from utils.shares import LengthBuckets, ShareOf
 
 WEIGHTS = torch.arange(1.0, 41.0)
 SAMPLERS = [
@@ -34,10 +34,10 @@ SAMPLERS = [
 
 def shares_of(sampler, ranks, epoch, monkeypatch):
     """What each of the ranks gets, as lists."""
-    monkeypatch.setattr(shares, "dp_world_size", lambda: ranks)
+    monkeypatch.setattr(samplers, "dp_world_size", lambda: ranks)
     result = []
     for rank in range(ranks):
-        monkeypatch.setattr(shares, "dp_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(samplers, "dp_rank", lambda rank=rank: rank)
         share = ShareOf(sampler, seed=5)
         share.set_epoch(epoch)
         result.append(list(share))
@@ -151,7 +151,7 @@ def test_the_lines_of_the_page_fit_other_scripts(name, nproc, tmp_path):
     text, count = re.subn(r"    train_sampler = .*\n", added, script.read_text())
     assert count == 1
     script.write_text(
-        text.replace("import torch\n", "import torch\nfrom utils.shares import ShareOf\n", 1)
+        text.replace("import torch\n", "import torch\nfrom sources.samplers import ShareOf\n", 1)
     )
     ends = [
         run_to_end(path, ranks, tmp_path / path.stem)[1]

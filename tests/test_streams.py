@@ -1,4 +1,4 @@
-"""utils/streams.py: any iterable as a dataset, as docs/streams.md promises it."""
+"""sources/streams.py: any iterable as a dataset, as docs/streams.md promises it."""
 
 import pickle
 import random
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from sources.streams import Streamed
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
 from tests.streams_task import DividedAmongWorkers, Numbers
@@ -16,7 +17,6 @@ from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
 from utils.batches import tensors_of
 from utils.errors import UserError
-from utils.streams import Streamed
 
 TASK = "tests.streams_task"
 OLD = "DistributedSampler(train_set, seed=cfg.seed, drop_last=True)"
@@ -246,7 +246,9 @@ def test_the_line_of_the_page_for_one_process(script, tmp_path):
     one = with_task(script.with_name("train_1gpu.py"), TASK)
     text, old = one.read_text(), "EpochSampler(train_set, seed=cfg.seed)"
     assert text.count(old) == 1
-    imports = "from torch.utils.data import SequentialSampler\nfrom utils.shares import ShareOf\n"
+    imports = (
+        "from torch.utils.data import SequentialSampler\nfrom sources.samplers import ShareOf\n"
+    )
     one.write_text(text.replace(old, line).replace("import torch\n", f"import torch\n{imports}", 1))
     flags = {"data_dir": "Numbers", "epochs": 1}
     ends = [

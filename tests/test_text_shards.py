@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tasks.text as task
+from sources.shards import ShardOrder
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.shards import main
@@ -15,7 +16,6 @@ from tools.verify.run import project_with_task, write_text_shards
 from utils.checkpoint_file import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
-from utils.shards import ShardOrder
 
 TEXTS = {"train": [["one", "two t\u00e9"], ["", "four\nlines"], ["six"]], "val": [["seven", "8"]]}
 

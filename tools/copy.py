@@ -22,7 +22,6 @@ from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renam
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
 from tools.lib.update import (
-    FOLDERS,
     SOURCES,
     CannotUpdate,
     apply,
@@ -195,12 +194,6 @@ def make_copy(args):
         raise CannotUpdate(
             f"{folder} is a copy of a different commit: run python -m tools.copy --update {folder}"
         )
-    for name in FOLDERS:
-        if (folder / f"{name}.py").exists():
-            raise CannotUpdate(
-                f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
-                f"different folder"
-            )
     known = options_and_commands(ROOT / args.script, args.task)
     options = choose(known if args.all else args.options, known)
     script, guards = {args.script: args.task}, set(args.without)
@@ -216,6 +209,12 @@ def make_copy(args):
             )
         guards = set(record["without"])
     new = texts(scripts, chosen, guards)
+    for name in sorted({path.partition("/")[0] for path in new if "/" in path}):
+        if (folder / f"{name}.py").exists():
+            raise CannotUpdate(
+                f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
+                f"different folder"
+            )
     edited = {  # by the owner, since it was copied
         path
         for path, text in new.items()

@@ -327,7 +327,7 @@ class Loader:
         A checkpoint then holds what was compared, and a resumed run is compared with it.
 
         Of the first, the middle and the last sample. All ranks call it together. Samples of a
-        stream are not compared: see utils.streams.
+        stream are not compared: see sources.streams.
         """
         if isinstance(self.source, BatchDataset) and self.source.in_order:
             return

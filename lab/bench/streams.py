@@ -29,12 +29,12 @@ import tasks.text
 from lab.bench.loader import CPU
 from lab.bench.report import interval, spread, write_table
 from lab.bench.runner import machine, take_turns
+from sources.samplers import LengthBuckets, ShareOf
+from sources.shards import ShardOrder, Shards
 from tools.lib.markdown import markdown_table
 from tools.shards import write_json_lines, write_tars
 from utils.config import load_config
 from utils.data import BatchDataset, build_loader
-from utils.shards import ShardOrder, Shards
-from utils.shares import LengthBuckets, ShareOf
 
 BATCH, BUFFER, SIZE, LENGTH = 64, 1000, 128, 512
 HEAD = ["data", "loader processes", "reader", "samples/s", "Shards / reader"]

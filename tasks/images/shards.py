@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from sources.shards import Shards, find_shards
 from tasks.images.cache import in_parallel, kept_list
 from tasks.images.decode import BadImageError, decode_bytes, readable
 from tasks.images.files import EXTENSIONS
@@ -21,7 +22,6 @@ from tasks.images.folder import FolderDataset, preprocessing_of
 from tasks.images.settings import Settings
 from utils.distributed import is_main_process
 from utils.errors import UserError, say
-from utils.shards import Shards, find_shards
 
 
 def build(cfg: Settings) -> tuple["ShardDataset", "ShardDataset"]:
@@ -61,7 +61,7 @@ class ShardDataset(FolderDataset):
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The number of images in each file, for utils.shards.ShardOrder."""
+        """The number of images in each file, for sources.shards.ShardOrder."""
         shards = self.shards.index["shard"][self.kept.numpy()]
         return numpy.bincount(shards, minlength=len(self.paths)).tolist()
 

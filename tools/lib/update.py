@@ -19,7 +19,7 @@ from tools.lib.ladder import RUNGS
 from tools.lib.prune import GUARDS, without
 
 RECORD = "copied.json"
-FOLDERS = ("utils", "tasks", "tools", "configs")  # of a copy, besides the scripts
+FOLDERS = ("utils", "tasks", "sources", "tools", "configs")  # of a copy, besides the scripts
 SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
 
 

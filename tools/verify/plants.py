@@ -313,7 +313,7 @@ BUGS = [
     ),
     Bug(
         "targets-lost-between-pieces",
-        "utils/packing.py",
+        "sources/packing.py",
         "        stop = min(start + self.size + 1, int(self.ends[-1]))",
         "        stop = min(start + self.size, int(self.ends[-1]))",
         "packed shards killed, resumed by accum x3",
@@ -323,7 +323,7 @@ BUGS = [
         "Nothing fails. The first token of each piece is never predicted, and the loss is that of "
         "fewer tokens.",
         "A piece has one token more than the context; its last one is the first of the next piece "
-        "(`utils/packing.py`).",
+        "(`sources/packing.py`).",
         "text",
     ),
     Bug(
@@ -414,7 +414,7 @@ BUGS = [
     ),
     Bug(
         "every-rank-reads-everything",
-        "utils/shares.py",
+        "sources/samplers.py",
         "self.draw()[dp_rank() :: dp_world_size()]",
         "self.draw()",
         "ddp x2, shards",
@@ -422,11 +422,11 @@ BUGS = [
         "All ranks take the same samples, as they do from an `IterableDataset` that is not "
         "divided, or from a sampler that knows no ranks.",
         "Nothing fails. N GPUs do the work of one, and 1/N of the data is used.",
-        "One order for all ranks, of which each takes every nth sample (`utils/shares.py`).",
+        "One order for all ranks, of which each takes every nth sample (`sources/samplers.py`).",
     ),
     Bug(
         "buffer-mixed-per-rank",
-        "utils/shares.py",
+        "sources/samplers.py",
         "            seeds.seed(0)",
         "            seeds.seed(dp_rank())",
         "ddp x2, shards",
@@ -439,7 +439,7 @@ BUGS = [
     ),
     Bug(
         "epoch-ends-at-different-times",
-        "utils/shares.py",
+        "sources/samplers.py",
         "        return len(self.sampler) // dp_world_size()",
         "        return len(range(dp_rank(), len(self.sampler), dp_world_size()))",
         "ddp x2, shards",
@@ -451,18 +451,18 @@ BUGS = [
     ),
     Bug(
         "weighted-order-repeated",
-        "utils/shares.py",
+        "sources/samplers.py",
         "        with SampleSeeds(self.seed, self.epoch) as seeds:",
         "        with SampleSeeds(self.seed, 0) as seeds:",
         "weighted killed, resumed x3",
         (Problem.WEIGHTS, ""),
         "A weighted sampler is seeded with the same number in every epoch.",
         "Nothing fails. Every epoch draws the same samples, in the same order.",
-        "The seed of the order contains the epoch (`utils/shares.py`).",
+        "The seed of the order contains the epoch (`sources/samplers.py`).",
     ),
     Bug(
         "shares-in-a-row",
-        "utils/shares.py",
+        "sources/samplers.py",
         "self.draw()[dp_rank() :: dp_world_size()]",
         "self.draw().chunk(dp_world_size())[dp_rank()]",
         "ddp x2, length buckets",
@@ -470,7 +470,7 @@ BUGS = [
         "Each rank takes a part of the order in a row, and not every nth sample of it.",
         "Nothing fails. What comes together in a global batch depends on the number of GPUs, and "
         "one rank's samples may be long where another's are short.",
-        "Of n ranks, rank r takes numbers r, r + n, ... of one order (`utils/shares.py`).",
+        "Of n ranks, rank r takes numbers r, r + n, ... of one order (`sources/samplers.py`).",
         "text",
     ),
     Bug(
@@ -685,7 +685,7 @@ PLANTS = BUGS + ONE_FILE_BUGS
 
 
 def planted_copy(bug, folder):
-    """A copy of the scripts, utils/ and tasks/ with the bug in it, in `folder`. Returns that."""
+    """A copy of the scripts and of their modules with the bug in it, in `folder`. Returns that."""
     folder = project_with_task(bug.task, folder)
     plant(bug, folder)
     return folder

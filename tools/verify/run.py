@@ -56,6 +56,7 @@ sys.addaudithook(hook)
 """
 
 
+MODULES = ("utils", "tasks", "sources")  # the folders from which scripts import
 WORDS = ["train", "the", "same", "model", "on", "every", "rank", "with", "one", "seed"]
 
 
@@ -301,13 +302,12 @@ class Verifier:
 
 
 def project_with_task(task, folder):
-    """A copy of the scripts, utils/ and tasks/ in `folder`, in which the scripts train the task.
+    """A copy of the scripts and of their modules in `folder`, in which the scripts train the task.
     Returns the folder."""
     folder = Path(folder)
     for path in [
         *(ROOT / rung.script for rung in LADDER),  # not a script of the user's
-        *ROOT.glob("utils/**/*.py"),
-        *ROOT.glob("tasks/**/*.py"),
+        *(path for name in MODULES for path in (ROOT / name).rglob("*.py")),
     ]:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -376,7 +376,7 @@ def write_shards(folder, base):
 
 ORDERS = {  # {name: (an import, the sampler)}
     "shards": (
-        "from utils.shards import ShardOrder",
+        "from sources.shards import ShardOrder",
         "ShardOrder(train_set.shard_sizes, 3, 20)",
     ),
     "stream": (
@@ -388,7 +388,7 @@ ORDERS = {  # {name: (an import, the sampler)}
         "WeightedRandomSampler(1.0 + train_set.labels, len(train_set), replacement=False)",
     ),
     "buckets": (
-        "from utils.shares import LengthBuckets",
+        "from sources.samplers import LengthBuckets",
         "LengthBuckets(list(map(len, train_set.pieces)), cfg.global_batch_size, 2)",
     ),
 }
@@ -398,7 +398,7 @@ def order_copy(script, path, order):
     """Write a copy of a script with one of ORDERS: docs/streams.md, docs/recipes/samplers.md."""
     line, sampler = ORDERS[order]
     anchor = "from utils.checkpoint import Checkpointer\n"
-    imports = f"{anchor}{line}\nfrom utils.shares import ShareOf\n"
+    imports = f"from sources.samplers import ShareOf\n{line}\n{anchor}"
     text = changed(script.read_text(encoding="utf-8"), [(anchor, imports)], script)
     train_sampler = f"train_sampler = ShareOf({sampler}, cfg.seed)"
     text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)

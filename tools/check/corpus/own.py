@@ -1,6 +1,6 @@
 """The scripts of this project as somebody's scripts, and with the bugs that `make verify` catches.
 
-A check knows nothing of them: it sees a folder with the scripts, utils/ and tasks/, and a command.
+A check knows nothing of them: it sees a folder with the scripts and their modules, and a command.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Shards in Parquet: rows as samples. Needs pyarrow.
 
-Not imported by any script: docs/streams.md adds it.
+For tasks: docs/streams.md.
 """
 
 from functools import lru_cache
@@ -11,8 +11,8 @@ import pyarrow
 from pyarrow import parquet
 from torch import Tensor
 
+from sources.shards import Broken, Format, Shards, has_changed, state_of
 from utils.errors import UserError
-from utils.shards import Broken, Format, Shards, has_changed, state_of
 
 ROWS = 1 << 16  # that are Python objects at a time, while the index is made
 

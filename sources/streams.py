@@ -1,7 +1,7 @@
 """Streams: a map-style dataset in front of anything that can only be iterated over.
 
-Not imported by any script: docs/streams.md adds it. Files of samples are better read by an index
-(utils/shards.py), which reads no sample twice.
+For tasks: docs/streams.md. Files of samples are better read by an index
+(sources/shards.py), which reads no sample twice.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Packing: documents of any lengths, cut into pieces of one length.
 
-For the text task with a folder (utils/packed_text.py), and for tasks of your own: docs/streams.md.
+For the text task with a folder (tasks/text_folder.py), and for tasks of your own: docs/streams.md.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Shards, files of many samples each, as a map-style dataset: an index says where each sample is.
 
-Not imported by any script: docs/streams.md adds it.
+For tasks: docs/streams.md.
 """
 
 import hashlib
@@ -609,7 +609,7 @@ class ShardOrder(Sampler[int]):
 
     In each epoch, the files are permuted and read in turns, a sample of each, `interleave` of them
     at a time; and each `buffer` samples in a row are permuted. The order is that of one process;
-    utils.shares.ShareOf divides it among the ranks. Draws from torch's global generator.
+    sources.samplers.ShareOf divides it among the ranks. Draws from torch's global generator.
 
     shard_sizes: the number of samples in each file, whose indices are consecutive (of Shards:
     shard_sizes); interleave, buffer: larger ones mix better, and read in more places at a time.

@@ -1,4 +1,4 @@
-"""Texts in shards, one after another, as pieces of one length."""
+"""--text-file FOLDER: texts in shards, one after another, as pieces of one length."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sources.packing import Packed
+from sources.shards import Shards, find_shards
 from utils.distributed import main_process_first
 from utils.errors import UserError
-from utils.packing import Packed
-from utils.shards import Shards, find_shards
 
 END = b"\0"  # after each document; a text has no such byte
 KINDS = (".jsonl", ".txt")
 
 
 class PackedText:
-    """Pieces of size + 1 bytes, as bytes. See utils.packing.Packed.
+    """Pieces of size + 1 bytes, as bytes. See sources.packing.Packed.
 
     documents: with `lengths`, and 1-dim tensors of bytes, each of which ends with END.
     """
@@ -40,7 +40,7 @@ class PackedText:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The number of pieces that start in each file, for utils.shards.ShardOrder."""
+        """The number of pieces that start in each file, for sources.shards.ShardOrder."""
         return self.packed.shard_sizes(self.documents.shard_sizes)
 
 

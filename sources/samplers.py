@@ -1,6 +1,6 @@
 """Samplers other than the permutation: any sampler of indices, divided among the ranks.
 
-Not imported by any script: docs/recipes/samplers.md and docs/recipes/length-buckets.md add it.
+For scripts: docs/recipes/samplers.md and docs/recipes/length-buckets.md.
 """
 
 import operator
