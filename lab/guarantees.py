@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import tasks.images as task
-from sources.samplers import ShareOf
-from sources.shards import ShardOrder, Shards
+from sources.samplers import ShardOrder, ShareOf
+from sources.shards import Shards
 from sources.streams import Streamed
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table

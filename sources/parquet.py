@@ -11,7 +11,8 @@ import pyarrow
 from pyarrow import parquet
 from torch import Tensor
 
-from sources.shards import Broken, Format, Shards, has_changed, state_of
+from sources.scan import Broken, Format
+from sources.shards import Shards, has_changed, state_of
 from utils.errors import UserError
 
 ROWS = 1 << 16  # that are Python objects at a time, while the index is made

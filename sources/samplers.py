@@ -1,6 +1,6 @@
 """Samplers other than the permutation: any sampler of indices, divided among the ranks.
 
-For scripts: docs/recipes/samplers.md and docs/recipes/length-buckets.md.
+For scripts: docs/recipes/samplers.md, docs/recipes/length-buckets.md and docs/streams.md.
 """
 
 import operator
@@ -76,6 +76,43 @@ class ShareOf(Sampler[int]):
                 f"epoch: it must use the global generators, so leave out its argument generator"
             )
         return {"train_order": zlib.crc32(first.numpy().data)}
+
+
+class ShardOrder(Sampler[int]):
+    """An order that reads files from their starts to their ends, and mixes what it reads.
+
+    In each epoch, the files are permuted and read in turns, a sample of each, `interleave` of them
+    at a time; and each `buffer` samples in a row are permuted. The order is that of one process;
+    ShareOf divides it among the ranks. Draws from torch's global generator.
+
+    shard_sizes: the number of samples in each file, whose indices are consecutive (of Shards:
+    shard_sizes); interleave, buffer: larger ones mix better, and read in more places at a time.
+    """
+
+    def __init__(
+        self, shard_sizes: Sequence[int], interleave: int = 16, buffer: int = 10_000
+    ) -> None:
+        if min(interleave, buffer) < 1:
+            raise UserError(
+                f"interleave is {interleave}, buffer is {buffer}: both must be 1 at least"
+            )
+        self.sizes = numpy.asarray(shard_sizes)
+        self.interleave, self.buffer = interleave, buffer
+
+    def __len__(self) -> int:
+        return int(self.sizes.sum())
+
+    def __iter__(self) -> Iterator[int]:
+        starts = self.sizes.cumsum() - self.sizes
+        shards = torch.randperm(len(self.sizes)).numpy()
+        parts = []
+        for first in range(0, len(shards), self.interleave):
+            group = shards[first : first + self.interleave]
+            positions = numpy.concatenate([numpy.arange(self.sizes[shard]) for shard in group])
+            indices = positions + numpy.repeat(starts[group], self.sizes[group])
+            parts.append(indices[positions.argsort(kind="stable")])  # first those at position 0
+        for block in torch.from_numpy(numpy.concatenate(parts)).split(self.buffer):
+            yield from block[torch.randperm(len(block))].tolist()
 
 
 class LengthBuckets(Sampler[int]):

@@ -4,31 +4,36 @@ For tasks: docs/streams.md.
 """
 
 import hashlib
-import io
 import json
-import operator
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
+from sources.lines import (
+    parse_json,
+    parse_text,
+    scan_json_lines,
+    scan_lines,
+    scan_paragraphs,
+    scan_texts,
+)
+from sources.scan import Broken, Format, LeftOut, Number
+from sources.tar import parse_tar, scan_tar
 from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError, warn
 
 PLACES = numpy.dtype([("offset", "i8"), ("size", "i8"), ("shard", "i4"), ("label", "i4")])
 OPEN_FILES = 64  # at most, in each process
-BLOCK = 512  # bytes: the parts of a tar file are multiples of it
 VERSION = 2  # of what the index holds: those of older versions are not used
 
 
@@ -86,7 +91,7 @@ class Shards(Dataset[Any]):
             for line in left_out:
                 warn(line)
 
-    def formats(self) -> list["Format"]:
+    def formats(self) -> list[Format]:
         """The kinds of files that this class reads."""
         return FORMATS
 
@@ -268,66 +273,6 @@ def state_of(path: str) -> tuple[int, int]:
 # The index
 
 
-class Number(NamedTuple):
-    """The member or the key that holds a sample's label, or the one whose length counts."""
-
-    label: str
-    length: str
-
-    @property
-    def name(self) -> str:
-        """Either of them; empty: there is none."""
-        return self.label or self.length
-
-    @property
-    def kind(self) -> str:
-        """What a value must be."""
-        return "string" if self.length else "integer"
-
-    def of(self, value: Any) -> int | None:
-        """The integer of a value; None if it has none. Bytes are the text of a label."""
-        if self.length:
-            data = value.encode() if isinstance(value, str) else value
-            value = len(data) if isinstance(data, bytes) else None
-        return integer_or_none(value)
-
-
-@dataclass
-class LeftOut:
-    """What a file holds that does not become part of the index."""
-
-    first: str = ""  # where the first fault is, and what; it follows the name of the file
-    samples: int = 0  # that cannot be used
-    lost: int = 0  # bytes at the end that cannot be read
-    hidden: int = 0  # files in an archive
-    hidden_file: str = ""  # the first of them
-
-    def add(self, place: str, reason: str, samples: int = 1) -> None:
-        """Leave out a sample, or several. place: such as "at offset 0"."""
-        self.first = self.first or f"{place}: {reason}"
-        self.samples += samples
-
-    def add_rest(self, offset: int, reason: str, size: int) -> None:
-        """Leave out all that follows an offset, of a file of this size."""
-        self.first = self.first or f"is damaged at offset {offset} ({reason})"
-        self.lost = size - offset
-
-    def ignore(self, hidden_file: str) -> None:
-        """Leave out a file of an archive, which is not a fault."""
-        self.hidden_file = self.hidden_file or hidden_file
-        self.hidden += 1
-
-    def summary(self, left: int) -> str:
-        """How much is left out. left: the number of samples that are not."""
-        parts = [f"{self.samples} samples"] if self.samples else []
-        parts += [f"{self.lost} bytes"] if self.lost or not parts else []
-        return f"skipping {' and '.join(parts)}; {left} samples are left"
-
-
-class Broken(Exception):
-    """A file cannot be read from an offset on: (offset, reason)."""
-
-
 def _scan(scan, number, path):
     """The index of a file, without its number, and what is LeftOut; or a UserError, which
     DataLoader would put into the worker's traceback if it were raised.
@@ -353,217 +298,11 @@ def _until_broken(places, file, left_out):
         left_out.add_rest(*error.args, os.fstat(file.fileno()).st_size)
 
 
-def _scan_tar(file, number, left_out):
-    keys = set()
-    for key, group in groupby(_members(file, left_out), lambda each: _split_name(each[0].name)[0]):
-        members, ends = zip(*group, strict=True)
-        start = members[0].offset
-        if key in keys:
-            raise Broken(start, f"{key} is in two places: archive the files sorted by name")
-        keys.add(key)
-        try:
-            yield start, ends[-1] - start, _integer_of(file, key, members, number)
-        except ValueError as error:
-            left_out.add(f"at offset {start}", str(error))
-
-
-def _members(file, left_out):
-    """(TarInfo, its end) of what an archive holds besides folders. Raises Broken."""
-    size, end = os.fstat(file.fileno()).st_size, 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            while member := archive.next():
-                archive.members.clear()  # type: ignore[attr-defined] # it would keep all
-                # Where the next header is: the size of a sparse file is not what is stored of it.
-                if archive.offset > size:
-                    raise Broken(member.offset, "truncated")
-                end = archive.offset
-                if member.isdir():
-                    continue
-                if _is_hidden(member.name):
-                    left_out.ignore(member.name)
-                else:
-                    yield member, end
-    except tarfile.TarError as error:
-        raise Broken(end, str(error)) from None
-    # tarfile takes what is no header, or nothing at all, for the end of the archive.
-    file.seek(end)
-    first, rest = file.read(BLOCK), iter(partial(file.read, 1 << 20), b"")
-    if len(first) < BLOCK:
-        raise Broken(end, "truncated: the end of the archive is missing")
-    if any(first):
-        raise Broken(end, "no header of a tar file")
-    if any(map(any, rest)):
-        raise Broken(end, "more data after the end of the archive")
-
-
-def _is_hidden(name):
-    """Whether a file is hidden, such as the ._ files of macOS, or is in a hidden folder."""
-    return "/." in f"/{name}" and any(p[:1] == "." and p.strip(".") for p in name.split("/"))
-
-
-def _integer_of(file, key, members, number):
-    """The integer of a sample; -1: there is none. Raises ValueError if it cannot be used."""
-    parts = {}
-    for member in members:
-        _, extension = _split_name(member.name)
-        if member.islnk() or member.issym():
-            raise ValueError(
-                f"{member.name} is a link, and has no data: archive with tar --hard-dereference -h"
-            )
-        if member.issparse():
-            raise ValueError(f"{member.name} is stored with holes: archive without tar -S")
-        if not member.isreg():
-            raise ValueError(f"{member.name} is no file")
-        if extension in parts:
-            raise ValueError(f"{member.name} is there twice")
-        parts[extension] = member
-    if not number.name:
-        return -1
-    if number.name not in parts:
-        raise ValueError(f"{key} has no .{number.name}, only .{', .'.join([*parts][:5])}")
-    member = parts[number.name]
-    size, offset = member.size, member.offset_data
-    integer = integer_or_none(size if number.length else os.pread(file.fileno(), size, offset))
-    if integer is None:
-        raise ValueError(f"{member.name} is no {number.kind}")
-    return integer
-
-
-def _split_name(name):
-    """folder/17.left.jpg -> (folder/17, left.jpg)."""
-    folder, slash, name = name.rpartition("/")
-    key, _, extension = name.partition(".")
-    return f"{folder}{slash}{key}", extension
-
-
-def _parse_tar(data):
-    sample, end = {}, 0
-    while end < len(data):
-        header, start = data[end : end + BLOCK], end + BLOCK
-        if not _is_plain(header):
-            return _parse_any_tar(data)
-        name, size = header[:100].partition(b"\0")[0], _octal(header[124:136])
-        _add(sample, name.decode("utf-8", "surrogateescape"), data[start : start + size])
-        end = start + -(-size // BLOCK) * BLOCK
-    if end != len(data):
-        raise ValueError("the size of a file is wrong")
-    return sample
-
-
-def _add(sample, name, data):
-    key, extension = _split_name(name)
-    if _is_hidden(name):
-        return
-    if sample.setdefault("__key__", key) != key:
-        raise ValueError(f"{name} is not of the sample {sample['__key__']}")
-    sample[extension] = data
-
-
-def _is_plain(header):
-    """Whether this is the header of a file with a short name, which takes tarfile several times as
-    long to read."""
-    kind, prefix, size = header[156:157], header[345:346], header[124:125]
-    if kind != b"0" or prefix != b"\0" or size >= b"\x80":  # not an octal number
-        return False
-    checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    return checksum == _octal(header[148:156])
-
-
-def _octal(field):
-    """The value of a number in a header. Raises ValueError."""
-    return int(field.rstrip(b"\0 "), 8)
-
-
-def _parse_any_tar(data):
-    sample, end = {}, 0
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-        while member := archive.next():
-            if member.isreg():
-                _add(sample, member.name, data[member.offset_data :][: member.size])
-            end = archive.offset
-    if end != len(data):
-        raise ValueError("no header of a tar file")
-    return sample
-
-
-def integer_or_none(value: Any) -> int | None:
-    """The value, or the text in bytes, as an integer of 32 bits, if it is one."""
-    try:
-        number = int(value) if isinstance(value, bytes) else operator.index(value)
-    except (TypeError, ValueError):
-        return None
-    return number if -(2**31) <= number < 2**31 else None
-
-
-def _scan_json_lines(file, number, left_out):
-    for offset, size, _ in _scan_lines(file, number, left_out):
-        integer = -1
-        try:
-            value = _parse_json(os.pread(file.fileno(), size, offset))
-            if number.name:
-                integer = number.of(value.get(number.name)) if isinstance(value, dict) else None
-        except (ValueError, RecursionError) as error:  # also of half a surrogate pair in a text
-            left_out.add(f"at offset {offset}", f"no JSON in UTF-8: {error}")
-            continue
-        if integer is None:
-            left_out.add(f"at offset {offset}", f"no {number.kind} {number.name!r}")
-        else:
-            yield offset, size, integer
-
-
-def _parse_json(data):
-    return json.loads(data.decode("utf-8-sig"))  # of bytes, it would guess the encoding
-
-
-def _scan_lines(file, number, left_out):
-    offset = 0
-    for line in file:
-        if line.strip():
-            yield offset, len(line), -1
-        offset += len(line)
-
-
-def _scan_paragraphs(file, number, left_out):
-    start = end = 0
-    for offset, size, _ in _scan_lines(file, number, left_out):
-        if offset > end and end > start:  # blank lines are between them
-            yield start, end - start, -1
-        start = offset if offset > end else start
-        end = offset + size
-    if end > start:
-        yield start, end - start, -1
-
-
-def _scan_texts(scan, file, number, left_out):
-    """The documents of a scan, with the length of each, if it is to be part of the index."""
-    for offset, size, integer in scan(file, number, left_out):
-        if number.length:
-            try:
-                integer = number.of(_parse_text(os.pread(file.fileno(), size, offset)))
-            except ValueError as error:
-                left_out.add(f"at offset {offset}", f"no UTF-8: {error}")
-                continue
-        yield offset, size, integer
-
-
-def _parse_text(data):
-    return data.decode("utf-8-sig").strip("\r\n")
-
-
-class Format(NamedTuple):
-    """How to find the samples in a file, and to make a value of the bytes of one."""
-
-    name: str
-    scan: Callable[..., Iterator[tuple[int, int, int]]]
-    parse: Callable[[bytes], Any]
-
-
 FORMATS = [
-    Format(".tar", _scan_tar, _parse_tar),
-    Format(".jsonl", _scan_json_lines, _parse_json),
-    Format(".txt", partial(_scan_texts, _scan_lines), _parse_text),
-    Format(".txt paragraphs", partial(_scan_texts, _scan_paragraphs), _parse_text),
+    Format(".tar", scan_tar, parse_tar),
+    Format(".jsonl", scan_json_lines, parse_json),
+    Format(".txt", partial(scan_texts, scan_lines), parse_text),
+    Format(".txt paragraphs", partial(scan_texts, scan_paragraphs), parse_text),
 ]
 
 
@@ -599,43 +338,3 @@ def _format_of(formats, paths, paragraphs):
 
 def _write(path, save):
     write_atomically(path, save, "pass a folder that is writable as cache_dir")
-
-
-# The order
-
-
-class ShardOrder(Sampler[int]):
-    """An order that reads files from their starts to their ends, and mixes what it reads.
-
-    In each epoch, the files are permuted and read in turns, a sample of each, `interleave` of them
-    at a time; and each `buffer` samples in a row are permuted. The order is that of one process;
-    sources.samplers.ShareOf divides it among the ranks. Draws from torch's global generator.
-
-    shard_sizes: the number of samples in each file, whose indices are consecutive (of Shards:
-    shard_sizes); interleave, buffer: larger ones mix better, and read in more places at a time.
-    """
-
-    def __init__(
-        self, shard_sizes: Sequence[int], interleave: int = 16, buffer: int = 10_000
-    ) -> None:
-        if min(interleave, buffer) < 1:
-            raise UserError(
-                f"interleave is {interleave}, buffer is {buffer}: both must be 1 at least"
-            )
-        self.sizes = numpy.asarray(shard_sizes)
-        self.interleave, self.buffer = interleave, buffer
-
-    def __len__(self) -> int:
-        return int(self.sizes.sum())
-
-    def __iter__(self) -> Iterator[int]:
-        starts = self.sizes.cumsum() - self.sizes
-        shards = torch.randperm(len(self.sizes)).numpy()
-        parts = []
-        for first in range(0, len(shards), self.interleave):
-            group = shards[first : first + self.interleave]
-            positions = numpy.concatenate([numpy.arange(self.sizes[shard]) for shard in group])
-            indices = positions + numpy.repeat(starts[group], self.sizes[group])
-            parts.append(indices[positions.argsort(kind="stable")])  # first those at position 0
-        for block in torch.from_numpy(numpy.concatenate(parts)).split(self.buffer):
-            yield from block[torch.randperm(len(block))].tolist()

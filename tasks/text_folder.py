@@ -40,7 +40,7 @@ class PackedText:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The number of pieces that start in each file, for sources.shards.ShardOrder."""
+        """The number of pieces that start in each file, for sources.samplers.ShardOrder."""
         return self.packed.shard_sizes(self.documents.shard_sizes)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sources.packing import Packed
-from sources.shards import ShardOrder, Shards
+from sources.samplers import ShardOrder
+from sources.shards import Shards
 from utils.errors import UserError
 
 

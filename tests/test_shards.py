@@ -15,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from sources import shards
-from sources.samplers import ShareOf
-from sources.shards import ShardOrder, Shards, find_shards
+from sources.lines import scan_lines
+from sources.samplers import ShardOrder, ShareOf
+from sources.scan import Number
+from sources.shards import Shards, find_shards
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
 from tests.shards_task import write_shards
@@ -275,7 +277,7 @@ def test_an_index_takes_little_memory_while_it_is_made(tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a\n" * 100_000)
     tracemalloc.start()
-    index, _ = shards._scan(shards._scan_lines, shards.Number("", ""), path)
+    index, _ = shards._scan(scan_lines, Number("", ""), path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(index) == 100_000 and peak < 80 * len(index)  # as tuples, they take 150 bytes each
@@ -627,7 +629,7 @@ def scripts(tmp_path_factory):
     script = with_task(folder / "train_ddp.py", TASK)
     old = "DistributedSampler(train_set, seed=cfg.seed, drop_last=True)"
     new = "ShareOf(ShardOrder(train_set.shard_sizes, 2, 16), cfg.seed)"
-    imports = "from sources.shards import ShardOrder\nfrom sources.samplers import ShareOf\n"
+    imports = "from sources.samplers import ShardOrder, ShareOf\n"
     text = script.read_text()
     assert text.count(old) == 1
     page = (ROOT / "docs" / "streams.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tasks.text as task
-from sources.shards import ShardOrder
+from sources.samplers import ShardOrder
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.shards import main

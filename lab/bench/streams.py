@@ -29,8 +29,8 @@ import tasks.text
 from lab.bench.loader import CPU
 from lab.bench.report import interval, spread, write_table
 from lab.bench.runner import machine, take_turns
-from sources.samplers import LengthBuckets, ShareOf
-from sources.shards import ShardOrder, Shards
+from sources.samplers import LengthBuckets, ShardOrder, ShareOf
+from sources.shards import Shards
 from tools.lib.markdown import markdown_table
 from tools.shards import write_json_lines, write_tars
 from utils.config import load_config

@@ -61,7 +61,7 @@ class ShardDataset(FolderDataset):
 
     @property
     def shard_sizes(self) -> list[int]:
-        """The number of images in each file, for sources.shards.ShardOrder."""
+        """The number of images in each file, for sources.samplers.ShardOrder."""
         shards = self.shards.index["shard"][self.kept.numpy()]
         return numpy.bincount(shards, minlength=len(self.paths)).tolist()
 

@@ -376,7 +376,7 @@ def write_shards(folder, base):
 
 ORDERS = {  # {name: (an import, the sampler)}
     "shards": (
-        "from sources.shards import ShardOrder",
+        "from sources.samplers import ShardOrder",
         "ShardOrder(train_set.shard_sizes, 3, 20)",
     ),
     "stream": (
