@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import tasks.images as task
-from sources.samplers import ShardOrder, ShareOf
+from sources.samplers import DistributedSamplerWrapper, ShardOrder
 from sources.shards import Shards
 from sources.streams import Streamed
 from tools.lib.ladder import ROOT
@@ -106,7 +106,8 @@ class Ours(Reader):
         dataset = self.dataset()
         self.sampler = DistributedSampler(dataset, shuffle=False, drop_last=self.drop_last)
         if isinstance(dataset, Shards) and self.drop_last:
-            self.sampler = ShareOf(ShardOrder(dataset.shard_sizes, buffer=BUFFER), cfg.seed)
+            order = ShardOrder(dataset.shard_sizes, buffer=BUFFER)
+            self.sampler = DistributedSamplerWrapper(order, cfg.seed)
         device = torch.device("cpu")
         return build_loader(dataset, self.sampler, self.batch, device, cfg, self.drop_last)
 

@@ -5,22 +5,22 @@ import os
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from sources.scan import LeftOut, Number, Places
+from sources.scan import IndexedField, LeftOut, Places
 
 
-def scan_json_lines(file: BinaryIO, number: Number, left_out: LeftOut) -> Places:
+def scan_json_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> Places:
     """The lines that are JSON."""
-    for offset, size, _ in scan_lines(file, number, left_out):
+    for offset, size, _ in scan_lines(file, field, left_out):
         integer = -1
         try:
             value = parse_json(os.pread(file.fileno(), size, offset))
-            if number.name:
-                integer = number.of(value.get(number.name)) if isinstance(value, dict) else None
+            if field.name:
+                integer = field.of(value.get(field.name)) if isinstance(value, dict) else None
         except (ValueError, RecursionError) as error:  # also of half a surrogate pair in a text
             left_out.add(f"at offset {offset}", f"no JSON in UTF-8: {error}")
             continue
         if integer is None:
-            left_out.add(f"at offset {offset}", f"no {number.kind} {number.name!r}")
+            left_out.add(f"at offset {offset}", f"no {field.kind} {field.name!r}")
         else:
             yield offset, size, integer
 
@@ -30,7 +30,7 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data.decode("utf-8-sig"))  # of bytes, it would guess the encoding
 
 
-def scan_lines(file: BinaryIO, number: Number, left_out: LeftOut) -> Places:
+def scan_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> Places:
     """The lines that are not blank, without their integers."""
     offset = 0
     for line in file:
@@ -39,10 +39,10 @@ def scan_lines(file: BinaryIO, number: Number, left_out: LeftOut) -> Places:
         offset += len(line)
 
 
-def scan_paragraphs(file: BinaryIO, number: Number, left_out: LeftOut) -> Places:
+def scan_paragraphs(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> Places:
     """The lines between blank lines, without their integers."""
     start = end = 0
-    for offset, size, _ in scan_lines(file, number, left_out):
+    for offset, size, _ in scan_lines(file, field, left_out):
         if offset > end and end > start:  # blank lines are between them
             yield start, end - start, -1
         start = offset if offset > end else start
@@ -52,11 +52,11 @@ def scan_paragraphs(file: BinaryIO, number: Number, left_out: LeftOut) -> Places
 
 
 def scan_texts(
-    scan: Callable[..., Places], file: BinaryIO, number: Number, left_out: LeftOut
+    scan: Callable[..., Places], file: BinaryIO, field: IndexedField, left_out: LeftOut
 ) -> Places:
     """The documents of a scan, with the length of each, if it is to be part of the index."""
-    for offset, size, integer in scan(file, number, left_out):
-        if number.length:
+    for offset, size, integer in scan(file, field, left_out):
+        if field.length:
             try:
                 integer = len(parse_text(os.pread(file.fileno(), size, offset)).encode())
             except ValueError as error:

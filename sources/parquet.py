@@ -11,7 +11,7 @@ import pyarrow
 from pyarrow import parquet
 from torch import Tensor
 
-from sources.scan import Broken, Format
+from sources.scan import BadFile, Format
 from sources.shards import Shards, has_changed, state_of
 from utils.errors import UserError
 
@@ -36,7 +36,7 @@ class ParquetShards(Shards):
     @property
     def lengths(self) -> Tensor:
         """What `length` names, in bytes. Raises UserError without it: a row has no size."""
-        if not self.number.length:
+        if not self.field.length:
             raise UserError("rows of Parquet have lengths only of a column: pass length")
         return super().lengths
 
@@ -66,28 +66,28 @@ def _read_group(path, group):
         return file.read_row_group(group, use_threads=False)
 
 
-def _scan_parquet(file, number, left_out):
+def _scan_parquet(file, field, left_out):
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
-            if number.name and names.count(number.name) != 1:
-                found = f"{names.count(number.name)} columns {number.name!r} of {', '.join(names)}"
+            if field.name and names.count(field.name) != 1:
+                found = f"{names.count(field.name)} columns {field.name!r} of {', '.join(names)}"
                 left_out.add("in its schema", found, table.metadata.num_rows)
                 return
             for group in range(table.num_row_groups):
-                yield from _scan_group(table, group, number, left_out)
+                yield from _scan_group(table, group, field, left_out)
     except (OSError, pyarrow.ArrowException) as error:
         _raise_if_unread(error)
-        raise Broken(0, f"no Parquet: {error}") from None
+        raise BadFile(0, f"no Parquet: {error}") from None
 
 
-def _scan_group(table, group, number, left_out):
+def _scan_group(table, group, field, left_out):
     rows = table.metadata.row_group(group).num_rows
-    if not number.name:
+    if not field.name:
         yield from zip(repeat(group), range(rows), repeat(-1))
         return
     try:
-        column = table.read_row_group(group, columns=[number.name], use_threads=False)
+        column = table.read_row_group(group, columns=[field.name], use_threads=False)
     except (OSError, pyarrow.ArrowException) as error:
         _raise_if_unread(error)
         left_out.add(f"in row group {group}", str(error), rows)
@@ -95,9 +95,9 @@ def _scan_group(table, group, number, left_out):
     batches = column.to_batches(max_chunksize=ROWS)
     values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
     for row, value in enumerate(values):
-        if (integer := number.of(value)) is None:
+        if (integer := field.of(value)) is None:
             place = f"in row {row} of row group {group}"
-            left_out.add(place, f"no {number.kind} {number.name!r}")
+            left_out.add(place, f"no {field.kind} {field.name!r}")
         else:
             yield group, row, integer
 

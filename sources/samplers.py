@@ -18,7 +18,7 @@ from utils.errors import UserError
 from utils.seeds import SampleSeeds
 
 
-class ShareOf(Sampler[int]):
+class DistributedSamplerWrapper(Sampler[int]):
     """This replica's share of what any sampler draws, in place of a DistributedSampler.
 
     All replicas draw the same indices, and of n replicas, replica r takes numbers r, r + n, ..., as
@@ -83,7 +83,7 @@ class ShardOrder(Sampler[int]):
 
     In each epoch, the files are permuted and read in turns, a sample of each, `interleave` of them
     at a time; and each `buffer` samples in a row are permuted. The order is that of one process;
-    ShareOf divides it among the ranks. Draws from torch's global generator.
+    DistributedSamplerWrapper divides it among the ranks. Draws from torch's global generator.
 
     shard_sizes: the number of samples in each file, whose indices are consecutive (of Shards:
     shard_sizes); interleave, buffer: larger ones mix better, and read in more places at a time.

@@ -16,7 +16,7 @@ class Format(NamedTuple):
     parse: Callable[[bytes], Any]
 
 
-class Number(NamedTuple):
+class IndexedField(NamedTuple):
     """The member or the key that holds a sample's label, or the one whose length counts."""
 
     label: str
@@ -72,7 +72,7 @@ class LeftOut:
         return f"skipping {' and '.join(parts)}; {left} samples are left"
 
 
-class Broken(Exception):
+class BadFile(Exception):
     """A file cannot be read from an offset on: (offset, reason)."""
 
 

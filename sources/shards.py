@@ -26,7 +26,7 @@ from sources.lines import (
     scan_paragraphs,
     scan_texts,
 )
-from sources.scan import Broken, Format, LeftOut, Number
+from sources.scan import BadFile, Format, IndexedField, LeftOut
 from sources.tar import parse_tar, scan_tar
 from utils.cache_file import write_atomically
 from utils.distributed import available_cores, is_main_process
@@ -75,7 +75,7 @@ class Shards(Dataset[Any]):
         if label and length:
             raise UserError("an index has one integer per sample: pass label or length, not both")
         self.paths = [os.path.abspath(path) for path in paths]
-        self.transform, self.on_bad, self.number = transform, on_bad, Number(label, length)
+        self.transform, self.on_bad, self.field = transform, on_bad, IndexedField(label, length)
         self.format = _format_of(self.formats(), self.paths, paragraphs)
         self.states = [state_of(path) for path in self.paths]
         folder = Path(cache_dir or Path(self.paths[0]).parent / ".cache")
@@ -150,7 +150,7 @@ class Shards(Dataset[Any]):
     @property
     def lengths(self) -> Tensor:
         """What `length` names, in bytes, int64 (samples,); without it, the bytes in the file."""
-        column = "label" if self.number.length else "size"
+        column = "label" if self.field.length else "size"
         return torch.from_numpy(self.index[column].astype(numpy.int64))
 
     @property
@@ -176,7 +176,7 @@ class Shards(Dataset[Any]):
 
     def _fingerprint(self):
         """Changes when a file is added, removed, renamed or rewritten."""
-        facts = VERSION, self.format.name, self.on_bad, self.number, self.paths, self.states
+        facts = VERSION, self.format.name, self.on_bad, self.field, self.paths, self.states
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def _scan_all(self):
@@ -184,7 +184,7 @@ class Shards(Dataset[Any]):
         loader = DataLoader(
             self.paths,  # type: ignore[arg-type] # a list is a dataset
             batch_size=None,
-            collate_fn=partial(_scan, self.format.scan, self.number),  # runs in the worker
+            collate_fn=partial(_scan, self.format.scan, self.field),  # runs in the worker
             num_workers=available_cores() if len(self.paths) > 4 else 0,
             generator=torch.Generator(),  # leaves the global random state alone
         )
@@ -273,16 +273,16 @@ def state_of(path: str) -> tuple[int, int]:
 # The index
 
 
-def _scan(scan, number, path):
+def _scan(scan, field, path):
     """The index of a file, without its number, and what is LeftOut; or a UserError, which
     DataLoader would put into the worker's traceback if it were raised.
 
-    scan: yields (offset, size, label) for an open file and a Number, and adds to a LeftOut.
+    scan: yields (offset, size, label) for an open file and an IndexedField, and adds to a LeftOut.
     """
     left_out = LeftOut()
     try:
         with open(path, "rb") as file:
-            rows = _until_broken(scan(file, number, left_out), file, left_out)
+            rows = _until_bad(scan(file, field, left_out), file, left_out)
             return numpy.fromiter(rows, PLACES), left_out
     except FileNotFoundError:
         return numpy.empty(0, PLACES), LeftOut("does not exist")
@@ -290,11 +290,11 @@ def _scan(scan, number, path):
         return UserError(f"cannot read {path}: {error.strerror or error}")
 
 
-def _until_broken(places, file, left_out):
+def _until_bad(places, file, left_out):
     try:
         for offset, size, integer in places:
             yield offset, size, 0, integer
-    except Broken as error:
+    except BadFile as error:
         left_out.add_rest(*error.args, os.fstat(file.fileno()).st_size)
 
 

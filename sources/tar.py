@@ -7,28 +7,28 @@ from functools import partial
 from itertools import groupby
 from typing import Any, BinaryIO
 
-from sources.scan import Broken, LeftOut, Number, Places, integer_or_none
+from sources.scan import BadFile, IndexedField, LeftOut, Places, integer_or_none
 
 BLOCK = 512  # bytes: the parts of a tar file are multiples of it
 
 
-def scan_tar(file: BinaryIO, number: Number, left_out: LeftOut) -> Places:
+def scan_tar(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> Places:
     """The samples: files next to each other whose names differ in their extensions only."""
     keys = set()
     for key, group in groupby(_members(file, left_out), lambda each: _split_name(each[0].name)[0]):
         members, ends = zip(*group, strict=True)
         start = members[0].offset
         if key in keys:
-            raise Broken(start, f"{key} is in two places: archive the files sorted by name")
+            raise BadFile(start, f"{key} is in two places: archive the files sorted by name")
         keys.add(key)
         try:
-            yield start, ends[-1] - start, _integer_of(file, key, members, number)
+            yield start, ends[-1] - start, _integer_of(file, key, members, field)
         except ValueError as error:
             left_out.add(f"at offset {start}", str(error))
 
 
 def _members(file, left_out):
-    """(TarInfo, its end) of what an archive holds besides folders. Raises Broken."""
+    """(TarInfo, its end) of what an archive holds besides folders. Raises BadFile."""
     size, end = os.fstat(file.fileno()).st_size, 0
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -36,7 +36,7 @@ def _members(file, left_out):
                 archive.members.clear()  # type: ignore[attr-defined] # it would keep all
                 # Where the next header is: the size of a sparse file is not what is stored of it.
                 if archive.offset > size:
-                    raise Broken(member.offset, "truncated")
+                    raise BadFile(member.offset, "truncated")
                 end = archive.offset
                 if member.isdir():
                     continue
@@ -45,16 +45,16 @@ def _members(file, left_out):
                 else:
                     yield member, end
     except tarfile.TarError as error:
-        raise Broken(end, str(error)) from None
+        raise BadFile(end, str(error)) from None
     # tarfile takes what is no header, or nothing at all, for the end of the archive.
     file.seek(end)
     first, rest = file.read(BLOCK), iter(partial(file.read, 1 << 20), b"")
     if len(first) < BLOCK:
-        raise Broken(end, "truncated: the end of the archive is missing")
+        raise BadFile(end, "truncated: the end of the archive is missing")
     if any(first):
-        raise Broken(end, "no header of a tar file")
+        raise BadFile(end, "no header of a tar file")
     if any(map(any, rest)):
-        raise Broken(end, "more data after the end of the archive")
+        raise BadFile(end, "more data after the end of the archive")
 
 
 def _is_hidden(name):
@@ -62,7 +62,7 @@ def _is_hidden(name):
     return "/." in f"/{name}" and any(p[:1] == "." and p.strip(".") for p in name.split("/"))
 
 
-def _integer_of(file, key, members, number):
+def _integer_of(file, key, members, field):
     """The integer of a sample; -1: there is none. Raises ValueError if it cannot be used."""
     parts = {}
     for member in members:
@@ -78,15 +78,15 @@ def _integer_of(file, key, members, number):
         if extension in parts:
             raise ValueError(f"{member.name} is there twice")
         parts[extension] = member
-    if not number.name:
+    if not field.name:
         return -1
-    if number.name not in parts:
-        raise ValueError(f"{key} has no .{number.name}, only .{', .'.join([*parts][:5])}")
-    member = parts[number.name]
+    if field.name not in parts:
+        raise ValueError(f"{key} has no .{field.name}, only .{', .'.join([*parts][:5])}")
+    member = parts[field.name]
     size, offset = member.size, member.offset_data
-    integer = integer_or_none(size if number.length else os.pread(file.fileno(), size, offset))
+    integer = integer_or_none(size if field.length else os.pread(file.fileno(), size, offset))
     if integer is None:
-        raise ValueError(f"{member.name} is no {number.kind}")
+        raise ValueError(f"{member.name} is no {field.kind}")
     return integer
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from sources import shards
-from sources.scan import LeftOut, Number
+from sources.scan import IndexedField, LeftOut
 from utils.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -101,7 +101,7 @@ def test_an_index_takes_little_memory_while_it_is_made(tmp_path):
     parquet.write_table(pyarrow.table({"n": [7] * 300_000}), path)
     for name in ("", "n"):
         tracemalloc.start()
-        index, _ = shards._scan(_scan_parquet, Number(name, ""), path)
+        index, _ = shards._scan(_scan_parquet, IndexedField(name, ""), path)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert len(index) == 300_000 and peak < 80 * len(index)  # as tuples, they take 150 each
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_no_fault_of_the_file(tmp_path):
             raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(OSError, match="Input/output error"):
-        list(_scan_parquet(Failing(path), Number("n", ""), LeftOut()))
+        list(_scan_parquet(Failing(path), IndexedField("n", ""), LeftOut()))
 
 
 def test_damage_in_a_row_group_is_noticed(tmp_path, capsys):

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from sources import shards
 from sources.lines import scan_lines
-from sources.samplers import ShardOrder, ShareOf
-from sources.scan import Number
+from sources.samplers import DistributedSamplerWrapper, ShardOrder
+from sources.scan import IndexedField
 from sources.shards import Shards, find_shards
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, run_to_end, with_task
@@ -277,7 +277,7 @@ def test_an_index_takes_little_memory_while_it_is_made(tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("a\n" * 100_000)
     tracemalloc.start()
-    index, _ = shards._scan(scan_lines, Number("", ""), path)
+    index, _ = shards._scan(scan_lines, IndexedField("", ""), path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(index) == 100_000 and peak < 80 * len(index)  # as tuples, they take 150 bytes each
@@ -575,7 +575,7 @@ def test_a_pickled_dataset_holds_no_copy_of_the_index(tmp_path):
 
 
 def order_of(sizes, epoch=0, **options):
-    order = ShareOf(ShardOrder(sizes, **options), seed=3)
+    order = DistributedSamplerWrapper(ShardOrder(sizes, **options), seed=3)
     order.set_epoch(epoch)
     return order.draw().tolist()
 
@@ -628,13 +628,14 @@ def scripts(tmp_path_factory):
     folder = project_with_task("images", tmp_path_factory.mktemp("project") / "copy")
     script = with_task(folder / "train_ddp.py", TASK)
     old = "DistributedSampler(train_set, seed=cfg.seed, drop_last=True)"
-    new = "ShareOf(ShardOrder(train_set.shard_sizes, 2, 16), cfg.seed)"
-    imports = "from sources.samplers import ShardOrder, ShareOf\n"
+    new = "DistributedSamplerWrapper(ShardOrder(train_set.shard_sizes, 2, 16), cfg.seed)"
+    imports = "from sources.samplers import DistributedSamplerWrapper, ShardOrder\n"
     text = script.read_text()
     assert text.count(old) == 1
     page = (ROOT / "docs" / "streams.md").read_text()
     assert f"-    train_sampler = {old}" in page
-    assert "+    train_sampler = ShareOf(ShardOrder(train_set.shard_sizes), cfg.seed)" in page
+    order = "ShardOrder(train_set.shard_sizes)"
+    assert f"+    train_sampler = DistributedSamplerWrapper({order}, cfg.seed)" in page
     ordered = folder / "train_ordered.py"
     ordered.write_text(
         text.replace(old, new).replace("import torch\n", f"import torch\n{imports}", 1)

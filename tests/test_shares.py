@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 
 from sources import samplers
-from sources.samplers import LengthBuckets, ShareOf
+from sources.samplers import DistributedSamplerWrapper, LengthBuckets
 from tasks import text
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import RUN, applied, run_text_to_end, run_to_end
@@ -38,7 +38,7 @@ def shares_of(sampler, ranks, epoch, monkeypatch):
     result = []
     for rank in range(ranks):
         monkeypatch.setattr(samplers, "dp_rank", lambda rank=rank: rank)
-        share = ShareOf(sampler, seed=5)
+        share = DistributedSamplerWrapper(sampler, seed=5)
         share.set_epoch(epoch)
         result.append(list(share))
         assert len(share) == len(result[-1]) == len(sampler) // ranks
@@ -79,7 +79,8 @@ def test_set_epoch_reaches_the_sampler(monkeypatch):
 
 def test_sampler_that_cannot_be_resumed_is_refused():
     generator = torch.Generator().manual_seed(0)
-    share = ShareOf(WeightedRandomSampler(WEIGHTS, 50, generator=generator), seed=0)
+    sampler = WeightedRandomSampler(WEIGHTS, 50, generator=generator)
+    share = DistributedSamplerWrapper(sampler, seed=0)
     with pytest.raises(UserError, match="different indices for the same seed and epoch"):
         share.describe()
 
@@ -88,7 +89,7 @@ def test_sampler_of_batches_is_refused():
     batches = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
     for sampler in (batches, list(batches), [0.5, 1.5]):
         with pytest.raises(UserError, match=r"one at a time, .* pass the sampler in it"):
-            ShareOf(sampler, seed=0).draw()
+            DistributedSamplerWrapper(sampler, seed=0).draw()
 
 
 def test_wrong_length_is_refused():
@@ -97,14 +98,12 @@ def test_wrong_length_is_refused():
             return iter([1, 2, 3])
 
     with pytest.raises(UserError, match="the Short has yielded 3 indices, but its length is 40"):
-        list(ShareOf(Short(range(40)), seed=0))
+        list(DistributedSamplerWrapper(Short(range(40)), seed=0))
 
 
 def test_other_weights_have_another_checksum():
-    checksums = [
-        ShareOf(WeightedRandomSampler(weights, 50), seed=0).describe()["train_order"]
-        for weights in (WEIGHTS, WEIGHTS, WEIGHTS.flip(0))
-    ]
+    weighted = [WeightedRandomSampler(w, 50) for w in (WEIGHTS, WEIGHTS, WEIGHTS.flip(0))]
+    checksums = [DistributedSamplerWrapper(s, seed=0).describe()["train_order"] for s in weighted]
     assert checksums[0] == checksums[1] != checksums[2]
 
 
@@ -150,9 +149,8 @@ def test_the_lines_of_the_page_fit_other_scripts(name, nproc, tmp_path):
     added = re.search(lines, ddp.read_text())[0]
     text, count = re.subn(r"    train_sampler = .*\n", added, script.read_text())
     assert count == 1
-    script.write_text(
-        text.replace("import torch\n", "import torch\nfrom sources.samplers import ShareOf\n", 1)
-    )
+    imports = "import torch\nfrom sources.samplers import DistributedSamplerWrapper\n"
+    script.write_text(text.replace("import torch\n", imports, 1))
     ends = [
         run_to_end(path, ranks, tmp_path / path.stem)[1]
         for path, ranks in ((ddp, 1), (script, nproc))
@@ -177,7 +175,7 @@ def test_padding_of_the_page():
     lengths = torch.tensor([len(piece) - 1 for piece in text.build_datasets(cfg)[0].pieces])
     buckets = LengthBuckets(lengths, cfg.global_batch_size)
     sizes = []
-    for order in (torch.randperm(len(lengths)), ShareOf(buckets, seed=0).draw()):
+    for order in (torch.randperm(len(lengths)), DistributedSamplerWrapper(buckets, seed=0).draw()):
         whole = len(order) // cfg.global_batch_size * cfg.global_batch_size
         batches = lengths[order[:whole]].view(-1, cfg.global_batch_size)
         sizes.append(batches.amax(1).sum() * cfg.global_batch_size / batches.sum())

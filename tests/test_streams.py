@@ -241,14 +241,13 @@ def test_runs_train_the_same_weights(stream, script, tmp_path):
 
 
 def test_the_line_of_the_page_for_one_process(script, tmp_path):
-    line = "ShareOf(SequentialSampler(train_set), cfg.seed)"
+    line = "DistributedSamplerWrapper(SequentialSampler(train_set), cfg.seed)"
     assert line in (ROOT / "docs" / "streams.md").read_text()
     one = with_task(script.with_name("train_1gpu.py"), TASK)
     text, old = one.read_text(), "EpochSampler(train_set, seed=cfg.seed)"
     assert text.count(old) == 1
-    imports = (
-        "from torch.utils.data import SequentialSampler\nfrom sources.samplers import ShareOf\n"
-    )
+    imports = "from torch.utils.data import SequentialSampler\n"
+    imports += "from sources.samplers import DistributedSamplerWrapper\n"
     one.write_text(text.replace(old, line).replace("import torch\n", f"import torch\n{imports}", 1))
     flags = {"data_dir": "Numbers", "epochs": 1}
     ends = [

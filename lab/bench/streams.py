@@ -29,7 +29,7 @@ import tasks.text
 from lab.bench.loader import CPU
 from lab.bench.report import interval, spread, write_table
 from lab.bench.runner import machine, take_turns
-from sources.samplers import LengthBuckets, ShardOrder, ShareOf
+from sources.samplers import DistributedSamplerWrapper, LengthBuckets, ShardOrder
 from sources.shards import Shards
 from tools.lib.markdown import markdown_table
 from tools.shards import write_json_lines, write_tars
@@ -83,7 +83,7 @@ def of_shards(folder, kind, workers, dataset_class=Shards):
     flags = [f"--global-batch-size={BATCH}", f"--num-workers={workers}", "--device=cpu"]
     cfg = load_config(tasks.images.Settings, None, [*flags, "--loader=workers"])
     dataset = dataset_class(sorted(folder.glob(f"*.{kind}")), DECODE[kind])
-    sampler = ShareOf(ShardOrder(dataset.shard_sizes, buffer=BUFFER), cfg.seed)
+    sampler = DistributedSamplerWrapper(ShardOrder(dataset.shard_sizes, buffer=BUFFER), cfg.seed)
     return build_loader(dataset, sampler, BATCH, CPU, cfg, train=True)
 
 

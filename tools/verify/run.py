@@ -398,9 +398,9 @@ def order_copy(script, path, order):
     """Write a copy of a script with one of ORDERS: docs/streams.md, docs/recipes/samplers.md."""
     line, sampler = ORDERS[order]
     anchor = "from utils.checkpoint import Checkpointer\n"
-    imports = f"from sources.samplers import ShareOf\n{line}\n{anchor}"
+    imports = f"from sources.samplers import DistributedSamplerWrapper\n{line}\n{anchor}"
     text = changed(script.read_text(encoding="utf-8"), [(anchor, imports)], script)
-    train_sampler = f"train_sampler = ShareOf({sampler}, cfg.seed)"
+    train_sampler = f"train_sampler = DistributedSamplerWrapper({sampler}, cfg.seed)"
     text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)
     assert count == 1
     path.write_text(text, encoding="utf-8")
