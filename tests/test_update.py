@@ -19,6 +19,7 @@ from tools.lib.update import (
     merge,
     plan,
     read_record,
+    stale_imports,
 )
 
 LABELS = "old", "new"
@@ -121,6 +122,23 @@ def test_edits_follow_a_file_that_moves(tmp_path):
     assert not (tmp_path / "utils" / "old.py").exists()
     text = (tmp_path / "sources" / "new.py").read_text()
     assert "3 # mine\n" in text and text.endswith("19\n20\n")
+
+
+def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "utils").mkdir()
+    for name in ("moved", "gone", "stays"):
+        (tmp_path / "utils" / f"{name}.py").write_text("a\n")
+    (tmp_path / "tasks" / "own.py").write_text("from utils.moved import x\nimport utils.stays\n")
+    (tmp_path / "own.py").write_text("    from utils import stays, gone\n")
+    base = {f"utils/{name}.py": b"a\n" for name in ("moved", "gone", "stays")}
+    new = {"sources/new.py": b"a\n", "utils/stays.py": b"a\n"}
+    moved = {"utils/moved.py": "sources/new.py"}
+    changes = plan(tmp_path, base, new, moved, LABELS)
+    assert stale_imports(tmp_path, changes, moved) == [
+        "own.py imports utils/gone.py, which is gone: change the import",
+        "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
+    ]
 
 
 def test_own_file_where_a_module_moves_to_stays(tmp_path):
@@ -234,6 +252,26 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
     done = tools_copy(newer, "--update", copy, "--without", "watchdog")
     assert done.returncode == 0 and "removed       utils/watchdog.py" in done.stdout
     assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
+
+
+def test_option_that_has_moved_stays(clone, tmp_path):
+    copy, newer = tmp_path / "copy", tmp_path / "newer"
+    flags = ["--task", "text", "--with", "text_folder"]
+    assert tools_copy(clone, "train_1gpu.py", copy, *flags).returncode == 0
+    (copy / "tasks" / "own.py").write_text("from tasks.text_folder import packed_splits\n")
+    with open(copy / "tasks" / "text_folder.py", "a") as file:
+        file.write("# ours\n")
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    git(newer, "mv", "tasks/text_folder.py", "sources/texts.py")
+    text = (newer / "tasks" / "text.py").read_text()
+    (newer / "tasks" / "text.py").write_text(text.replace("tasks.text_folder", "sources.texts"))
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    done = tools_copy(newer, "--update", copy)
+    assert done.returncode == 1, done.stderr
+    assert "tasks/own.py imports tasks/text_folder.py, which is sources/texts.py now" in done.stdout
+    assert not (copy / "tasks" / "text_folder.py").exists()
+    assert (copy / "sources" / "texts.py").read_text().endswith("# ours\n")
+    assert json.loads((copy / RECORD).read_text())["options"] == ["texts"]
 
 
 def test_option_is_added_to_an_edited_copy(clone, tmp_path):

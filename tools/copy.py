@@ -34,6 +34,7 @@ from tools.lib.update import (
     plan,
     read,
     read_record,
+    stale_imports,
     write_record,
 )
 
@@ -261,8 +262,23 @@ def dirty_files(new):
     return sorted({SOURCES.get(path, path) for path in new} & {*changed_files()})
 
 
+def options_of(record, known, moved):
+    """The names of the options that a copy has: some may have moved since it was made.
+
+    known: {name: Option}.
+    """
+    paths = {str(option.path.relative_to(ROOT)): name for name, option in known.items()}
+    names = set(record["options"]) & known.keys()
+    is_guessed = None in record["files"].values()  # what is there was chosen
+    for path in record["files"]:
+        if is_guessed or Path(path).stem in record["options"]:
+            names |= {paths[each] for each in (path, moved.get(path)) if each in paths}
+    return names
+
+
 def update(args):
-    """Merge this clone's commit into a copy. Returns 1 if there are conflicts, otherwise 0."""
+    """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that import
+    what is gone; otherwise 0."""
     folder, new_commit = args.update, resolve("HEAD")
     if folder.resolve() == ROOT:
         raise CannotUpdate(f"{folder} is this clone: git pull updates it")
@@ -278,15 +294,12 @@ def update(args):
     moved = renamed(old_commit, new_commit)
     had, wanted, every = set(record["without"]), set(args.options), {}
     guards, wanted = had.union(args.without) - wanted, wanted - had
-    options = {*record["options"], *wanted}
     for script, task in record["scripts"].items():
         if script not in RUNGS:
             raise CannotUpdate(f"{script} is no longer a script of the project")
         every |= options_and_commands(ROOT / script, task)
-    if None in record["files"].values():  # a guessed record: what is there was chosen
-        paths = {moved.get(path, path) for path in record["files"]} | {*record["files"]}
-        options |= {n for n, o in every.items() if str(o.path.relative_to(ROOT)) in paths}
     choose(wanted, every)
+    options = options_of(record, every, moved) | wanted
     chosen = sorted(every if args.all else options)
     if args.plain:
         guards |= set(can_leave_out(texts(record["scripts"], chosen)))
@@ -300,10 +313,12 @@ def update(args):
         place = f"{change.old_path} -> {change.path}" if change.old_path else change.path
         print(f"{change.kind:12}  {place}" + f"  ({change.conflicts})" * bool(change.conflicts))
     conflicts = [change.path for change in changes if change.conflicts]
+    stale = stale_imports(folder, changes, moved)
+    print("".join(f"{line}\n" for line in stale), end="")
     if args.diff:
         print(as_diff(folder, changes), end="")
     if args.dry_run or args.diff:
-        return 1 if conflicts else 0
+        return 1 if conflicts or stale else 0
     apply(folder, changes)
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}
     sums = {path: checksum(text) for path, text in new.items() if path not in ignored}
@@ -311,7 +326,7 @@ def update(args):
     print(f"{folder} is up to date with {new_commit[:12]}, from {old_commit[:12]}")
     if conflicts:
         print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")
-    return 1 if conflicts else 0
+    return 1 if conflicts or stale else 0
 
 
 def main():

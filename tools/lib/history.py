@@ -79,7 +79,8 @@ def read(commit, path):
 @cache
 def renamed(old, new):
     """{old path: new path} of the files that git takes for renamed between two commits."""
-    fields = git("diff", "-M50%", "--diff-filter=R", "--name-status", "-z", old, new).split("\0")
+    # A module that moves may also lose half of its code to a different one, as utils/shards.py did.
+    fields = git("diff", "-M40%", "--diff-filter=R", "--name-status", "-z", old, new).split("\0")
     return dict(zip(fields[1::3], fields[2::3], strict=False))
 
 

@@ -184,6 +184,25 @@ def apply(folder, changes):
             (folder / change.old_path).unlink()
 
 
+def stale_imports(folder, changes, moved):
+    """Lines about the files of a copy, its owner's included, that import a module which Changes
+    remove or move. moved: {old path: new path}."""
+    folder, lines = Path(folder), []
+    new = {change.path: change.contents for change in changes if change.contents is not None}
+    gone = {change.path for change in changes if change.kind == "removed"}
+    gone |= {change.old_path for change in changes if change.old_path} - new.keys()
+    files = {*folder.glob("*.py")}.union(*(folder.glob(f"{name}/**/*.py") for name in FOLDERS))
+    for path in sorted({file.relative_to(folder).as_posix() for file in files} | {*new}):
+        text = (new.get(path) or read(folder / path) or b"").decode(errors="replace")
+        for old in sorted(gone - {path}):
+            package, _, name = old.removesuffix(".py").replace("/", r"\.").rpartition(r"\.")
+            imports = rf"^ *(from|import) {package}\.{name}\b|^ *from {package} import .*\b{name}\b"
+            if path not in gone and re.search(imports, text, re.MULTILINE):
+                place = f"{moved[old]} now" if old in moved else "gone"
+                lines.append(f"{path} imports {old}, which is {place}: change the import")
+    return lines
+
+
 def as_diff(folder, changes):
     """The Changes as a unified diff."""
     lines = []
