@@ -18,7 +18,6 @@ from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
-from utils.run_folder import claim_output_dir
 from utils.rungs.graph import GraphedStep, GraphSettings
 from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.sampler import EpochSampler
@@ -43,14 +42,15 @@ def build_step(model, optimizer, meter, device, cfg):
     return train_step
 
 
-def train_one_epoch(model, loader, train_step, scheduler, meter, checkpoint):
+def train_one_epoch(model, loader, train_step, scheduler, meter, hooks, checkpoint):
     model.train()
     for inputs, targets in loader:  # on the device
         loss_sum, outputs = train_step(inputs, targets)  # overwritten by the next call
         scheduler.step()
 
         meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
-        checkpoint.step()  # also saves within the epoch when a save is due
+        hooks.after_step(checkpoint)  # what looks on: signals, comparison of ranks, progress
+        checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -91,17 +91,16 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    claim_output_dir(cfg)  # one run at a time
     hooks = build_hooks(cfg, state)
     checkpoint = Checkpointer(cfg, state, hooks)
-    start_epoch = checkpoint.load()  # 0 unless there is a run to resume
+    start_epoch = checkpoint.load()  # locks the folder; 0 unless there is a run to resume
     metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train_result = train_one_epoch(
-            model, train_loader, train_step, scheduler, meter, checkpoint
+            model, train_loader, train_step, scheduler, meter, hooks, checkpoint
         )
         with cfg.autocast(device):
             val_result = evaluate(model, val_loader, task)

@@ -16,19 +16,18 @@ from utils.checkpoint import Checkpointer
 from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
-from utils.distributed import init_distributed, mean_over_replicas, settle_ddp_buckets
+from utils.distributed import init_distributed, mean_over_replicas, rebuild_ddp_buckets
 from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
-from utils.replicas import CompareReplicas, check_setup
-from utils.run_folder import claim_output_dir
+from utils.replicas import CompareReplicas
 from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
 
 
-def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoint, cfg):
     model.train()
     for inputs, targets in loader:  # on the device
         outputs = model(inputs)
@@ -45,7 +44,8 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
         scheduler.step()
 
         meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
-        checkpoint.step()  # also saves within the epoch when a save is due
+        hooks.after_step(checkpoint)  # what looks on: signals, comparison of ranks, progress
+        checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -72,6 +72,7 @@ def main():
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
+    rebuild_ddp_buckets(model)  # a resumed run then sums gradients in the same order
 
     # Optimization
     optimizer = build_optimizer(model, cfg)
@@ -87,19 +88,16 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    check_setup(cfg, state)  # all ranks have the same code, settings and data
-    claim_output_dir(cfg)  # one run at a time
-    hooks = build_hooks(cfg, state, CompareReplicas)  # compares what all ranks hold
+    hooks = build_hooks(cfg, state, CompareReplicas)  # compares what the ranks run and hold
     checkpoint = Checkpointer(cfg, state, hooks)
-    start_epoch = checkpoint.load()  # 0 unless there is a run to resume
-    settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order
+    start_epoch = checkpoint.load()  # locks the folder; 0 unless there is a run to resume
     metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train_result = train_one_epoch(
-            model, train_loader, optimizer, scheduler, meter, checkpoint, cfg
+            model, train_loader, optimizer, scheduler, meter, hooks, checkpoint, cfg
         )
         val_result = evaluate(model, val_loader, task)
         metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])

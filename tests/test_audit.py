@@ -81,7 +81,7 @@ class Run:
         """Take up to `count` steps of an epoch. Returns how many, and the state after them."""
         taken = 0
         for _ in self.loader:
-            self.audit.after_step(None, wait=False)
+            self.audit.after_step(None)
             taken += 1
             if taken == count:
                 break

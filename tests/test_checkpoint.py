@@ -31,7 +31,7 @@ from utils.errors import PeerError, UserError
 from utils.hooks import Hook
 from utils.optim import Schedule
 from utils.options.sharded import ShardedFiles
-from utils.run_folder import claim
+from utils.run_folder import lock_folder
 from utils.rungs.fsdp import FsdpSettings
 from utils.rungs.model_parallel import MicroBatches
 
@@ -896,7 +896,7 @@ def test_value_that_could_not_be_read_is_refused_before_the_first_step(
             writer.load()
         with pytest.raises(UserError, match=f"{kind}|function"):  # a value that is there later
             writer.save(1)
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_large_tensors_are_not_written_to_memory_to_try_that(tmp_path, monkeypatch):
@@ -969,17 +969,12 @@ def test_epochs_are_left_out_unless_they_are_due_the_best_or_the_last(tmp_path):
 def test_epoch_is_saved_if_a_save_is_due_at_its_last_step(tmp_path):
     """Otherwise, a run with one step per epoch would never stop after a signal."""
 
-    class DueAtThirdStep(Hook):
-        steps = 0
-
-        def is_due(self, checkpoint):
-            self.steps += 1
-            return self.steps == 3
-
     state = make_state()
-    writer = checkpointer(tmp_path, state, [DueAtThirdStep()], save_epochs=3, epochs=7)
+    writer = checkpointer(tmp_path, state, save_epochs=3, epochs=7)
     for epoch, step in ((0, 5), (1, 1), (1, 5)):  # an epoch has 5 steps
         state["loader"].step = step
+        if (epoch, step) == (1, 5):
+            writer.request_save(ends_run=False)
         writer.step()
         if step == 5:
             writer.save(epoch + 1)
@@ -1120,7 +1115,7 @@ def test_run_killed_while_saving_keeps_the_checkpoint_before(tmp_path):
     assert process.exitcode == -signal.SIGKILL
     assert [path.name for path in tmp_path.glob("*.tmp")] == ["epoch-0002.pt.tmp"]
     assert checkpointer(tmp_path).load() == 1
-    claim(tmp_path, "auto")  # at the next start
+    lock_folder(tmp_path, "auto")  # at the next start
     assert not list(tmp_path.glob("*.tmp"))
 
 

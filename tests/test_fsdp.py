@@ -292,7 +292,7 @@ def train_heads(rank, used, blocks, save_steps, compiles=False):
         model(torch.ones(2, 3) + rank, numbers[rank]).backward()
         optimizer.step()
         state["loader"].step = step
-        kind, text = outcome(lambda: hook.after_step(checkpoint, wait=True))
+        kind, text = outcome(lambda: hook.after_step(checkpoint))
         if kind:
             assert kind is UserError
             return step, text

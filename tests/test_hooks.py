@@ -5,18 +5,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import utils.checkpoint
-from tests.test_checkpoint import checkpointer, make_state, outcome, save
+from tests.test_checkpoint import checkpointer, make_state, save
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import SilentExit, UserError
-from utils.hooks import Hook
+from utils.hooks import FileForm, Hook, Hooks
 
 
-class Recorder(Hook):
+class Recorder(FileForm):
     """Notes each call in `calls`, a list that several hooks may share."""
 
     def __init__(self, calls, is_due=False):
-        self.calls, self.answer, self.count = calls, is_due, 0
+        self.calls, self.is_due, self.count = calls, is_due, 0
 
     def note(self, *event):
         self.calls.append((type(self).__name__, *event))
@@ -32,12 +31,10 @@ class Recorder(Hook):
     def after_load(self, checkpoint):
         self.note("after_load", checkpoint.epoch)
 
-    def is_due(self, checkpoint):
-        self.note("is_due")
-        return self.answer
-
-    def after_step(self, checkpoint, wait):
-        self.note("after_step", wait)
+    def after_step(self, checkpoint):
+        if self.is_due:
+            checkpoint.request_save(ends_run=False)
+        self.note("after_step", checkpoint.is_due())
 
     def before_save(self, checkpoint, between_steps):
         self.note("before_save", between_steps)
@@ -46,19 +43,19 @@ class Recorder(Hook):
         self.note("after_save")
 
     @contextmanager
-    def file_form(self, checkpoint):
+    def context(self, checkpoint):
         self.note("enter")
         try:
             yield
         finally:
             self.note("leave")
 
-    def select(self, checkpoint, path, contents):
-        self.note("select", path.name)
+    def from_file(self, checkpoint, path, contents):
+        self.note("from_file", path.name)
         return contents
 
-    def convert(self, checkpoint, contents):
-        self.note("convert")
+    def to_file(self, checkpoint, contents):
+        self.note("to_file")
         return contents
 
 
@@ -70,11 +67,11 @@ class Second(Recorder):
     pass
 
 
-class Doubled(Hook):
+class Doubled(FileForm):
     """Doubles a weight, for files only."""
 
     @contextmanager
-    def file_form(self, checkpoint):
+    def context(self, checkpoint):
         weight = checkpoint.model[0].weight.data
         weight *= 2
         try:
@@ -83,9 +80,9 @@ class Doubled(Hook):
             weight /= 2
 
 
-class Failing(Hook):
+class Failing(FileForm):
     @contextmanager
-    def file_form(self, checkpoint):
+    def context(self, checkpoint):
         raise UserError("cannot be brought into that form")
         yield
 
@@ -110,7 +107,7 @@ def test_start_of_a_run_calls_the_hooks_once_everything_is_loaded(tmp_path):
     resumed = [First(calls), Second(calls)]
     assert checkpointer(tmp_path, hooks=resumed).load() == 1
     assert calls == [
-        *both(("select", "last.pt"), ("enter",)),
+        *both(("from_file", "last.pt"), ("enter",)),
         ("Second", "leave"),
         ("First", "leave"),
         ("First", "load_state_dict", 7),
@@ -123,7 +120,7 @@ def test_save_calls_the_hooks_in_order(tmp_path):
     calls = []
     save(tmp_path, make_state(), hooks=[First(calls), Second(calls)])
     assert calls == [
-        *both(("before_save", False), ("enter",), ("state_dict",), ("convert",)),
+        *both(("before_save", False), ("enter",), ("state_dict",), ("to_file",)),
         ("Second", "leave"),
         ("First", "leave"),
         *both(("after_save",)),
@@ -132,21 +129,28 @@ def test_save_calls_the_hooks_in_order(tmp_path):
 
 @pytest.mark.parametrize("due", [(), ("First",), ("Second",)], ids=str)
 @pytest.mark.parametrize("step", [2, 5])
-def test_step_asks_every_hook_and_then_tells_whether_to_wait(due, step, tmp_path):
-    """Every one of them: otherwise, the ranks may disagree on who communicates."""
+def test_step_calls_every_hook_and_saves_if_one_asks_for_it(due, step, tmp_path):
+    """Hooks after the one that asks know that a save follows."""
     calls, state = [], make_state()
     hooks = [kind(calls, is_due=kind.__name__ in due) for kind in (First, Second)]
     writer = checkpointer(tmp_path, state, hooks)
     state["loader"].step = step
+    Hooks(hooks).after_step(writer)
+    is_last = step == len(state["loader"])
+    assert calls == [
+        ("First", "after_step", due == ("First",) or is_last),
+        ("Second", "after_step", bool(due) or is_last),
+    ]
+    assert not (tmp_path / "last.pt").exists()
     writer.step()
     writer.wait()
-    is_last = step == len(state["loader"])
-    assert calls[:4] == both(("is_due",), ("after_step", bool(due) or is_last))
     is_saved = bool(due) and not is_last  # at the end of the epoch, the script saves
     assert [call for call in calls if call[1] == "before_save"] == (
         both(("before_save", True)) if is_saved else []
     )
     assert (tmp_path / "last.pt").exists() == is_saved
+    writer.step()  # a request counts once
+    assert len([call for call in calls if call[1] == "before_save"]) == 2 * is_saved
 
 
 # State
@@ -170,10 +174,10 @@ def test_hook_does_nothing_by_default(tmp_path):
         (tmp_path / name).mkdir()
         writer.load()
         for state["loader"].step in (1, 2):
+            Hooks(hooks).after_step(writer)
             writer.step()
         writer.save(1)
         writer.wait()
-        assert not any(hook.ends_run(writer) for hook in hooks)
     ours, theirs = (read_checkpoint(tmp_path / name / "last.pt") for name in ("with", "without"))
     assert ours.pop("hooks") == {"Hook": {}} and theirs.pop("hooks") == {}
     for contents in (ours, theirs):
@@ -185,44 +189,25 @@ def test_hook_does_nothing_by_default(tmp_path):
 
 
 def test_each_hook_gets_what_the_one_before_has_made(tmp_path):
-    class AddOne(Hook):
-        def convert(self, checkpoint, contents):
+    class AddOne(FileForm):
+        def to_file(self, checkpoint, contents):
             return contents | {"note": [*contents.get("note", []), "one"]}
 
-        def select(self, checkpoint, path, contents):
+        def from_file(self, checkpoint, path, contents):
             assert path == tmp_path / "last.pt"
             return contents | {"epoch": contents["epoch"] + 1}
 
     class AddTwo(AddOne):
-        def convert(self, checkpoint, contents):
+        def to_file(self, checkpoint, contents):
             return contents | {"note": [*contents["note"], "two"]}
 
-        def select(self, checkpoint, path, contents):
+        def from_file(self, checkpoint, path, contents):
             return contents | {"epoch": contents["epoch"] * 10}
 
     hooks = [AddOne(), AddTwo()]
     save(tmp_path, make_state(), epoch=1, hooks=hooks)
     assert read_checkpoint(tmp_path / "last.pt")["note"] == ["one", "two"]
     assert checkpointer(tmp_path, hooks=hooks).load() == 20  # what was selected is loaded
-
-
-@pytest.mark.parametrize("continues", [False, True])
-def test_hook_decides_what_follows_a_failed_save(continues, tmp_path, monkeypatch):
-    messages = []
-
-    def write(contents, path):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(utils.checkpoint, "save_atomically", write)
-
-    class Patient(Hook):
-        def save_failed(self, checkpoint, message):
-            messages.append(message)
-            return continues
-
-    kind, text = outcome(lambda: save(tmp_path, make_state(), hooks=[Patient()]))
-    assert messages == [f"cannot save {tmp_path}/epoch-0001.pt: Input/output error"]
-    assert (kind, text) == ((None, "") if continues else (UserError, messages[0]))
 
 
 def test_hook_may_end_the_run_after_a_save(tmp_path):

@@ -20,7 +20,6 @@ TABLE = [  # flags, the hooks that they select, and the module that holds the la
     (["--max-skipped-steps=3"], ["Interrupts", "SkippedSteps", "Progress"], "skipped_steps"),
     (["--log-steps=5"], ["Interrupts", "StepLog", "Progress"], "step_log"),
     (["--logger=tensorboard"], ["Interrupts", "Loggers", "Progress"], "loggers"),
-    (["--save-errors=warn"], ["Interrupts", "WarnOfSaveErrors", "Progress"], "save_errors"),
     (["--save-sharded"], ["Interrupts", "ShardedFiles", "Progress"], "sharded"),
     (["--audit", "--save-sharded"], ["Interrupts", "Audit", "ShardedFiles", "Progress"], "sharded"),
 ]

@@ -26,6 +26,7 @@ from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config
 from utils.errors import report_errors, set_failure_store
+from utils.hooks import Hooks
 from utils.preemption import Interrupts, Preempted
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS, shield_worker
 
@@ -38,17 +39,17 @@ def signalled(number, epoch, step, rank=0, again=False):
     def before():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         utils.signals.SIGNALS[:] = {*SIGNALS, signal.SIGHUP}
-        real = Checkpointer.step
+        real = Hooks.after_step
 
-        def step_and_signal(checkpoint):
+        def signal_after_step(hooks, checkpoint):
             here = (checkpoint.epoch, checkpoint.state["loader"].step)
             if here == (epoch, step) and os.environ.get("RANK", "0") == str(rank):
-                (interrupts,) = [h for h in checkpoint.hooks if isinstance(h, Interrupts)]
+                (interrupts,) = [h for h in hooks if isinstance(h, Interrupts)]
                 os.kill(os.getpid(), number)
                 wait_until(lambda: interrupts.signal)
-            real(checkpoint)
+            real(hooks, checkpoint)
 
-        Checkpointer.step = step_and_signal
+        Hooks.after_step = signal_after_step
 
     return before
 
@@ -297,7 +298,6 @@ def test_launcher_learns_that_the_run_is_saved(fake_checkpoint, tmp_path, monkey
     fake_checkpoint.wait = lambda: (tmp_path / "saved").touch()
     interrupts = Interrupts(Config(), {})
     interrupts.agreed = signal.SIGUSR1
-    assert interrupts.ends_run(fake_checkpoint)
     with pytest.raises(Preempted):
         interrupts.after_save(fake_checkpoint)
     assert (tmp_path / "saved").exists()
@@ -312,9 +312,12 @@ def test_saves_when_minutes_are_over_on_the_clock_of_any_rank(fake_checkpoint, m
         minutes = itertools.count(0, 4 if rank else 0)  # rank 0's clock stands still
         clock = SimpleNamespace(monotonic=lambda: 60 * next(minutes))
         monkeypatch.setattr(utils.preemption, "time", clock)
-        interrupts, saved = Interrupts(Config(save_minutes=7.0), {}), []
+        interrupts, saved, requests = Interrupts(Config(save_minutes=7.0), {}), [], []
+        checkpoint = SimpleNamespace(request_save=lambda ends_run: requests.append(ends_run))
         for step in range(12):
-            if interrupts.is_due(fake_checkpoint):
+            interrupts.after_step(checkpoint)
+            if requests:
+                assert requests.pop() is False
                 saved.append(step)
                 interrupts.after_save(fake_checkpoint)
         return saved

@@ -55,7 +55,7 @@ def watched(monkeypatch):
         clock.now += 1.0
         loader.step += 1
         meter.update(4 * loss, 4)
-        progress.after_step(None, wait=loader.step == 100)
+        progress.after_step(None)
 
     return SimpleNamespace(step=step, loader=loader, meter=meter, progress=progress, clock=clock)
 

@@ -19,7 +19,7 @@ from utils.checkpoint_file import read_checkpoint
 
 PAGE = ROOT / "docs" / "recipes" / "slow-links.md"
 IN_BF16, LOCAL_STEPS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-SETTLED = "settle_ddp_buckets(model)  # a resumed run then sums gradients in the same order\n"
+SETTLED = "rebuild_ddp_buckets(model)  # a resumed run then sums gradients in the same order\n"
 RESUMED = {"save_steps": 2}
 SLOW = pytest.mark.slow
 

@@ -19,8 +19,9 @@ from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state, outcome
 from utils.config import Config
 from utils.data import describe_datasets
-from utils.distributed import settle_ddp_buckets
+from utils.distributed import rebuild_ddp_buckets
 from utils.errors import UserError
+from utils.hooks import Hooks
 from utils.optim import build_optimizer
 from utils.replicas import (
     CompareReplicas,
@@ -246,6 +247,7 @@ def replicas_run(folder, rank, steps=4, **settings):
             state["loader"].step = step
             if rank == 1:
                 state["model"][0].weight.data[0, 0] += 1
+            Hooks(writer.hooks).after_step(writer)
             writer.step()
         step += 1
         writer.save(1)
@@ -272,7 +274,7 @@ def test_buffers_of_one_ranks_samples_are_found_before_the_evaluation_broadcasts
         for step in range(1, len(state["loader"]) + 1):
             state["loader"].step = step
             model(inputs).sum().backward()
-            kind, text = outcome(writer.step)
+            kind, text = outcome(lambda: Hooks(writer.hooks).after_step(writer))
             if kind:
                 return step, text
         model.eval()
@@ -461,7 +463,7 @@ def test_settling_buckets_leaves_forward_and_hooks_of_the_model_alone():
         model.forward = lambda images: method(images) + 100  # a patch of the instance
         model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0].shape))
         wrapped = DistributedDataParallel(model)
-        settle_ddp_buckets(wrapped)
+        rebuild_ddp_buckets(wrapped)
         assert calls == [] and wrapped.module is model
         return wrapped(torch.ones(3, 2)).min().item() > 90, len(calls)
 
@@ -477,7 +479,7 @@ def test_ddp_sums_gradients_in_the_same_order_at_every_step():
         model = DistributedDataParallel(model)
         before = [t.clone() for t in model.state_dict().values()]
         if settle:
-            settle_ddp_buckets(model)
+            rebuild_ddp_buckets(model)
         pairs = list(zip(before, model.state_dict().values(), strict=True))
         assert all(torch.equal(a, b) for a, b in pairs)
         assert all(p.grad is None for p in model.parameters())
@@ -513,7 +515,7 @@ def test_ranks_with_complex_parameters_train_alike():
         model = Waves()
         wrapped = DistributedDataParallel(model)
         optimizer = build_optimizer(wrapped, Config(lr=0.1))
-        settle_ddp_buckets(wrapped)
+        rebuild_ddp_buckets(wrapped)
         before = model.weight.detach().clone()
         for points in torch.randn(2, 2, 3, 2)[:, rank]:
             optimizer.zero_grad()
@@ -529,7 +531,7 @@ def test_settling_ddp_buckets_compiles_nothing():
     def body(rank):
         graphs, model = [], nn.Linear(2, 3)
         model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-        settle_ddp_buckets(DistributedDataParallel(model))
+        rebuild_ddp_buckets(DistributedDataParallel(model))
         return len(graphs)
 
     assert run_ranks(body, 1) == [0]

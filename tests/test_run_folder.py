@@ -13,12 +13,12 @@ from tests.launch import run_ranks
 from tests.test_checkpoint import checkpointer, make_state, outcome, save
 from utils.config import Config
 from utils.errors import PeerError, UserError
-from utils.run_folder import claim, claim_output_dir, write_text
+from utils.run_folder import lock_folder, lock_output_dir, write_text
 
 
 def start(folder, resume="auto"):
     """What a script does when it starts. Returns the epochs done."""
-    claim(folder, resume)
+    lock_folder(folder, resume)
     return checkpointer(folder, resume=resume).load()
 
 
@@ -38,15 +38,15 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch)
     """As after someone has deleted the checkpoints to free space."""
     (tmp_path / "metrics.jsonl").write_text("{}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    claim(tmp_path, "always")  # which fails without a checkpoint
+    lock_folder(tmp_path, "always")  # which fails without a checkpoint
     assert (tmp_path / "metrics.jsonl").exists()
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
     (kept,) = tmp_path.glob("previous-*/metrics.jsonl")
     assert kept.read_text() == "{}" and not (tmp_path / "metrics.jsonl").exists()
     (tmp_path / "metrics.jsonl").touch()  # as a run does that is about to start
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
     assert (tmp_path / "metrics.jsonl").exists()
 
 
@@ -54,10 +54,10 @@ def test_settings_that_a_person_wrote_are_kept(tmp_path, capsys):
     """--config may be a file in the output folder, in which a run writes a config.yaml."""
     path = tmp_path / "config.yaml"
     path.write_text(Config().dump())
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
     assert capsys.readouterr().err == "" and path.exists()
     path.write_text("lr: 0.1  # not 0.2: it diverges\n")
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
     (kept,) = tmp_path.glob("config-*.yaml")
     assert "it diverges" in kept.read_text() and str(kept) in capsys.readouterr().err
 
@@ -66,7 +66,7 @@ def test_two_starts_in_one_second_keep_both_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "previous-20261126-000000")
     for text in ("first", "second"):
         (tmp_path / "metrics.jsonl").write_text(text)
-        claim(tmp_path, "never")
+        lock_folder(tmp_path, "never")
     found = {path.read_text() for path in tmp_path.glob("previous-*/metrics.jsonl")}
     assert found == {"first", "second"}
 
@@ -75,7 +75,7 @@ def test_two_configs_of_one_second_are_both_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "config-20261126-000000.yaml")
     for text in ("lr: 0.1  # first", "lr: 0.1  # second"):
         (tmp_path / "config.yaml").write_text(text)
-        claim(tmp_path, "auto")
+        lock_folder(tmp_path, "auto")
     kept = [path.read_text() for path in tmp_path.glob("config-*.yaml")]
     assert sorted(kept) == ["lr: 0.1  # first", "lr: 0.1  # second"]
 
@@ -98,7 +98,7 @@ def test_text_is_on_the_disk_or_the_file_stays_as_it_was(tmp_path, monkeypatch):
 
 def test_main_process_claims_the_folder_for_all(tmp_path):
     def body(rank, name):
-        return outcome(lambda: claim_output_dir(Config(output_dir=str(tmp_path / name))))
+        return outcome(lambda: lock_output_dir(Config(output_dir=str(tmp_path / name))))
 
     assert run_ranks(body, 2, "run") == [(None, "")] * 2
     (tmp_path / "file").touch()
@@ -127,7 +127,7 @@ def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
     killed = ("epoch-0002.pt.tmp", "metrics.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
     for name in killed:
         (tmp_path / name).write_text("of a killed run")
-    claim(tmp_path, "never")
+    lock_folder(tmp_path, "never")
     assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
     assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
     assert not any((tmp_path / name).exists() for name in killed)
@@ -137,7 +137,7 @@ def test_one_run_per_folder(tmp_path):
     claimed = FORK.Event()
 
     def other_run():
-        claim(tmp_path, "auto")
+        lock_folder(tmp_path, "auto")
         claimed.set()
         time.sleep(60)
 
@@ -145,16 +145,16 @@ def test_one_run_per_folder(tmp_path):
     process.start()
     assert claimed.wait(30)
     with pytest.raises(UserError, match=rf"process {process.pid} on \S+ is writing to"):
-        claim(tmp_path, "auto")
+        lock_folder(tmp_path, "auto")
     process.kill()
     process.join()
-    claim(tmp_path, "auto")
+    lock_folder(tmp_path, "auto")
 
 
 def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Not a directory"):
-        claim(tmp_path / "file" / "run", "auto")
+        lock_folder(tmp_path / "file" / "run", "auto")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -165,7 +165,7 @@ def test_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, c
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    claim(tmp_path / "run", "auto")
+    lock_folder(tmp_path / "run", "auto")
     assert re.fullmatch(
         rf"warning: the file system of .*/run has no locks \({os.strerror(number)}\): make sure "
         "that no other run uses this --output-dir\n",
@@ -179,7 +179,7 @@ def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Input/output error"):
-        claim(tmp_path / "run", "auto")
+        lock_folder(tmp_path / "run", "auto")
 
 
 def test_text_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):

@@ -16,9 +16,8 @@ from utils.config import Config
 from utils.distributed import dp_rank
 from utils.errors import UserError
 from utils.metrics import MetricLogger
-from utils.options.save_errors import WarnOfSaveErrors
 from utils.preemption import Interrupts, Preempted
-from utils.run_folder import claim
+from utils.run_folder import lock_folder
 
 
 class Stop(Interrupts):
@@ -30,7 +29,7 @@ class Stop(Interrupts):
 
 def tolerant(folder, *hooks):
     """A Checkpointer of a run with --save-errors warn."""
-    return checkpointer(folder, None, [*hooks, WarnOfSaveErrors(None, {})], epochs=3)
+    return checkpointer(folder, None, hooks, epochs=3, save_errors="warn")
 
 
 @pytest.fixture
@@ -85,6 +84,7 @@ def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):
     full_disk.append(True)
     checkpoint.save(0, between_steps=True)
     stop.agreed = 15
+    checkpoint.request_save(ends_run=True)
     with pytest.raises(UserError, match="No space left on device"):
         checkpoint.save(0, between_steps=True)
     assert capsys.readouterr().err.count("No space left on device") == 1
@@ -99,6 +99,7 @@ def test_stop_is_saved_in_spite_of_a_failed_save_before(tmp_path, full_disk, cap
     checkpoint.save(1)
     checkpoint.writer.submit(full_disk.clear)
     stop.agreed = 15
+    checkpoint.request_save(ends_run=True)
     threading.Timer(0.2, blocked.set).start()
     with pytest.raises(Preempted):
         checkpoint.save(1, between_steps=True)
@@ -125,7 +126,7 @@ def test_deleted_folder_is_created_again(tmp_path):
 
 
 def test_folder_that_is_created_again_is_locked(tmp_path):
-    claim(tmp_path / "run", "auto")
+    lock_folder(tmp_path / "run", "auto")
     checkpoint = tolerant(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     checkpoint.save(1)

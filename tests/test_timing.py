@@ -13,7 +13,7 @@ import utils.checkpoint
 import utils.data
 from tests.forked import fork_script
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
-from utils.checkpoint import Checkpointer
+from utils.hooks import Hooks
 from utils.options import timing
 from utils.options.timing import NAMES, Clocks, Timing, diagnose, find_limits, table
 
@@ -164,7 +164,7 @@ def test_kernels_are_recorded_in_the_middle_of_an_epoch(monkeypatch):
     hook = Timing(SimpleNamespace(epochs=1), {"loader": loader})
     for loader.step in range(1, 41):
         clock.now += 1.0
-        hook.after_step(None, wait=loader.step == 40)
+        hook.after_step(SimpleNamespace(is_due=lambda: loader.step == 40))
     assert calls == [("start", 20), ("stop", 28)]
     row = {}
     hook.before_row(row)
@@ -299,14 +299,14 @@ def test_first_step_is_left_out(tmp_path):
     """It would look like a rank that computes long."""
 
     def before():
-        step = Checkpointer.step
+        after_step = Hooks.after_step
 
-        def slow_once(checkpoint):
+        def slow_once(hooks, checkpoint):
             time.sleep(1.0)
-            Checkpointer.step = step
-            step(checkpoint)
+            Hooks.after_step = after_step
+            after_step(hooks, checkpoint)
 
-        Checkpointer.step = slow_once
+        Hooks.after_step = slow_once
 
     run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, **FLAGS)
     (row,) = run.rows

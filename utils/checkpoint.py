@@ -11,7 +11,7 @@ import textwrap
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from utils.checkpoint_file import (
     with_plain_numbers,
 )
 from utils.distributed import all_gather_object, fail_together, is_main_process
-from utils.errors import UserError, required_by
+from utils.errors import UserError, required_by, warn
+from utils.hooks import FileForm
+from utils.run_folder import lock_folder, lock_output_dir, write_text
 
 
 class Wrapper(nn.Module):
@@ -70,12 +72,15 @@ class Checkpointer:
 
     def __init__(self, cfg: Any, state: Mapping[str, Any], hooks: Iterable[Any] = ()) -> None:
         self.cfg, self.state, self.hooks = cfg, state, list(hooks)
+        self.forms = [hook for hook in self.hooks if isinstance(hook, FileForm)]
         self.folder = Path(cfg.output_dir)
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         self.epoch = 0  # epochs done
-        self.is_save_due = False  # the last step asked for a save
+        self.is_requested = False  # a hook asks for a save after this step
+        self.is_save_due = False  # after the last step
+        self.ends_run = False  # after the next save, or the current one
         self.pending: Future[None] | None = None  # of the file that is being written
         self.writer = ThreadPoolExecutor(1)
         self.never_finite = set()  # names of tensors that were not finite at the start
@@ -83,12 +88,14 @@ class Checkpointer:
         self.initial_groups = with_plain_numbers(copy.deepcopy(groups))
 
     def load(self) -> int:
-        """Load `state` from the newest valid checkpoint; return the epochs done, 0 without one.
+        """Create and lock the output folder, and load `state` from the newest valid checkpoint.
 
-        A damaged checkpoint is skipped with a warning, and the one before it is used. Raises
-        UserError if none can be read, if the settings, the data or the model differ, or if `state`
-        holds what could not be read from a checkpoint.
+        Returns the epochs done, 0 without a checkpoint. A damaged checkpoint is skipped with a
+        warning, and the one before it is used. Raises UserError if another run has locked the
+        folder, if no checkpoint can be read, if the settings, the data or the model differ, or if
+        `state` holds what could not be read from a checkpoint.
         """
+        lock_output_dir(self.cfg)
         newest = None
         with fail_together():
             if is_main_process():
@@ -120,15 +127,22 @@ class Checkpointer:
             refuse_unreadable(contents)
         return self.epoch
 
+    def request_save(self, ends_run: bool) -> None:
+        """Save after this step, or at the end of the epoch, if this step is its last. All ranks
+        call it together. ends_run: the caller ends the run after that save."""
+        self.is_requested, self.ends_run = True, ends_run
+
+    def is_due(self) -> bool:
+        """Whether a save, or the end of the epoch, follows this step."""
+        loader, every = self.state["loader"], self.cfg.save_steps
+        self.is_save_due = self.is_requested or (every > 0 and loader.step % every == 0)
+        return self.is_save_due or loader.step == len(loader)
+
     def step(self) -> None:
         """Call after each optimizer step: saves within the epoch when a save is due."""
-        loader, every = self.state["loader"], self.cfg.save_steps
-        is_last = loader.step == len(loader)  # the script saves at the end of the epoch
-        answers = [hook.is_due(self) for hook in self.hooks]
-        self.is_save_due = any(answers) or (every > 0 and loader.step % every == 0)
-        for hook in self.hooks:
-            hook.after_step(self, wait=is_last or self.is_save_due)
-        if self.is_save_due and not is_last:
+        is_due, self.is_requested = self.is_due(), False
+        loader = self.state["loader"]
+        if is_due and loader.step < len(loader):  # the script saves at the end of the epoch
             self.save(self.epoch, between_steps=True)
 
     def save(self, epoch: int, is_best: bool = False, between_steps: bool = False) -> None:
@@ -141,6 +155,7 @@ class Checkpointer:
         """
         self.epoch = epoch
         is_last = epoch == self.cfg.epochs
+        self.ends_run = self.ends_run or is_last
         if not (self.is_save_due or is_last or epoch % self.cfg.save_epochs == 0):
             is_best_on_rank_0 = all_gather_object(is_best)[0]
             if not is_best_on_rank_0:
@@ -150,8 +165,8 @@ class Checkpointer:
             hook.before_save(self, between_steps)
         with self._file_form():  # until all is copied: the contents may share the model's memory
             contents, copies = self._gather_state()
-            for hook in self.hooks:
-                contents = hook.convert(self, contents)
+            for form in self.forms:
+                contents = form.to_file(self, contents)
             if is_main_process():
                 contents = copy.deepcopy(contents, copies)
         if is_main_process():
@@ -159,7 +174,9 @@ class Checkpointer:
             names = ["best.pt"] if is_best else []
             if not between_steps:
                 names.append(f"epoch-{epoch:04d}.pt")
-            self.pending = self.writer.submit(self._write, contents, *names, "last.pt")
+            must_succeed = self.ends_run or self.cfg.save_errors == "stop"
+            names.append("last.pt")
+            self.pending = self.writer.submit(self._write, contents, must_succeed, *names)
         if is_last:
             self.wait()
         for hook in self.hooks:
@@ -212,9 +229,9 @@ class Checkpointer:
 
     @contextmanager
     def _file_form(self):
-        with ExitStack() as stack:  # leaves what it has entered if the next hook raises
-            for hook in self.hooks:
-                stack.enter_context(hook.file_form(self))
+        with ExitStack() as stack:  # leaves what it has entered if the next one raises
+            for form in self.forms:
+                stack.enter_context(form.context(self))
             yield
 
     def _find_never_finite(self, model):
@@ -224,7 +241,7 @@ class Checkpointer:
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         return set(names).difference(trained)
 
-    def _write(self, contents, name, *links):
+    def _write(self, contents, must_succeed, name, *links):
         path = self.folder / name
         try:
             save_atomically(contents, path)
@@ -247,8 +264,13 @@ class Checkpointer:
                 needed = sum(tensor.nbytes for tensor in tensors)
                 free = shutil.disk_usage(self.folder).free
                 message += f" ({needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free)"
-            if not any(hook.save_failed(self, message) for hook in self.hooks):
+            if must_succeed:
                 raise UserError(message) from None
+            warn(f"{message}; the run continues")
+            if not self.folder.exists():  # it was deleted
+                with suppress(UserError):
+                    lock_folder(self.folder, "auto")
+                    write_text(self.folder / "config.yaml", self.cfg.dump())
 
     def _read_like_rank_0(self, name):
         path = self.folder / name
@@ -264,8 +286,8 @@ class Checkpointer:
                 f"{path} was written with different settings (now {changed}): pass --resume never "
                 f"to start over, a different --output-dir, or --allow-config-change"
             )
-        for hook in self.hooks:
-            contents = hook.select(self, path, contents)
+        for form in self.forms:
+            contents = form.from_file(self, path, contents)
         with self._file_form():
             like = dsd.get_state_dict(self.model, self.optimizer)
             is_whole = "parts" not in contents

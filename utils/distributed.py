@@ -96,7 +96,7 @@ def mean_over_replicas(count: Tensor | float) -> Tensor | float:
     return all_reduce(count.to(device, torch.float64, copy=True)) / dp_world_size()
 
 
-def settle_ddp_buckets(model: DistributedDataParallel) -> None:
+def rebuild_ddp_buckets(model: DistributedDataParallel) -> None:
     """Give DistributedDataParallel's gradient buckets their final order before the first step.
 
     DDP sorts its buckets after the first backward pass, by the order in which the gradients became

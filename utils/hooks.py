@@ -1,4 +1,7 @@
-"""What a script or an option can add to a Checkpointer. Needs no other module."""
+"""Hooks: what looks on while a run trains, and what changes the form of its files.
+
+Needs no other module.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -44,12 +47,15 @@ class Checkpoint(Protocol):
     model: nn.Module  # without wrappers
     optimizer: Optimizer
     epoch: int  # epochs done
+    ends_run: bool  # the run ends after the next save, or the current one
 
+    def is_due(self) -> bool: ...
+    def request_save(self, ends_run: bool) -> None: ...
     def wait(self) -> None: ...
 
 
 class Hook:
-    """Base class of hooks. A Checkpointer calls these methods on all ranks together, so they may
+    """Base class of what looks on. These methods are called on all ranks together, so they may
     communicate. `checkpoint` is the Checkpointer. By default, each does nothing."""
 
     def __init__(self, cfg: Any = None, state: Mapping[str, Any] | None = None) -> None:
@@ -65,13 +71,9 @@ class Hook:
     def after_load(self, checkpoint: Checkpoint) -> None:
         """The run is about to start or to continue. May raise UserError."""
 
-    def is_due(self, checkpoint: Checkpoint) -> bool:
-        """After each step: whether to save now. The answer must be the same on all ranks."""
-        return False
-
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
-        """After each step. wait: a save or the end of the epoch follows; otherwise, a
-        hook may read values on the device in its next call, to avoid blocking the host."""
+    def after_step(self, checkpoint: Checkpoint) -> None:
+        """After each optimizer step. Unless checkpoint.is_due(), a hook may read values on the
+        device in its next call, to avoid blocking the host."""
 
     def before_row(self, row: dict[str, Any]) -> None:
         """An epoch has ended: add to its row, {name: value}, before it is written."""
@@ -86,24 +88,29 @@ class Hook:
     def after_save(self, checkpoint: Checkpoint) -> None:
         """The state is copied, and is being written. May raise SilentExit to end the run."""
 
-    def ends_run(self, checkpoint: Checkpoint) -> bool:
-        """Whether after_save() will end the run."""
-        return False
 
-    def file_form(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
+class Hooks(list[Hook]):
+    """The hooks of a run, which a Checkpointer and a MetricLogger call, too."""
+
+    def after_step(self, checkpoint: Checkpoint) -> None:
+        """Call after each optimizer step, before checkpoint.step(), which saves."""
+        for hook in self:
+            hook.after_step(checkpoint)
+
+
+class FileForm(Hook):
+    """Base class of what changes the form of a file. By default, each method changes nothing."""
+
+    def context(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
         """A context in which model and optimizer have the form that they have in files."""
         return nullcontext()
 
-    def select(
+    def from_file(
         self, checkpoint: Checkpoint, path: Path, contents: dict[str, Any]
     ) -> dict[str, Any]:
         """contents: of the checkpoint in the file `path`. Returns what this rank loads of it."""
         return contents
 
-    def convert(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
+    def to_file(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
         """contents: of a checkpoint, about to be written. Returns what goes into the file."""
         return contents
-
-    def save_failed(self, checkpoint: Checkpoint, message: str) -> bool:
-        """A file could not be written. Returns whether the run continues in spite of that."""
-        return False

@@ -74,8 +74,8 @@ class Interrupts(Hook):
                 os._exit(128 + number)
             self.signal, self.received = number, time.monotonic()
 
-    def is_due(self, checkpoint: Checkpoint) -> bool:
-        """Whether to save after this step. All ranks call it after every step, and agree.
+    def after_step(self, checkpoint: Checkpoint) -> None:
+        """Request a save if any rank has a reason. All ranks call it after every step, and agree.
 
         They start to compare their reasons, and decide in the next step, so that none has to wait.
         """
@@ -90,10 +90,8 @@ class Interrupts(Hook):
         if dist.is_initialized():
             group = control_group()
             self.work = dist.all_reduce(self.reason, dist.ReduceOp.MAX, group, async_op=True)
-        return self.agreed > 0
-
-    def ends_run(self, checkpoint: Checkpoint) -> bool:
-        return self.agreed > CLOCK
+        if self.agreed:
+            checkpoint.request_save(ends_run=self.agreed > CLOCK)
 
     def after_save(self, checkpoint: Checkpoint) -> None:
         """Stop the run if a signal was the reason to save. All ranks call it.

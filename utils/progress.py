@@ -45,7 +45,7 @@ class Progress(Hook):
                 self.new_bar, self.patience = tqdm, SECONDS_BETWEEN_BARS
                 explain_errors(lambda error: self._close())
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         if not self.is_main:
             return
         now, loader = time.monotonic(), self.loader

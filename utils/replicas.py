@@ -66,20 +66,28 @@ def _checksums_of_code():
     }
 
 
-class CompareReplicas(Hook):
-    """Raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
+class CompareSetup(Hook):
+    """Raises UserError, on all ranks, if they are about to train different things."""
+
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        check_setup(cfg, state)
+
+
+class CompareReplicas(CompareSetup):
+    """Also raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
     optimizer state: at the start, before each save, every cfg.check_replicas_every steps, and after
     the last step of an epoch, because the forward passes of an evaluation would hide it that a rank
     has buffers of its own: DistributedDataParallel broadcasts those of rank 0."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        super().__init__(cfg, state)
         self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
         self.model, self.optimizer = state["model"], state["optimizer"]
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         self.before_save(checkpoint, between_steps=False)
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         loader = checkpoint.state["loader"]
         is_due = self.every > 0 and loader.step % self.every == 0
         if is_due or loader.step == len(loader):

@@ -24,11 +24,11 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems wit
 _locks = {}  # {folder: file}, held while this process lives
 
 
-def claim_output_dir(cfg: Any) -> None:
-    """Create cfg.output_dir, and lock it for this run; see claim(). All ranks call it together."""
+def lock_output_dir(cfg: Any) -> None:
+    """Create and lock cfg.output_dir; see lock_folder(). All ranks call it together."""
     with fail_together():
         if is_main_process():
-            claim(Path(cfg.output_dir), cfg.resume)
+            lock_folder(Path(cfg.output_dir), cfg.resume)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def claim(folder: Path, resume: str) -> None:
+def lock_folder(folder: Path, resume: str) -> None:
     """Create the folder, and lock it against a second run for as long as this process lives.
 
     resume: cfg.resume; with "never", or if there are metrics but no checkpoint to resume, what a

@@ -67,10 +67,10 @@ def worker(path, flags):
         return hooks
 
     def switched(after_step):
-        def maybe(checkpoint, wait):
+        def maybe(checkpoint):
             if len(blocks) % 2:
                 start = time.perf_counter()
-                after_step(checkpoint, wait)
+                after_step(checkpoint)
                 spent.append(time.perf_counter() - start)
 
         return maybe

@@ -17,7 +17,7 @@ import torch
 
 import utils.checkpoint
 from tools.lib.runs import family
-from utils.checkpoint import Checkpointer
+from utils.hooks import Hooks
 from utils.metrics import MetricLogger
 from utils.preemption import Interrupts
 
@@ -32,18 +32,18 @@ def plant(faults, log, tag=None):
     of the run; None: they form a session.
     """
     by_step = {fault["step"]: fault for fault in faults}
-    real, steps = Checkpointer.step, itertools.count(1)
+    real, steps = Hooks.after_step, itertools.count(1)
 
-    def step(checkpoint):
+    def after_step(hooks, checkpoint):
         fault = by_step.get(next(steps))
         if fault:
             checkpoint.wait()  # so that a replay of this fault resumes from the same step
             if int(os.environ.get("RANK", "0")) == fault["rank"]:
                 record(log, fault, checkpoint)
                 ACTIONS[fault["kind"]](checkpoint, fault | {"tag": tag})
-        real(checkpoint)
+        real(hooks, checkpoint)
 
-    Checkpointer.step = step
+    Hooks.after_step = after_step
 
 
 def record(log, fault, checkpoint):

@@ -447,7 +447,7 @@ BUGS = [
         "Samples that do not divide evenly make one rank's epoch a step longer.",
         "One rank waits for gradients while the others evaluate: the job hangs until a timeout, or "
         "combines tensors that do not belong together.",
-        "All ranks drop what does not fill a global batch; `check_setup` compares their steps.",
+        "All ranks drop what does not fill a global batch; `CompareReplicas` compares their steps.",
     ),
     Bug(
         "weighted-order-repeated",
@@ -488,8 +488,8 @@ BUGS = [
     Bug(
         "scale-lost",
         "train_ddp_amp.py",
-        "    start_epoch = checkpoint.load()  # 0 unless there is a run to resume\n",
-        "    start_epoch = checkpoint.load()  # 0 unless there is a run to resume\n"
+        "    start_epoch = checkpoint.load()  # locks the folder; 0 unless there is a run to resume\n",
+        "    start_epoch = checkpoint.load()  # locks the folder; 0 unless there is a run to resume\n"
         '    scaler = torch.amp.GradScaler(device.type, enabled=cfg.amp_dtype == "float16")\n',
         "amp killed, resumed x2",
         (Problem.LOSS, ""),

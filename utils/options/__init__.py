@@ -10,27 +10,26 @@ from importlib import import_module
 from typing import Any
 
 from utils.errors import required_by
-from utils.hooks import Hook
+from utils.hooks import Hook, Hooks
 from utils.metrics import History
 
 HOOKS = (  # setting, its value that means off (no setting: always on), module, class
-    ("save_minutes", 0, "utils.preemption", "Interrupts"),
+    ("save_minutes", 0, "utils.preemption", "Interrupts"),  # first: others ask if a save is due
     ("audit", False, "utils.options.audit", "Audit"),
     ("max_skipped_steps", -1, "utils.options.skipped_steps", "SkippedSteps"),
     ("log_steps", 0, "utils.options.step_log", "StepLog"),
     ("timing", False, "utils.options.timing", "Timing"),
     ("profile", "", "utils.options.profile", "Profile"),
     ("logger", "", "utils.options.loggers", "Loggers"),
-    ("save_errors", "stop", "utils.options.save_errors", "WarnOfSaveErrors"),
     ("save_sharded", False, "utils.options.sharded", "ShardedFiles"),
     ("", None, "utils.progress", "Progress"),  # after those that change the sums
 )
 
 
-def build_hooks(cfg: Any, state: Mapping[str, Any], *kinds: type[Hook]) -> list[Hook]:
+def build_hooks(cfg: Any, state: Mapping[str, Any], *kinds: type[Hook]) -> Hooks:
     """Hooks (utils/hooks.py) of these kinds, and those that the settings select. state: see
     Checkpointer."""
-    hooks = [kind(cfg, state) for kind in (*kinds, History)]
+    hooks = Hooks(kind(cfg, state) for kind in (*kinds, History))
     for setting, off, module, name in HOOKS:
         if not setting or getattr(cfg, setting) != off:
             with required_by(f"--{setting.replace('_', '-')}" if setting else module):

@@ -36,7 +36,7 @@ class Audit(Hook):
         if self.resumed_at_step and self.seen == []:
             self.seen = None  # the checkpoint was written without --audit
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         if self.seen is not None:
             self.seen.append(self.loader.indices)  # not copied from the device yet
         if self.loader.step == len(self.loader):

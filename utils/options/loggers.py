@@ -236,8 +236,7 @@ class Loggers(Hook):
         return done + (epoch - first) * length + row.get("step", length)
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
-        is_signaled = any(hook.ends_run(checkpoint) for hook in checkpoint.hooks)
-        if is_signaled or checkpoint.epoch == checkpoint.cfg.epochs:
+        if checkpoint.ends_run:
             self.finish(SECONDS_TO_FINISH)
 
     def finish(self, seconds: float) -> None:

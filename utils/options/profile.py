@@ -43,7 +43,7 @@ class Profile(Hook):
         self.step = 0
         self.profiler: Any = None  # while it records
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         self.step += 1
         if self.step == self.first - 1:
             activities = [ProfilerActivity.CPU]

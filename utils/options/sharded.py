@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from utils.distributed import all_gather_object, control_group, fail_together, is_main_process
 from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, Hook
+from utils.hooks import Checkpoint, FileForm
 
 # What an index consists of. Not BytesStorageMetadata: PyTorch unpickles what it describes.
 _KINDS: list[Any] = [torch.Size, filesystem._StorageInfo, metadata._MEM_FORMAT_ENCODING]
@@ -34,10 +34,10 @@ _KINDS += [metadata.ChunkStorageMetadata]
 KINDS = {(kind.__module__, kind.__name__): kind for kind in _KINDS}
 
 
-class ShardedFiles(Hook):
+class ShardedFiles(FileForm):
     """Moves the tensors of each checkpoint out of its file, into a folder of parts."""
 
-    def convert(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
+    def to_file(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
         return save_sharded(contents, checkpoint.folder)
 
 

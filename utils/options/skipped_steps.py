@@ -59,7 +59,7 @@ class SkippedSteps(Hook):
         if hasattr(optimizer, "found_inf"):
             del optimizer.found_inf
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         """Undo what a skipped step has changed in buffers and metrics.
 
         Raises UserError, on all ranks, if more steps than the limit have been skipped.
@@ -74,7 +74,7 @@ class SkippedSteps(Hook):
         place = loader.epoch, loader.step
         previous, self.pending = self.pending, (outcome, place, counted, loader.indices)
         self._check(previous)
-        if wait:
+        if checkpoint.is_due():
             self._check(self.pending)
             self.pending = None
         self._remember()

@@ -59,7 +59,7 @@ class StepLog(Hook):
         write_rows(self.path, [row for row in rows if (row["epoch"], row["step"]) <= here])
         self.last_step, self.last_time = self.loader.start, None
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         step = self.loader.step
         if self.last_time is None:  # the first step of an epoch, here
             self.last_time = self.loader.started
@@ -67,7 +67,7 @@ class StepLog(Hook):
             if self.pending:
                 self._write_pending(checkpoint.hooks)
             self._begin_row()
-        if self.pending and (wait or self.pending["readout"].is_done()):
+        if self.pending and (checkpoint.is_due() or self.pending["readout"].is_done()):
             self._write_pending(checkpoint.hooks)
         if step == len(self.loader):
             self.totals, self.last_step, self.last_time, self.waited = [], 0, None, 0.0

@@ -96,14 +96,14 @@ class Timing(Hook):
         self.shares: Any = None  # of its kernels
         self.rows = []  # "time" of all epochs of this process
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         loader = self.loader
         if self.start is None:
             self.start = read_clocks()
             self.loaded = Clocks() - self._loaded_in_epoch()
         elif self.is_cuda:
             self._sample(loader.step - len(loader) // 2)
-        if wait:
+        if checkpoint.is_due():
             self.before = read_clocks()
         if loader.step == len(loader):
             self.loaded += self._loaded_in_epoch()

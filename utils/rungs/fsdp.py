@@ -175,7 +175,7 @@ class CompareShards(Hook):
             if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(partial(_note_block, self.uses, number))
 
-    def after_step(self, checkpoint: Checkpoint, wait: bool) -> None:
+    def after_step(self, checkpoint: Checkpoint) -> None:
         self.steps += 1
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:

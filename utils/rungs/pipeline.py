@@ -22,7 +22,7 @@ from utils.distributed import (
     set_data_parallel_group,
 )
 from utils.errors import UserError, say
-from utils.hooks import Checkpoint, Hook
+from utils.hooks import Checkpoint, FileForm
 from utils.options.sharded import part_of
 from utils.seeds import mix
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
@@ -294,10 +294,10 @@ def _remove_others(model, kept):
             _remove_others(child, kept)
 
 
-class OwnStages(Hook):
+class OwnStages(FileForm):
     """Loads only what this rank holds, of any script's checkpoint."""
 
-    def select(
+    def from_file(
         self, checkpoint: Checkpoint, path: Path, contents: dict[str, Any]
     ) -> dict[str, Any]:
         return part_of(checkpoint.model, path, contents)

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError, say
-from utils.hooks import Checkpoint, Hook
+from utils.hooks import Checkpoint, FileForm
 
 
 def init_mesh(device: torch.device, data: int) -> DeviceMesh:
@@ -129,11 +129,11 @@ def head_order(attention: nn.MultiheadAttention) -> Tensor:
     return rows.view(3, attention.num_heads, -1).transpose(0, 1).flatten()
 
 
-class PytorchRowOrder(Hook):
+class PytorchRowOrder(FileForm):
     """Files hold in_proj_weight in PyTorch's order, so that all scripts can read them."""
 
     @contextmanager
-    def file_form(self, checkpoint: Checkpoint) -> Iterator[None]:
+    def context(self, checkpoint: Checkpoint) -> Iterator[None]:
         """The rows are moved before a file is read or written, and back afterwards."""
         _reorder(checkpoint, lambda order: order.argsort())
         try:
