@@ -10,6 +10,8 @@ import json
 import re
 from functools import cache
 
+from check.advice import ADVICE
+from check.report import ORDER
 from lab.bench import operations as bench_operations
 from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
@@ -19,8 +21,6 @@ from lab.chaos import log as chaos_log
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
-from tools.check.advice import ADVICE
-from tools.check.report import ORDER
 from tools.copy import TASKS, options_and_commands, texts
 from tools.lib.closure import purpose, size, total
 from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
@@ -276,7 +276,7 @@ def recipes():
 
 
 def rules():
-    """What tools.check reports, by severity."""
+    """What the check reports, by severity."""
     rows = []
     for severity in ORDER:
         for rule, advice in ADVICE.items():

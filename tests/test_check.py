@@ -1,168 +1,42 @@
-"""tools.check: bugs in other people's scripts are found, and scripts without a bug pass."""
+"""check/ in this repository: its pages, its old name, and this project's own scripts."""
 
-import json
-import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from tools.check.__main__ import parse, script_of
-from tools.check.advice import ADVICE
-from tools.check.corpus import __main__ as corpus
-from tools.check.corpus import own
-from tools.check.corpus.__main__ import check
-from tools.check.corpus.bugs import BUGS, CORRECT
-from tools.check.corpus.page import log, page, verdict
-from tools.check.events import Rank, Run
-from tools.check.findings import Finding
-from tools.check.report import as_sarif
-from tools.check.rules.common import failed_at
-from tools.check.rules.data import same_samples, samples_left_out
-from tools.check.rules.files import resumed
-from tools.check.rules.models import failures
-from tools.check.scenarios import Checked, Options
-from tools.lib.edits import changed
+from check.advice import ADVICE
+from check.tests.corpus.__main__ import check
+from lab import check_own as own
 from tools.lib.ladder import ROOT
 from tools.verify.plants import PLANTS
 
-# Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
-NOT_PLANTED = {"fails-on-two", "hangs-on-two", "resume-fails"}
-BY_NAME = {bug.name: bug for bug in BUGS}
 
-# Bugs that do not hide each other, so that one check of a few seconds finds them all.
-TOGETHER = [
-    [
-        "in place",
-        "optimizer lost",
-        "no set_epoch",
-        "no eval mode",
-        "no no_grad",
-        "item in each step",
-        "searches in vain",
-        "no all_reduce",
-        "printed by all",
-    ],
-    ["around the wrapper", "epoch lost", "padded validation"],
-    [
-        "scheduler lost, whose rate has not changed yet",
-        "schedule of momentum lost",
-        "next epoch skipped, by its number",
-    ],
-    ["next epoch skipped"],
-    ["loss divided by the world size", "model lost", "no zero_grad"],
-    ["finetune: frozen BatchNorm learns", "finetune: writers", "finetune: validation augmented"],
-    ["amp: clipped before unscale", "amp: scaler lost", "amp: padding counted"],
-    ["by hand: seed per rank"],
-    ["by hand: parameters of a different model"],
-    ["stream: mean of means"],
-    ["collective on rank 0"],
-    ["spawn: no sampler", "spawn: BatchNorm per rank", "spawn: in place"],
-    ["windows: same seed", "windows: iteration lost"],
-    ["accelerate: loss not divided", "accelerate: repeated samples counted"],
-    ["detection: optimizer lost", "detection: in place", "detection: results of one rank"],
-    ["contrastive: gradients of the own rank", "contrastive: optimizer lost"],
-    ["imbalanced: scaler lost", "imbalanced: stays in evaluation mode", "imbalanced: same draws"],
-    ["lora: mean of means", "lora: position lost"],
-]
+def blocks_of_the_page():
+    """The hook and the workflow that docs/check.md tells users to copy."""
+    text = (ROOT / "docs" / "check.md").read_text()
+    blocks = [block.split("```")[0] for block in text.split("```yaml\n")[1:]]
+    return {block.split()[1]: yaml.safe_load(block) for block in blocks}
 
 
-def run_check(folder, *options, arguments=("train.py",)):
-    """Check train.py of a folder as a user does. Returns the exit code, stdout and stderr."""
-    command = [sys.executable, ROOT / "tools" / "check", *options, "--", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
-    return done.returncode, done.stdout, done.stderr
+def test_documented_hook_is_installed_for_its_stage():
+    """`pre-commit install` installs hooks of other types than pre-commit only if they are named."""
+    config = blocks_of_the_page()[".pre-commit-config.yaml"]
+    (repository,) = config["repos"]
+    (hook,) = repository["hooks"]
+    assert set(hook["stages"]) <= set(config["default_install_hook_types"])
 
 
-def check_source(folder, source, script):
-    """The rules that a check of this script reports, and those that are more than notes."""
-    (folder / "train.py").write_text(source)
-    options = ["--json", "-"]
-    if script.resume_arguments:
-        options.append(f"--resume-args={script.resume_arguments}")
-    command = [*script.command(), *script.arguments]
-    code, stdout, stderr = run_check(folder, *options, arguments=command)
-    assert code in (0, 1), stderr
-    found = json.loads(stdout)["findings"]
-    alarms = {finding["rule"] for finding in found if finding["severity"] != "note"}
-    assert code == (1 if alarms else 0)
-    return {finding["rule"] for finding in found}, alarms
-
-
-def source_of(script):
-    """The text of a script; skips the test if a package that it needs is not installed."""
-    for package in script.needs:
-        pytest.importorskip(package)
-    return script.source()
-
-
-def script_named(name):
-    return next(script for script in CORRECT if script.name == name)
-
-
-def test_bugs_apply_and_all_rules_have_one():
-    for bug in BUGS:
-        compile(bug.source(), bug.name, "exec")
-        assert bug.finds in ADVICE and set(bug.also) <= set(ADVICE), bug.name
-    planted = {bug.finds for bug in BUGS} | {rule for bug in BUGS for rule in bug.also}
-    assert set(ADVICE) - planted <= NOT_PLANTED
-
-
-def test_page_counts_what_was_found():
-    """One bug that is found, one that is missed, and a correct script with a false alarm."""
-    script = script_named("tutorial")
-    found, missed = BY_NAME["no set_epoch"], BY_NAME["no all_reduce"]
-
-    def result(*rules):
-        findings = [[rule, 1, "observed"] for rule in rules]
-        return {"found": findings, "not_checked": [], "seconds": 9.0}
-
-    rows = [
-        (script.name, script, None, result("not-shuffled")),
-        (found.name, script, found, result(found.finds)),
-        (missed.name, script, missed, result()),
-        ("finetune", script_named("finetune"), None, {"skipped": "tensorboard"}),
-    ]
-    text = page(rows, ["torch 0"])
-    assert [verdict(*row) for row in rows] == [
-        "false alarm: not-shuffled",
-        "ok",
-        "missed metric-of-one-rank",
-        "not run",
-    ]
-    assert "| recall | 1 of 2 (50 %) bugs" in text
-    assert "| precision | 1 of 2 (50 %) errors" in text
-    assert "| `not-shuffled` | warning | none is planted | 1 |" in text
-    assert "| not run | 1 of 4 |" in text
-    assert [(row["rule"], row["reported"], row["seconds"]) for row in log(rows)] == [
-        ("", ["not-shuffled"], 9.0),
-        (found.finds, [found.finds], 9.0),
-        (missed.finds, [], 9.0),
-        ("", [], None),
-    ]
-
-
-def test_corpus_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
-    checked = []
-
-    def measure(source, script, processes):
-        checked.append(script.name)
-        return {"found": [], "not_checked": [], "seconds": 1.0}
-
-    results = tmp_path / "results.json"
-    monkeypatch.setattr(corpus, "measure", measure)
-    arguments = ["corpus", "--only", "one_process", "--results", str(results)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert corpus.main() == 1  # nothing is found, so all bugs are missed
-    kept = json.loads(results.read_text())
-    first = len(checked)
-    assert first == len(kept) > 1
-    del kept["one_process"]
-    results.write_text(json.dumps(kept))
-    corpus.main()
-    assert len(checked) == first + 1
-    assert f"{first} checks" in capsys.readouterr().out
+def test_documented_workflow_may_check_out_and_upload():
+    """Rights that a workflow does not name are taken away; a fork's pull request gets none."""
+    job = blocks_of_the_page()[".github/workflows/check.yml"]["jobs"]["check"]
+    needed = {"contents": "read", "actions": "read", "security-events": "write"}
+    assert job["permissions"] == needed
+    checkout, *_, upload = job["steps"]
+    assert checkout["with"]["persist-credentials"] is False
+    for condition in ("always()", "head.repo.full_name == github.repository", "hashFiles"):
+        assert condition in upload["if"]
 
 
 def test_pages_of_traps_exist():
@@ -171,336 +45,25 @@ def test_pages_of_traps_exist():
         assert not advice.trap or f"\n## {advice.trap}\n" in page, advice.trap
 
 
-@pytest.mark.parametrize(
-    "command, script",
-    [
-        ("train.py --lr 1", "train.py --lr 1"),
-        ("python train.py", "train.py"),
-        ("torchrun --nproc_per_node=8 --standalone train.py --x", "train.py --x"),
-        ("torchrun --nproc_per_node 8 train.py", "train.py"),
-        ("python -m torch.distributed.run --nnodes=2 -m package.train", "-m package.train"),
-    ],
-)
-def test_command_without_its_launcher(command, script):
-    assert script_of(command.split()) == script.split()
+OLD_NAMES = [[ROOT / "tools" / "check"], ["-m", "tools.check"]]
 
 
-def test_wrong_command_is_one_line(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as error:
-        parse(["--", "no_such.py"])
-    assert error.value.code == 2
-    assert "there is no file no_such.py" in capsys.readouterr().err
-
-
-READ_FAKE_DATA = """
-import importlib.util, sys
-
-importlib.util.find_spec("torchvision.datasets")  # as libraries do before they import it
-import torch
-from torchvision import datasets
-from torchvision.transforms import ToTensor
-
-cifar = datasets.CIFAR10("nowhere", train=False, transform=ToTensor(), target_transform=str)
-image, target = cifar[3]
-assert image.shape == (3, 32, 32) and target == str(cifar.targets[3]) and "cat" in cifar.classes
-mnist = datasets.MNIST("nowhere", download=True)
-assert mnist.data.shape == (400, 28, 28) and mnist[0][0].size == (28, 28)
-folder = datasets.ImageFolder("nowhere/val", transform=ToTensor())
-assert len(folder) == 51 and len(folder.classes) == 5 and folder[0][0].shape[0] == 3
-masks = datasets.VOCSegmentation("nowhere", image_set="val")
-assert masks[0][0].size == masks[0][1].size and masks[0][1].mode == "P"
-print(torch.stack([image.mean(), folder[50][0].mean()]).tolist())
-"""
-
-READ_FAKE_TEXT = """
-from datasets import load_dataset
-
-parts = load_dataset("nyu-mll/glue", "mrpc")
-assert len(parts["train"]) == 400 and parts["validation"].features["label"].num_classes == 2
-own = load_dataset("my/own", split="train[:10%]+test", streaming=False)
-assert len(own) == 2 + 51 and len(own[0]["ids"]) == 8 and max(own[0]["ids"]) < 30
-assert next(iter(load_dataset("my/own", split="train", streaming=True)))["ids"] == own[0]["ids"]
-load_dataset("unknown")
-"""
-
-
-def read_fake_data(tmp_path, source, fake_data):
-    """Run a source with the observers of a check, but without a check."""
-    plan = {"exact": None, "kill_step": None, "limit_data": 0}
-    plan |= {"run": "one", "device": "cpu", "root": str(tmp_path), "folder": str(tmp_path)}
-    environment = os.environ | {
-        "TOOLS_CHECK_PLAN": json.dumps(plan | {"fake_data": fake_data}),
-        "PYTHONPATH": str(ROOT / "tools" / "check" / "inside"),
-    }
-    command = [sys.executable, "-c", source]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-
-def test_fake_images_are_the_same_in_each_process(tmp_path):
-    done = [
-        read_fake_data(tmp_path, READ_FAKE_DATA, {"ImageFolder": {"classes": "5"}})
-        for _ in range(2)
+@pytest.mark.parametrize("name", OLD_NAMES, ids=["path", "module"])
+def test_old_name_of_the_command_is_kept(name):
+    """Hooks and workflows of users have it."""
+    texts = [
+        subprocess.check_output([sys.executable, *words, "--help"], cwd=ROOT, text=True)
+        for words in (["-m", "check"], name)
     ]
-    assert done[0].returncode == 0, done[0].stderr
-    assert done[0].stdout and done[0].stdout == done[1].stdout
-
-
-def test_fake_text_asks_for_columns_that_are_not_known(tmp_path):
-    pytest.importorskip("datasets")
-    columns = {"ids": "int30[8]", "label": "class3", "train": "20"}
-    done = read_fake_data(tmp_path, READ_FAKE_TEXT, {"my/own": columns})
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == (
-        "--fake-data: what columns does the dataset unknown have? "
-        "Tell: --fake-data 'unknown=text:str,label:class2'"
-    )
-
-
-def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    assert parse(["--", "train.py"]).fake_data is None
-    assert parse(["--fake-data", "--", "train.py"]).fake_data == {}
-    options = ["--fake-data", "a=x:str,y:int", "--fake-data=b=train:9"]
-    given = parse([*options, "--", "train.py"]).fake_data
-    assert given == {"a": {"x": "str", "y": "int"}, "b": {"train": "9"}}
-    with pytest.raises(SystemExit):
-        parse(["--fake-data", "a=x", "--", "train.py"])
-    assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
-
-
-def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
-    output = (
-        "Traceback (most recent call last):\n"
-        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
-        f'  File "{tmp_path}/package/load.py", line 7, in load\n'
-        '  File "/python/site-packages/torch/serialization.py", line 900, in load\n'
-        "ValueError: no\n"
-        "Traceback (most recent call last):\n"
-        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
-        "ConnectionError: the other rank has ended\n"
-    )
-    run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
-    assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
-
-
-def two_ranks_read(rule, shares, **fields):
-    """The rules of findings_of_two_ranks()."""
-    return [finding.rule for finding in findings_of_two_ranks(rule, shares, **fields)]
-
-
-def findings_of_two_ranks(rule, shares, **fields):
-    """The findings of a rule about two ranks, each with one epoch of these samples."""
-    same = {"loader": 0, "dataset": 0, "base": 0, "contents": {}, "iterable": False, "place": None}
-    epochs = [same | {"samples": own, "base_samples": own} | fields for own in shares]
-    ranks = [SimpleNamespace(training=[epoch], fetches=[]) for epoch in epochs]
-    two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
-    return list(rule({"two": two}))
-
-
-def test_samples_of_an_epoch_that_is_too_long_to_list_are_not_missing():
-    shares = [list(range(10)), list(range(10, 20))]
-    epoch = {"dataset_len": 100, "sizes": [10, 1]}
-    assert two_ranks_read(samples_left_out, shares, **epoch, whole=True) == ["samples-left-out"]
-    assert not two_ranks_read(samples_left_out, shares, **epoch, whole=False)
-
-
-def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
-    shares = [list(range(48)), [*range(48, 80), *range(16)]]
-    epoch = {"sizes": [3, 16], "whole": True}
-    assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
-    assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
-
-
-def test_samples_in_no_share_are_not_counted_in_subsets_that_may_differ():
-    shares = [list(range(0, 40)), list(range(20, 60))]
-    epoch = {"sizes": [3, 16], "whole": True}
-    (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=90)
-    assert finding.observed.startswith("20 samples are in the shares of")
-    assert finding.observed.endswith(", and 30 of 90 in neither")
-    (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=50, dataset=1)
-    assert finding.observed == "20 samples are in the shares of rank 0 and of rank 1"
-
-
-@pytest.mark.parametrize("kind, function", [("save", "torch.save"), ("dump", "pickle")])
-def test_restart_is_compared_with_the_step_of_the_checkpoint(kind, function, tmp_path):
-    """Not with a later one with the same weights, such as one that a loss scaler has skipped."""
-
-    def events(*states):
-        same = {"kind": "step", "rounded": None, "type": "Adam", "rates": [0.1], "scaler": None}
-        same |= {"batches": {"0": 1}, "forwards": [], "settings": [], "schedulers": []}
-        return [
-            same | {"number": i, "step": i, "parameters": weights, "state": [2, state]}
-            for i, (weights, state) in enumerate(states)
-        ]
-
-    path = str(tmp_path / "copy" / "last.pkl")
-    save = {"kind": kind, "function": function, "path": path}
-    before, after = events((10, 0), (11, 1), (11, 2), (12, 3)), events((11, 1))
-    before.insert(1, save)
-    after.insert(0, {"kind": "load", "path": path, "place": None})
-    runs = {}
-    for name, of_rank in {"killed": before, "resumed": after}.items():
-        runs[name] = Run(name, tmp_path, tmp_path / "copy", 0, "", 0.0)
-        runs[name].ranks = [Rank(0, 1, of_rank, folder=tmp_path)]
-    checked = Checked(Options([], tmp_path / "source"), runs, {}, "torchrun")
-    assert list(resumed(checked)) == []
-
-
-def restarted(tmp_path, resumed_events, **changes):
-    """The rules about a restart after step 4 of a run of two epochs of three steps and batches.
-
-    resumed_events: batches and numbers of epochs, which a step with `changes` follows.
-    """
-    same = {"rounded": None, "type": "SGD", "scaler": None, "rates": [0.1], "state": [0, 0]}
-    same |= {"forwards": [], "settings": [{"momentum": [0.9]}], "schedulers": [["StepLR", 1]]}
-    path = str(tmp_path / "copy" / "last.pt")
-
-    def step(number, **fields):
-        return {
-            "kind": "step",
-            "step": number,
-            "parameters": [number],
-            "batches": {"0": 1},
-        } | fields
-
-    def batch(samples):
-        epoch = {"epoch": 0, "loader": 0, "place": None}
-        return {"kind": "batch", "samples": samples} | epoch
-
-    def numbered(events):
-        return [event | {"number": i, "place": None} for i, event in enumerate(events)]
-
-    before = []
-    for number in range(6):
-        if number % 3 == 0:
-            before.append({"kind": "set_epoch", "epoch": number // 3})
-        before += [batch([number]), step(number, **same)]
-    after = [{"kind": "load", "path": path}]
-    for name, value in resumed_events:
-        after.append(batch(value) if name == "batch" else {"kind": name, "epoch": value})
-    reads = sum(name == "batch" for name, _ in resumed_events)
-    saved = changes.pop("saved", 4)
-    after.append(step(0, **same | changes | {"parameters": [saved], "batches": {"0": reads}}))
-    save = {"kind": "save", "function": "torch.save", "path": path, "keys": []}
-    position = [i for i, event in enumerate(before) if event["kind"] == "step"][saved - 1] + 1
-    before.insert(position, save)
-    epoch = {"kind": "epoch", "steps": 3, "steps_before": 0, "backwards": 3, "whole": True}
-    runs = {}
-    for name, of_rank in {"killed": before, "resumed": after}.items():
-        runs[name] = Run(name, tmp_path, tmp_path / "copy", 0, "", 0.0)
-        rank = Rank(0, 1, numbered(of_rank), folder=tmp_path)
-        rank.epochs = [epoch] if name == "killed" else []
-        runs[name].ranks = [rank]
-    checked = Checked(Options([], tmp_path / "source"), runs, {}, "torchrun")
-    return [(each.rule, each.observed) for each in resumed(checked)]
-
-
-GOES_ON = [("set_epoch", 1), ("batch", [3]), ("batch", [4])]  # the first batch is skipped
-
-
-def test_restart_that_goes_on_is_no_finding(tmp_path):
-    assert restarted(tmp_path, GOES_ON) == []
-    assert restarted(tmp_path, [("set_epoch", 1), ("batch", [4])]) == []
-
-
-def test_order_after_a_restart_that_skips_batches(tmp_path):
-    """Scripts that read and skip what was trained on, to find the position again."""
-    of_epoch_0 = [("set_epoch", 1), ("batch", [0]), ("batch", [1])]
-    ((rule, observed),) = restarted(tmp_path, of_epoch_0)
-    assert rule == "order-after-resume" and "step 2, of the first epoch" in observed
-    skips_it = [("set_epoch", 1), ("batch", [3]), ("batch", [4]), ("batch", [5])]
-    ((rule, observed),) = restarted(tmp_path, skips_it)
-    assert rule == "order-after-resume" and "skips the batch of step 5" in observed
-    ((rule, observed),) = restarted(tmp_path, [("set_epoch", 2), ("batch", [7])], saved=3)
-    assert rule == "order-after-resume" and "epoch is skipped" in observed
-    random = [("set_epoch", 1), ("batch", [8]), ("batch", [9])]  # no seed: nothing to compare with
-    assert restarted(tmp_path, random) == []
-
-
-def test_schedules_and_settings_after_a_restart(tmp_path):
-    """Also those that have not changed the rate in the few steps of a check."""
-    lost = {"schedulers": [["StepLR", 0]]}
-    ((rule, observed),) = restarted(tmp_path, GOES_ON, **lost)
-    assert rule == "scheduler-not-restored" and "come to 1" in observed and "at 0" in observed
-    lost = {"settings": [{"momentum": [0.95]}]}
-    ((rule, observed),) = restarted(tmp_path, GOES_ON, **lost)
-    assert rule == "settings-not-restored" and "momentum 0.9 in group 0" in observed
-    other = {"settings": [{"nesterov": [1.0]}], "schedulers": []}  # nothing that both have
-    assert restarted(tmp_path, GOES_ON, **other) == []
-
-
-def test_all_processes_that_fail_before_they_join_a_group_are_a_finding(tmp_path):
-    def rules(**fields):
-        output = "Traceback (most recent call last):\nValueError: a batch of 7 for 2 ranks"
-        run = Run("two", tmp_path, tmp_path, 1, output, 0.0, **fields)
-        run.ranks = [Rank(number, number, []) for number in range(2)]
-        checked = Checked(Options([], tmp_path), {"one": run, "two": run}, {}, "torchrun")
-        return list(failures(checked))
-
-    (finding,) = rules(codes=[1, 1])
-    assert finding.rule == "fails-on-two" and "a batch of 7" in finding.observed
-    (not_checked,) = rules(codes=[1, -9])  # ended by the check: one may have met the other
-    assert "joins no process group" in not_checked.why and "a batch of 7" in not_checked.why
-
-
-def test_sarif_has_rules_and_places():
-    findings = [Finding("no-set-epoch", ("train.py", 7), "the same order")]
-    run = json.loads(as_sarif(findings, "train.py"))["runs"][0]
-    region = run["results"][0]["locations"][0]["physicalLocation"]
-    assert region == {"artifactLocation": {"uri": "train.py"}, "region": {"startLine": 7}}
-    assert run["tool"]["driver"]["rules"][0]["id"] == run["results"][0]["ruleId"] == "no-set-epoch"
-
-
-def test_script_that_crashes_is_reported_with_its_traceback(tmp_path):
-    (tmp_path / "train.py").write_text("import torch\nraise KeyError('a mistake of its own')\n")
-    code, stdout, stderr = run_check(tmp_path)
-    assert (code, stdout) == (2, "")
-    assert "a mistake of its own" in stderr and 'train.py", line 2' in stderr
-
-
-def together(names):
-    """The script with several bugs at once, and the rules that must find them."""
-    bugs = [BY_NAME[name] for name in names]
-    text = source_of(script_named(bugs[0].script))
-    for bug in bugs:
-        assert bug.script == bugs[0].script
-        text = changed(text, bug.changes, bug.name)
-    return script_named(bugs[0].script), text, {bug.finds for bug in bugs}
-
-
-def test_finds_several_bugs_in_one_script_and_leaves_its_folder_alone(tmp_path):
-    script, source, rules = together(TOGETHER[0])
-    found, _ = check_source(tmp_path, source, script)
-    assert rules <= found
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert texts[0] == texts[1] and "usage: check" in texts[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", TOGETHER[1:], ids=lambda names: names[0])
-def test_finds(names, tmp_path):
-    script, source, rules = together(names)
-    found, _ = check_source(tmp_path, source, script)
-    assert rules <= found
-
-
-# The other correct scripts, of which `python -m tools.check.corpus` checks all, take too long here.
-LEFT_TO_THE_CORPUS = {"contrastive", "fabric_loop", "hf_trainer", "lbfgs", "pipeline", "reinforce"}
-LEFT_TO_THE_CORPUS |= {"tensor_parallel", "timm_like", "wgan", "within_epoch"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, marks=[pytest.mark.rare] * (number % 4 > 0), id=script.name)
-        for number, script in enumerate(CORRECT)
-        if script.name not in LEFT_TO_THE_CORPUS
-    ],
-)
-def test_no_false_alarm(script, tmp_path):
-    _, alarms = check_source(tmp_path, source_of(script), script)
-    assert not alarms
+def test_old_name_of_the_command_checks_a_script(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyError('a mistake of its own')\n")
+    command = [sys.executable, ROOT / "tools" / "check", "--", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "a mistake of its own" in done.stderr
 
 
 OWN = {each.name: each for each in own.own_checks()}
@@ -529,85 +92,3 @@ def test_own_script_yields_no_alarm_and_is_checked(name):
 def test_finds_bugs_in_own_scripts(names):
     row = own.row_of(OWN[", ".join(names)], check)
     assert {own.FINDS[name] for name in names if name in own.FINDS} <= set(row["rules"]), row
-
-
-NEEDS_TWO = """
-import sys
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision.datasets import CIFAR10
-from torchvision.transforms import ToTensor
-
-sys.path.append("..")
-from model import model
-import helper
-
-dist.init_device_mesh("cuda", (2,))  # creates the group, and refuses one process
-assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
-train_set = CIFAR10("nowhere", transform=ToTensor())
-sampler = DistributedSampler(train_set)
-loader = DataLoader(train_set, 16, sampler=sampler)
-torch.jit.trace(model, torch.zeros(1, 3, 32, 32))  # as SummaryWriter.add_graph does
-model = DistributedDataParallel(model.cuda())
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for epoch in range(3):
-    for images, labels in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images.cuda()), labels.cuda()).backward()
-        optimizer.step()
-dist.destroy_process_group()
-"""
-
-
-MOMENTUM = """
-import torch
-from torch.utils.data import DataLoader
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query = torch.nn.BatchNorm1d(4)
-        self.key = torch.nn.BatchNorm1d(4).requires_grad_(False)
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.key.weight.lerp_(self.query.weight, 0.1)
-            target = self.key(x + 1)
-        return (self.query(x) - 2 * target).square().mean()
-
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for epoch in range(2):
-    for x in DataLoader(torch.randn(64, 4), 8, shuffle=True):
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
-"""
-
-
-@pytest.mark.slow
-def test_batch_norm_of_a_momentum_encoder_is_not_frozen(tmp_path):
-    (tmp_path / "train.py").write_text(MOMENTUM)
-    assert run_check(tmp_path)[0] == 0
-    follows = "            self.key.weight.lerp_(self.query.weight, 0.1)\n"
-    (tmp_path / "train.py").write_text(MOMENTUM.replace(follows, ""))
-    assert "[frozen-batchnorm-learns]" in run_check(tmp_path)[1]
-
-
-@pytest.mark.slow
-def test_needs_two_processes_data_and_the_folder_above(tmp_path):
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train.py").write_text(NEEDS_TWO)
-    (tmp_path / "model.py").write_text(
-        "import torch\nmodel = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))\n"
-    )
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "helper.py").write_text("")
-    options = ("--root", "..", "--fake-data", "--env", f"PYTHONPATH={tmp_path}/lib", "--json", "-")
-    code, stdout, stderr = run_check(tmp_path / "scripts", *options)
-    assert code == 1, stderr
-    report = json.loads(stdout)
-    found = [(finding["rule"], finding["file"]) for finding in report["findings"]]
-    assert found == [("no-set-epoch", "scripts/train.py")]
-    assert "on several processes only" in str(report["not_checked"])

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from tools.check.advice import ADVICE
+from check.advice import ADVICE
 
-COMMAND = "python -m tools.check.corpus --results results.json --markdown docs/results/check.md"
+COMMAND = "python -m check.tests.corpus --results results.json --markdown docs/results/check.md"
 
 
 def is_alarm(rule):
@@ -47,11 +47,11 @@ def page(rows, versions):
     seconds = sorted(row[3]["seconds"] for row in run)
     missing = len(rows) - len(run)
     lines = [
-        "# What tools.check finds",
+        "# What the check finds",
         "",
         f"`{COMMAND}`, {', '.join(versions)}.",
         "",
-        "The scripts of [tools/check/corpus](../../tools/check/corpus/) are of many styles. Each "
+        "The scripts of [check/tests/corpus](../../check/tests/corpus/) are of many styles. Each "
         "is checked as it is, and once with each of the bugs that are planted in it.",
         "",
         "| | |",

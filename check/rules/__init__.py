@@ -1,8 +1,8 @@
 """From what was observed to findings. A rule is a function that takes a Checked and yields Findings
 and NotChecked."""
 
-from tools.check.findings import Finding, NotChecked
-from tools.check.rules import data, evaluation, files, gradients, models, output
+from check.findings import Finding, NotChecked
+from check.rules import data, evaluation, files, gradients, models, output
 
 RULES = [
     *data.RULES,

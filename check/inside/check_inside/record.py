@@ -1,4 +1,4 @@
-"""Writes what happens in one process as lines of JSON, for tools/check/events.py to read."""
+"""Writes what happens in one process as lines of JSON, for check/events.py to read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Python imports this module in every process of a script that tools.check runs.
+"""Python imports this module in every process of a script that a check runs.
 
 The folder is the first on PYTHONPATH and hides a sitecustomize of the environment: that runs here.
 """

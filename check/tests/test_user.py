@@ -1,7 +1,8 @@
-"""tools.check as a user meets it: commands, folders, interrupts, and scripts that misbehave."""
+"""The check as a user meets it: commands, folders, interrupts, and scripts that misbehave."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,16 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tools.check.__main__ import main, parse, repository, script_file
-from tools.check.findings import Finding
-from tools.check.processes import INSIDE, CannotRun, Processes
-from tools.check.report import as_sarif
-from tools.check.scenarios import Options, _remedies
-from tools.lib.ladder import ROOT
+from check.__main__ import main, parse, repository, script_file
+from check.findings import Finding
+from check.processes import INSIDE, CannotRun, Processes
+from check.report import as_sarif
+from check.scenarios import Options, _remedies
 
-CHECK = [sys.executable, ROOT / "tools" / "check"]
+FOLDER = Path(__file__).resolve().parents[1]
+CHECK = [sys.executable, FOLDER]
 TRAINS = """
 import pathlib
 import torch
@@ -48,32 +48,6 @@ def check(folder, *arguments):
         [*CHECK, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
     )
     return done.returncode, done.stdout, done.stderr
-
-
-def blocks_of_the_page():
-    """The hook and the workflow that docs/check.md tells users to copy."""
-    text = (ROOT / "docs" / "check.md").read_text()
-    blocks = [block.split("```")[0] for block in text.split("```yaml\n")[1:]]
-    return {block.split()[1]: yaml.safe_load(block) for block in blocks}
-
-
-def test_documented_hook_is_installed_for_its_stage():
-    """`pre-commit install` installs hooks of other types than pre-commit only if they are named."""
-    config = blocks_of_the_page()[".pre-commit-config.yaml"]
-    (repository,) = config["repos"]
-    (hook,) = repository["hooks"]
-    assert set(hook["stages"]) <= set(config["default_install_hook_types"])
-
-
-def test_documented_workflow_may_check_out_and_upload():
-    """Rights that a workflow does not name are taken away; a fork's pull request gets none."""
-    job = blocks_of_the_page()[".github/workflows/check.yml"]["jobs"]["check"]
-    needed = {"contents": "read", "actions": "read", "security-events": "write"}
-    assert job["permissions"] == needed
-    checkout, *_, upload = job["steps"]
-    assert checkout["with"]["persist-credentials"] is False
-    for condition in ("always()", "head.repo.full_name == github.repository", "hashFiles"):
-        assert condition in upload["if"]
 
 
 def test_script_of_another_folder_is_refused(tmp_path, monkeypatch, capsys):
@@ -151,7 +125,7 @@ def test_mistake_of_the_check_is_no_finding(tmp_path, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise KeyError("of the check")
 
-    monkeypatch.setattr("tools.check.__main__.run_all", fail)
+    monkeypatch.setattr("check.__main__.run_all", fail)
     assert main_in(tmp_path, monkeypatch, *old_results(tmp_path)) == 2
     assert "KeyError: 'of the check'" in capsys.readouterr().err
     assert "of the check" in json.loads((tmp_path / "out.json").read_text())["error"]
@@ -161,7 +135,7 @@ def test_check_that_fails_leaves_no_old_results(tmp_path, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise CannotRun("The script failed")
 
-    monkeypatch.setattr("tools.check.__main__.run_all", fail)
+    monkeypatch.setattr("check.__main__.run_all", fail)
     assert main_in(tmp_path, monkeypatch, *old_results(tmp_path)) == 2
     assert json.loads((tmp_path / "out.json").read_text()) == {"error": "The script failed"}
     assert not (tmp_path / "out.sarif").exists()
@@ -325,6 +299,16 @@ for dataset, drawn in ([0], 100), (tensors, 100), (tensors, 33):
     assert said[0] == "a list is no map-style torch.utils.data.Dataset"
     assert said[1].startswith("the sampler of a TensorDataset yields 100 indices")
     assert said[2] == "None"
+
+
+def test_folder_runs_without_the_rest_of_the_repository(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "alone" / "check", ignore=shutil.ignore_patterns("tests"))
+    folder = project(tmp_path / "project", RANKS + TRAINS)
+    command = [sys.executable, tmp_path / "alone" / "check", "--json", "-", "--", "train.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    found = {finding["rule"] for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 1 and "models-start-differently" in found, done.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Rules about the samples that the ranks train on."""
 
-from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import first_ranks, holds_parts, replicas, same_data, where
+from check.findings import Finding, NotChecked
+from check.rules.common import first_ranks, holds_parts, replicas, same_data, where
 
 
 def same_samples(checked):

@@ -1,19 +1,27 @@
 """The scripts of this project as somebody's scripts, and with the bugs that `make verify` catches.
 
+    python -m lab.check_own [--only TEXT] [--markdown FILE]
+
 A check knows nothing of them: it sees a folder with the scripts and their modules, and a command.
+The exit code is 1 if there is a false alarm.
 """
 
+import argparse
 import json
 import platform
 import shutil
+import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from tools.check.advice import ADVICE
-from tools.check.scenarios import CannotRun, Options
+from check.advice import ADVICE
+from check.processes import Processes
+from check.scenarios import CannotRun, Options
+from check.tests.corpus.__main__ import check
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
@@ -190,7 +198,21 @@ def options_of(own, folder):
     return Options(command, project, steps=steps, environment=environment, device=device)
 
 
-def main(only, markdown, check):
+def main():
+    """Check all, or a part of them. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="only checks whose name contains this")
+    parser.add_argument(
+        "--markdown", type=Path, help="write the page of results here, and JSON beside it"
+    )
+    args = parser.parse_args()
+    with Processes() as processes:
+        return check_all(args.only, args.markdown, partial(check, processes=processes))
+
+
+def check_all(only, markdown, check):
     """Check all, or those whose name contains `only`. Returns the exit code.
 
     markdown: a page of results to write; the rows of earlier calls are kept in JSON next to it.
@@ -292,9 +314,9 @@ def _told(row):
     return ", ".join(f"`{rule}`" for rule in row["rules"]), "; ".join(row["not_checked"])
 
 
-PAGE = """# What tools.check finds in this project
+PAGE = """# What the check finds in this project
 
-`python -m tools.check.corpus --own --markdown docs/results/check-own.md`, {versions}.
+`python -m lab.check_own --markdown docs/results/check-own.md`, {versions}.
 A check sees a folder and a command, as with anybody's script. `--only TEXT` replaces some of the
 rows; the others are of earlier calls, and what has not been run has no row.
 
@@ -306,3 +328,7 @@ The bugs of [traps](../traps.md), planted in a copy; those that do not hide each
 
 {table}
 """
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,8 @@
 
 import math
 
-from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import first_ranks, holds_parts, is_sharded, replicas, where
+from check.findings import Finding, NotChecked
+from check.rules.common import first_ranks, holds_parts, is_sharded, replicas, where
 
 TOLERANCE = 2e-3
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from tools.check.findings import Finding
-from tools.check.rules.common import first_ranks, replicas, same_data, where
+from check.findings import Finding
+from check.rules.common import first_ranks, replicas, same_data, where
 
 
 def mode(checked):

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tools.check.inside.check_inside import landlock
+from check.inside.check_inside import landlock
 
 SYSTEM = ("/dev", "/proc", "/run", "/sys", "/tmp", "/var/tmp")
 CACHES = (

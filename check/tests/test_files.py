@@ -1,4 +1,4 @@
-"""tools.check: what a run of a script can reach, and that the files of the user stay."""
+"""What a run of a script can reach, and that the files of the user stay."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tools.check import confinement, mirror, scenarios
-from tools.check.corpus.writes import MARKS, WAYS, check_writes, write_project
-from tools.check.inside.check_inside import landlock
-from tools.check.mirror import changes, put_back, survey
-from tools.check.processes import INSIDE
-from tools.check.report import written_outside
-from tools.check.scenarios import CannotRun, Options, OriginalsChanged, run_all
+from check import confinement, mirror, scenarios
+from check.inside.check_inside import landlock
+from check.mirror import changes, put_back, survey
+from check.processes import INSIDE
+from check.report import written_outside
+from check.scenarios import CannotRun, Options, OriginalsChanged, run_all
+from check.tests.corpus.writes import MARKS, WAYS, check_writes, write_project
 
 needs_landlock = pytest.mark.skipif(
     not landlock.is_available(), reason="the kernel has no Landlock, or an old one"

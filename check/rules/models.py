@@ -4,9 +4,9 @@ import re
 import signal
 from collections import Counter
 
-from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import errors, failed_at, first_ranks, replicas, two_ranks, where
-from tools.check.scenarios import UNUSED
+from check.findings import Finding, NotChecked
+from check.rules.common import errors, failed_at, first_ranks, replicas, two_ranks, where
+from check.scenarios import UNUSED
 
 
 def start(checked):

@@ -2,8 +2,8 @@
 
 import re
 
-from tools.check.findings import Finding
-from tools.check.rules.common import two_ranks, where
+from check.findings import Finding
+from check.rules.common import two_ranks, where
 
 
 def repeated(checked):

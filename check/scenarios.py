@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.check import confinement
-from tools.check.events import Run
-from tools.check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
-from tools.check.processes import CannotRun, Processes, with_observers
+from check import confinement
+from check.events import Run
+from check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
+from check.processes import CannotRun, Processes, with_observers
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0

@@ -1,7 +1,6 @@
-"""Measure what tools.check finds, and what it reports although it is right.
+"""Measure what the check finds, and what it reports although it is right.
 
-    python -m tools.check.corpus [--only TEXT] [--results FILE] [--markdown FILE]
-    python -m tools.check.corpus --own          the scripts of this project, and the bugs of verify
+    python -m check.tests.corpus [--only TEXT] [--results FILE] [--markdown FILE]
 
 Checks each script of scripts/ as it is, which must yield notes at most, and with each bug of
 bugs.py, which must be reported by its rule. The exit code is 1 if a bug is missed, or if there is a
@@ -9,7 +8,7 @@ false alarm. Scripts that need a package that is not installed are not checked, 
 so.
 
 --results keeps what each case has yielded. The same command then goes on where an interrupted one
-has ended: a case is checked again only if its script, or the code of tools.check, has changed.
+has ended: a case is checked again only if its script, or the code of the check, has changed.
 """
 
 import argparse
@@ -22,18 +21,16 @@ import sys
 import tempfile
 import time
 import zlib
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from tools.check.corpus import own
-from tools.check.corpus.bugs import BUGS, CORRECT
-from tools.check.corpus.page import log, page, verdict
-from tools.check.processes import Processes
-from tools.check.rules import judge
-from tools.check.scenarios import CannotRun, Options, run_all
+from check.processes import Processes
+from check.rules import judge
+from check.scenarios import CannotRun, Options, run_all
+from check.tests.corpus.bugs import BUGS, CORRECT
+from check.tests.corpus.page import log, page, verdict
 
-CHECK = Path(__file__).parents[1]
+CHECK = Path(__file__).parents[2]
 
 
 def check(make_options, processes=None):
@@ -96,10 +93,10 @@ def digest(source, script, code):
 
 
 def code_of_check():
-    """A checksum of all modules of tools.check but for the corpus."""
+    """A checksum of all modules of the check, without its tests."""
     crc = 0
     for path in sorted(CHECK.rglob("*.py")):
-        if "corpus" not in path.relative_to(CHECK).parts:
+        if "tests" not in path.relative_to(CHECK).parts:
             crc = zlib.crc32(path.read_bytes(), crc)
     return crc
 
@@ -124,11 +121,8 @@ def main():
     parser.add_argument(
         "--markdown", type=Path, help="write the page of results here, and JSON beside it"
     )
-    parser.add_argument("--own", action="store_true", help="the scripts of this project")
     args = parser.parse_args()
     with Processes() as processes:
-        if args.own:
-            return own.main(args.only, args.markdown, partial(check, processes=processes))
         return check_corpus(args, processes)
 
 

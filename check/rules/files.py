@@ -4,8 +4,8 @@ import os
 import re
 from collections import Counter
 
-from tools.check.findings import Finding, NotChecked
-from tools.check.rules.common import errors, failed_at, two_ranks, where
+from check.findings import Finding, NotChecked
+from check.rules.common import errors, failed_at, two_ranks, where
 
 
 def writers(checked):

@@ -1,6 +1,6 @@
 """Check a script that writes into files of its folder in many ways: all originals must stay.
 
-    python -m tools.check.corpus.writes [--markdown FILE]
+    python -m check.tests.corpus.writes [--markdown FILE]
 
 Each way is tried on a file that is copied for each run, on one that is too large for a copy and is
 linked, and on the original by its absolute path. The exit code is 1 if an original was changed.
@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy
 import torch
 
-from tools.check.mirror import changes, survey
-from tools.lib.ladder import ROOT
-from tools.lib.markdown import markdown_table
+from check.mirror import changes, survey
 
+CHECK = Path(__file__).parents[2]
 # What the script does with the file at `path`. Some ways need what is in it: see write_file().
 WAYS = {
     "open(path, 'w')": "open(path, 'w').write('x')",
@@ -176,7 +175,7 @@ def check_writes(folder, ways=WAYS):
     originals = survey(project, folder / "kept")
     before = originals.state()
     names = sorted(os.listdir(project))
-    command = [sys.executable, ROOT / "tools" / "check", "--copy-limit", str(COPY_LIMIT)]
+    command = [sys.executable, CHECK, "--copy-limit", str(COPY_LIMIT)]
     command += ["--env", f"ORIGINAL={project}", "--keep", folder / "kept", "--", "train.py"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True)
     changed = changes(before, originals.state(), is_protected=False)
@@ -193,16 +192,17 @@ def page(outcomes, changed):
         for way, texts in outcomes.items()
     ]
     head = ["way", "on a copy", "on what is too large for one", "on the original, by its path"]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
     intact = "all originals are intact" if not changed else f"{len(changed)} originals changed"
     kernel = ".".join(platform.release().split(".")[:2])
     return f"""# Files that a checked script writes
 
-`python -m tools.check.corpus.writes --markdown docs/results/check-writes.md` checks a script that
+`python -m check.tests.corpus.writes --markdown docs/results/check-writes.md` checks a script that
 writes files of its folder in these {len(rows)} ways, on Linux {kernel} with Landlock. The bytes,
 modes and times of all originals are compared before and after the check: **{intact}**.
 *Written* means into the copy of the run; *refused*, that the script got an error.
 
-{markdown_table(head, rows)}
+{table}
 """
 
 

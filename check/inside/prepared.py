@@ -1,4 +1,4 @@
-"""A process that has imported PyTorch, whose forks run the script. See tools/check/processes.py.
+"""A process that has imported PyTorch, whose forks run the script. See check/processes.py.
 
 A request is a line of JSON, and so is its answer: what to run, answered by the id of the process;
 or the id of a process, answered by its exit code, or by null while it runs.

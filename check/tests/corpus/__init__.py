@@ -1,0 +1,1 @@
+"""Scripts with and without bugs, by which the check is measured."""

@@ -1,1 +1,0 @@
-"""Scripts with and without bugs, by which tools.check is measured."""
