@@ -1,21 +1,19 @@
-"""make verify: every script trains the same model, and a planted bug fails a case."""
+"""make verify: every script trains the same model. test_verify_bugs.py is about planted bugs."""
 
 import ast
 import importlib
 import json
-import re
+import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 import tasks.text
-import tools.verify.__main__ as verify
-from tests.launch import CRASHES
+from tests.verifying import CASES, ForkServer, parametrize, related, rows_of, run_verify, selected
 from tools.lib.ladder import LADDER, ROOT, RUNGS
-from tools.lib.runs import flag_list
+from tools.lib.runs import finish_run, flag_list
 from tools.verify import table
 from tools.verify.cases import (
     FLOAT32,
@@ -29,7 +27,7 @@ from tools.verify.cases import (
     matrix_cases,
 )
 from tools.verify.judge import Evidence, Problem, Row, judge
-from tools.verify.plants import PLANTS, planted_copy
+from tools.verify.plants import PLANTS
 from tools.verify.run import (
     Verifier,
     autocast_copy,
@@ -39,10 +37,15 @@ from tools.verify.run import (
 )
 from utils.config import load_config
 
-# These cases and bugs are also part of `make test`; all others are slow.
+# These cases are also part of `make test`; all others are slow.
 FAST_CASES = ("images: ddp x2", "images: one_file ddp x1", "text: accum x2")
-FAST_BUGS = ("mean-of-the-ranks-means",)
-CASES = {f"{suite.task}: {c.name}": (suite, c) for suite in SUITES.values() for c in suite.cases}
+# These cases run as a user's do: as processes of their own, under tools.launch.
+REAL_CASES = (
+    "images: ddp x2",
+    "images: killed, resumed x2",
+    "images: one_file ddp, resumed x3",
+    *(f"{task}: spawn x2" for task in SUITES),  # whose ranks are such processes in any case
+)
 
 
 def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
@@ -60,54 +63,12 @@ def test_gpus_that_a_case_must_not_use_are_hidden(tmp_path, monkeypatch):
     assert on_gpu._device(dp) == ("cuda", {name: "6"})
 
 
-def marks_of(name, fast):
-    if name in fast:
-        return ()
-    is_rare = name.startswith("segmentation: ") and "resumed" not in name
-    return (pytest.mark.slow, pytest.mark.rare) if is_rare else pytest.mark.slow
-
-
-def parametrize(names, fast):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks_of(name, fast), id=name) for name in names]
-    )
-
-
 @pytest.fixture(scope="module", autouse=True)
 def without_coverage():
     """The runs take long enough without counting the lines that they execute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
         yield
-
-
-def selected(request, names):
-    """Those of the cases or bugs whose tests are part of this pytest run."""
-    tests = [test for test in request.session.items if test.path == request.path]
-    chosen = {test.callspec.params.get("name") for test in tests if hasattr(test, "callspec")}
-    return [name for name in names if name in chosen]
-
-
-@pytest.fixture(scope="module")
-def verifiers(tmp_path_factory):
-    """A Verifier per task."""
-    return {
-        suite.task: Verifier(tmp_path_factory.mktemp(f"verify-{suite.task}"), suite)
-        for suite in SUITES.values()
-    }
-
-
-def rows_of(verifier, cases):
-    """{case: Row}. A case in which a rank crashed in C++ runs once more, for the reason that
-    pyproject.toml gives: its rule repeats tests, but not what a fixture has returned."""
-    rows = {row.case: row for row in verifier.run(cases)}
-    crash = "|".join(CRASHES.values())
-    crashed = [case for case in cases if re.search(crash, rows[case.name].details)]
-    if crashed:
-        shared = {"cores": verifier.cores, "references": verifier.references}
-        again = Verifier(verifier.folder / "again", verifier.suite, verifier.root, **shared)
-        rows |= {row.case: row for row in again.run(crashed)}
-    return rows
 
 
 def test_only_a_run_that_crashed_in_cpp_is_repeated(tmp_path, monkeypatch):
@@ -118,25 +79,58 @@ def test_only_a_run_that_crashed_in_cpp_is_repeated(tmp_path, monkeypatch):
         return [Row(case.name, Problem.FAILED, details.pop(0)) for case in cases]
 
     monkeypatch.setattr(Verifier, "run", run)
-    rows = rows_of(Verifier(tmp_path), [CASES[f"images: {name}"][1] for name in ("dp", "ddp x1")])
+    rows = rows_of(Verifier(tmp_path), ["images: dp", "images: ddp x1"])
     assert ran == [["dp", "ddp x1"], ["dp"]]
-    assert (rows["dp"].details, rows["ddp x1"].details) == ("!", "?")
+    assert [row.details for row in rows.values()] == ["!", "?"]
 
 
 @pytest.fixture(scope="module")
-def rows(request, verifiers):
-    """{task: {case: Row}} of the selected cases."""
-    chosen = [CASES[name] for name in selected(request, CASES)]
-    return {
-        task: rows_of(verifier, [case for suite, case in chosen if suite.task == task])
-        for task, verifier in verifiers.items()
-    }
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+def fork(server, path, text, nproc=None):
+    """Run a script with this text to its end."""
+    path.write_text(text)
+    cores = sorted(os.sched_getaffinity(0))
+    run = server.start(path, nproc, {}, {"GREETING": "hello"}, path.parent, cores, "a fork")
+    return finish_run(run, path.parent)
+
+
+def test_forked_rank_that_crashes_ends_the_others(tmp_path, server):
+    text = "import os, signal, time; print(os.environ['GREETING'], os.getcwd(), flush=True)\n"
+    text += "os.kill(os.getpid(), signal.SIGSEGV) if os.environ['RANK'] == '1' else time.sleep(60)"
+    run = fork(server, tmp_path / "script.py", text, nproc=2)
+    assert run.code == 1 and run.seconds < 30
+    assert run.stdout.splitlines() == [f"hello {tmp_path}"] * 2
+    assert run.stderr == "error (rank 1): SIGSEGV\n"
+
+
+def test_process_that_a_fork_leaves_behind_is_found(tmp_path, server, monkeypatch):
+    monkeypatch.setattr("tests.verifying.PATIENCE", 0.1)
+    with pytest.raises(AssertionError, match="left processes behind"):
+        fork(server, tmp_path / "script.py", "import subprocess; subprocess.Popen(['sleep', '60'])")
+
+
+@pytest.fixture(scope="module")
+def rows(request, tmp_path_factory, server):
+    """{name: Row} of the selected cases. Forks are compared with the references of the real runs,
+    which are real, too."""
+    names, rows = selected(request, CASES), {}
+    for suite in SUITES.values():
+        own = [name for name in names if CASES[name][0] is suite]
+        real = [name for name in own if name in REAL_CASES]
+        verifier = Verifier(tmp_path_factory.mktemp(suite.task), suite)
+        rows |= rows_of(verifier, real)
+        forks = related(verifier, verifier.folder / "forks", start=server.start)
+        rows |= rows_of(forks, [name for name in own if name not in real])
+    return rows
 
 
 @parametrize(CASES, FAST_CASES)
 def test_case_passes(name, rows):
-    suite, case = CASES[name]
-    row = rows[suite.task][case.name]
+    case, row = CASES[name][1], rows[name]
     assert row.problem is None, row
     is_sharded = case.flags.get("save_sharded")
     assert row.each_sample_once and (row.writers == (0,) or is_sharded)
@@ -144,48 +138,11 @@ def test_case_passes(name, rows):
         assert 0 <= row.loss_difference <= case.tolerance
 
 
-@pytest.fixture(scope="module")
-def planted(request, verifiers, tmp_path_factory):
-    """{bug: the future of its row}. They run in parallel, on the same cores and with the same
-    references as the unchanged cases."""
-    folder = tmp_path_factory.mktemp("planted")
-    names = selected(request, [bug.name for bug in PLANTS])
-    bugs = [bug for bug in PLANTS if bug.name in names]
-
-    def row_of(bug):
-        suite, case = CASES[f"{bug.task}: {bug.row}"]
-        root = planted_copy(bug, folder / bug.name / "copy")
-        verifier = verifiers[bug.task]
-        shared = {"cores": verifier.cores, "references": verifier.references}
-        return rows_of(Verifier(folder / bug.name, suite, root, **shared), [case])[case.name]
-
-    for task, verifier in verifiers.items():
-        rows_of_task = [CASES[f"{task}: {bug.row}"][1] for bug in bugs if bug.task == task]
-        verifier.run_references(rows_of_task)
-    with ThreadPoolExecutor(len(bugs)) as pool:
-        return {bug.name: pool.submit(row_of, bug) for bug in bugs}
-
-
-@parametrize([bug.name for bug in PLANTS], FAST_BUGS)
-def test_planted_bug_fails_its_case(name, planted):
-    """For the reason that it is about, not because of a crash that it happens to cause."""
-    bug, row = next(bug for bug in PLANTS if bug.name == name), planted[name].result()
-    problem, details = bug.problem
-    assert row.problem is problem and details in row.details, row
-
-
-def test_planted_lines_occur_once(tmp_path):
-    for bug in PLANTS:
-        copy = planted_copy(bug, tmp_path / bug.name) / bug.file
-        compile(copy.read_text(), copy, "exec")
-        assert bug.replacement in copy.read_text()
-        assert f"{bug.task}: {bug.row}" in CASES
-
-
 @pytest.mark.slow
-def test_scripts_continue_each_other(tmp_path):
+def test_scripts_continue_each_other(tmp_path, server):
     """Two of the scripts, one with sharded checkpoints; --matrix runs all pairs."""
-    rows = run_matrix(tmp_path, lambda row: None, ["train_1gpu.py", "train_fsdp.py"])
+    scripts = ["train_1gpu.py", "train_fsdp.py"]
+    rows = run_matrix(tmp_path, lambda row: None, scripts, start=server.start)
     assert len(rows) == 6
     assert [row.problem for row in rows] == [None] * 6, str(rows)
 
@@ -252,11 +209,6 @@ def test_number_of_targets_differs_between_ranks_and_micro_batches(tmp_path):
 # The command line
 
 
-def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["verify", *map(str, arguments)])
-    return verify.main()
-
-
 @pytest.fixture
 def own_copy(tmp_path):
     """A copy of a script with a name of its own, and the flags to verify it."""
@@ -267,16 +219,16 @@ def own_copy(tmp_path):
 
 @pytest.mark.slow
 def test_own_copy_of_a_script_passes(own_copy, monkeypatch, tmp_path, capsys):
-    assert run_main(monkeypatch, *own_copy[1]) == 0
+    assert run_verify(monkeypatch, *own_copy[1]) == 0
     assert "2 of 2 cases passed" in capsys.readouterr().out
     assert "| dp | " in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.slow
-def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys):
+def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys, server):
     path, flags = own_copy
     path.write_text(path.read_text().replace("optimizer.step()", "pass"))
-    assert run_main(monkeypatch, *flags) == 1
+    assert run_verify(monkeypatch, *flags, start=server.start) == 1
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["dp", "dp, resumed"]
     for row in rows:
@@ -293,12 +245,13 @@ def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys):
     ],
 )
 def test_own_copy_that_forgets_an_entry_of_its_state_fails(
-    script, line, row, monkeypatch, tmp_path, capsys
+    script, line, row, monkeypatch, tmp_path, capsys, server
 ):
     text = (ROOT / script).read_text()
     assert text.count(line) == 1
     (tmp_path / script).write_text(text.replace(line, ""))
-    assert run_main(monkeypatch, "--script", tmp_path / script, "--only", row) == 1
+    arguments = "--script", tmp_path / script, "--only", row
+    assert run_verify(monkeypatch, *arguments, start=server.start) == 1
     lacking = f"FAIL: {Problem.STATE.value} ({line.split()[0].strip(':')[1:-1]})"
     assert lacking in capsys.readouterr().out
 
@@ -321,7 +274,7 @@ def test_scripts_of_the_user_beside_the_ladder(monkeypatch, tmp_path):
 
 
 def test_mistakes_on_the_command_line(monkeypatch, capsys):
-    assert run_main(monkeypatch, "--plant", "list") == 0
+    assert run_verify(monkeypatch, "--plant", "list") == 0
     assert capsys.readouterr().out.split() == [bug.name for bug in PLANTS]
     for arguments in (
         ["--plant", "no-such"],
@@ -330,7 +283,7 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys):
         ["--script", "train_ddp.py", "--plant", "seed-per-rank"],
     ):
         with pytest.raises(SystemExit):
-            run_main(monkeypatch, *arguments)
+            run_verify(monkeypatch, *arguments)
 
 
 # The judge

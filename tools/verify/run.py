@@ -87,7 +87,8 @@ class Verifier:
     scripts: {the name of a script: the path of a copy to run in its place}. device: of all
     processes; with "cuda:0" they share one GPU, over gloo, but for those of GPU_PER_RANK. cores,
     references: shared with other Verifiers. clean: the folder of the references; default: such a
-    copy, too. paths: folders from which modules are imported before those of `root`.
+    copy, too. paths: folders from which modules are imported before those of `root`. start: what
+    starts a run, as tools.lib.runs.start_run() does.
     """
 
     def __init__(
@@ -101,10 +102,11 @@ class Verifier:
         references=None,
         clean=None,
         paths=(),
+        start=start_run,
     ):
         self.folder, self.suite, self.scripts = Path(folder), suite, scripts or {}
         self.clean = clean or project_with_task(suite.task, self.folder / "project")
-        self.paths = paths
+        self.paths, self.start = paths, start
         self.root = root or self.clean
         self.device, self.cores = device, cores or Cores()
         self.references = {} if references is None else references  # {name: Evidence}
@@ -284,7 +286,7 @@ class Verifier:
         ranks = case.nproc or case.flags.get("spawn_processes", 1)
         cores = self.cores.take(min(self.cores.count, ranks))
         try:
-            process = start_run(
+            process = self.start(
                 script,
                 case.nproc,
                 flags,
@@ -416,12 +418,13 @@ def save_pretrained_weights(path):
     torch.save(model.state_dict(), path)
 
 
-def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES):
+def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES, start=start_run):
     """Train one epoch with each script (default: all) and finish it with each: a Row per pair."""
     cases = matrix_cases(suite, scripts)
-    first = Verifier(folder / "first", suite, device=device)
+    shared = {"device": device, "start": start}
+    first = Verifier(folder / "first", suite, **shared)
     rows = first.run(cases, report)
-    second = Verifier(folder / "second", suite, device=device, references=first.references)
+    second = Verifier(folder / "second", suite, references=first.references, **shared)
     pairs = []
     for begun in cases:
         for case in cases:
