@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.test_copy import copy, run_alone
+from tests.verifying import ForkServer, run_verify
 from tools.copy import texts
 from tools.lib.closure import small_flags
 from tools.lib.ladder import RUNGS
@@ -15,6 +16,12 @@ from tools.verify.cases import IMAGES, cases_of
 
 NEEDED = {"train_pp.py": {"contract"}}  # {script: guards that its own code needs}
 ALONE = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as server:
+        yield server
 
 
 def write(files, folder):
@@ -95,16 +102,16 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else value[-1],
 )
-def test_copy_without_guards_trains_the_same_weights(script, options, tmp_path):
+def test_copy_without_guards_trains_the_same_weights(
+    script, options, tmp_path, server, monkeypatch, capsys
+):
     """A row of make verify."""
     copied = copy(script, tmp_path, *options, "--with", "audit")
     assert copied.returncode == 0, copied.stderr
     row = {"train_1gpu.py": "1gpu, resumed", "train_fsdp.py": "fsdp x2"}.get(script)
     row = row or {"train_ddp_amp.py": "amp x2, float16"}.get(script, "killed, resumed x3")
     assert any(case.name == row for case in cases_of(IMAGES, script))
-    command = ["tools.verify", "--script", tmp_path / script, "--only", row]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cases passed" in done.stdout
+    arguments = "--script", tmp_path / script, "--only", row
+    code = run_verify(monkeypatch, *arguments, start=server.start)
+    printed = capsys.readouterr().out
+    assert code == 0 and "cases passed" in printed, printed
