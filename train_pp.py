@@ -51,7 +51,7 @@ def main():
     configure_torch(cfg)
     set_seed(cfg.seed)  # the same initial weights everywhere
 
-    pipeline.hold_one_replica()  # all ranks together: each sees all batches
+    pipeline.set_single_replica()  # all ranks together: each sees all batches
 
     # Data
     train_set, val_set = task.build_datasets(cfg)

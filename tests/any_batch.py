@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import tasks.images
 from utils.batches import map_tensors
 from utils.data import BatchDataset, describe_datasets
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 COUNT = 40  # samples of each dataset
 IGNORED = -100
@@ -153,7 +153,7 @@ class WholeBatches(BatchDataset):
 
     def get_batch(self, indices, epoch, seed):
         assert indices.dtype == torch.int64 and indices.dim() == 1
-        draws = [[mix(seed, epoch, i, c) % 50 for c in range(3)] for i in indices.tolist()]
+        draws = [[derive_seed(seed, epoch, i, c) % 50 for c in range(3)] for i in indices.tolist()]
         shifts = torch.tensor(draws, dtype=torch.uint8, device=indices.device)
         return self.images[indices] + shifts, indices % 4
 

@@ -15,7 +15,7 @@ import utils.distributed
 from lab.chaos.__main__ import main
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.log import SAME, report, write
-from lab.chaos.run import Row, Soak, compare, flip_bit, sha256
+from lab.chaos.run import ChaosRun, Row, compare, flip_bit, sha256
 from tests.launch import ROOT
 from tests.test_checkpoint import make_state, save
 from utils.checkpoint_file import FORMAT, read_checkpoint, save_atomically
@@ -27,7 +27,7 @@ QUICK = {"loader": "device", "num_workers": 0}
 
 def soak(tmp_path, names, count, seed=0, real_share=0.0, patience=30, **flags):
     """The rows and the verdict of train_ddp.py on two ranks."""
-    run = Soak("train_ddp.py", 2, tmp_path, patience=patience, flags=QUICK | flags)
+    run = ChaosRun("train_ddp.py", 2, tmp_path, patience=patience, flags=QUICK | flags)
     return run.run(names, count, seed, real_share=real_share)
 
 
@@ -41,7 +41,7 @@ def test_run_survives_faults(tmp_path):
 
 
 def test_run_of_the_text_task_survives_faults(tmp_path):
-    run = Soak("train_ddp_accum.py", 2, tmp_path, task="text")
+    run = ChaosRun("train_ddp_accum.py", 2, tmp_path, task="text")
     rows, verdict = run.run(["kill-rank", "term-rank"], 2, seed=0, real_share=0.0)
     assert ([row.problems for row in rows], verdict) == ([[], []], [])
 
@@ -49,7 +49,7 @@ def test_run_of_the_text_task_survives_faults(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["shards", "stream"])
 def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
-    run = Soak("train_ddp.py", 2, tmp_path, task=task)
+    run = ChaosRun("train_ddp.py", 2, tmp_path, task=task)
     rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=2, real_share=0.0)
     assert ([row.problems for row in rows], verdict) == ([[], []], [])
     assert "after epoch 2, step 3" in rows[0].last_line  # the next run begins within an epoch
@@ -90,7 +90,7 @@ def test_rank_that_outlives_its_launcher_is_noticed(monkeypatch, tmp_path):
 
 
 def test_run_that_hangs_is_noticed(monkeypatch, tmp_path):
-    run = Soak("train_1gpu.py", None, tmp_path, limit=5)
+    run = ChaosRun("train_1gpu.py", None, tmp_path, limit=5)
     is_straight = f"--output-dir={tmp_path / 'straight'}"
     monkeypatch.setattr(run.module, "main", lambda: is_straight in sys.argv or time.sleep(600))
     rows, verdict = run.run(["kill-rank"], 1, seed=0)

@@ -34,7 +34,7 @@ from utils.distributed import (
 )
 from utils.errors import PeerError, UserError, a_rank_has_failed, is_first_to_fail
 from utils.rungs.fsdp import FsdpSettings, fsdp_kwargs
-from utils.rungs.pipeline import hold_one_replica
+from utils.rungs.pipeline import set_single_replica
 from utils.rungs.tensor_parallel import init_mesh
 
 GOOD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -201,7 +201,7 @@ def test_one_replica_has_nothing_to_reduce(monkeypatch):
 
     def body(rank):
         if dist.get_world_size() > 1:
-            hold_one_replica()
+            set_single_replica()
         assert dist.get_backend(data_parallel_group()) == "gloo"
         return all_reduce(torch.tensor(3.0)).item(), mean_over_replicas(torch.tensor(5)).item()
 
@@ -322,7 +322,7 @@ def test_scripts_that_need_a_gpu_per_rank_say_so(monkeypatch):
         return [outcome(start) for start in starts]
 
     starts = (
-        hold_one_replica,
+        set_single_replica,
         lambda: init_mesh(torch.device("cpu"), 1),
         lambda: fsdp_kwargs(FsdpSettings()),
     )

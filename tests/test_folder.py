@@ -16,7 +16,7 @@ from tests.images import break_file, config, folder
 from utils.checkpoint_file import FORMAT
 from utils.data import build_loader
 from utils.sampler import EpochSampler
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 CPU = torch.device("cpu")
 PREPROCESSING = {
@@ -72,7 +72,7 @@ def test_resized_crop_uses_the_original_image(tmp_path):
     train, val = build_datasets(config(folder(tmp_path), "--augment=resized_crop"))
     assert (val.resize, val[0][0].shape) == (18, (3, 16, 16))
     images, _ = train.get_batch(torch.tensor([2]), 0, 0)
-    draws, original = random.Random(mix(0, 0, 2)), decode(train.paths[2])
+    draws, original = random.Random(derive_seed(0, 0, 2)), decode(train.paths[2])
     expected = F.resized_crop(original, *random_box(*original.shape[1:], draws), [16, 16])
     flipped = F.horizontal_flip(expected)
     assert torch.equal(images[0], flipped if draws.random() < 0.5 else expected)

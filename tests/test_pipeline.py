@@ -37,7 +37,7 @@ from utils.rungs.pipeline import (
     PipelineSettings,
     Stage,
     check_layers,
-    hold_one_replica,
+    set_single_replica,
 )
 
 
@@ -340,7 +340,7 @@ def test_all_ranks_see_all_batches():
     from utils import distributed
 
     def body(rank):
-        hold_one_replica()
+        set_single_replica()
         return distributed.dp_rank(), distributed.dp_world_size()
 
     assert run_ranks(body, 3) == [(0, 1)] * 3

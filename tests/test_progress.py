@@ -13,7 +13,7 @@ import torch
 import utils.progress
 from tests.forked import FIVE_STEPS, fork_script
 from utils.errors import UserError
-from utils.hooks import Readout
+from utils.hooks import AsyncCopy
 from utils.metrics import MetricLogger
 from utils.progress import Progress
 
@@ -109,8 +109,8 @@ def test_other_ranks_show_nothing(watched, capsys):
 def test_loss_is_shown_once_it_has_arrived(watched, monkeypatch, capsys):
     """The host never waits: is_done() is asked, and wait() is not called."""
     done = iter([False, False, True])
-    monkeypatch.setattr(Readout, "is_done", lambda readout: next(done))
-    monkeypatch.setattr(Readout, "wait", lambda readout: pytest.fail("it waited"))
+    monkeypatch.setattr(AsyncCopy, "is_done", lambda readout: next(done))
+    monkeypatch.setattr(AsyncCopy, "wait", lambda readout: pytest.fail("it waited"))
     for step in range(20):
         watched.step(loss=step)
     (line,) = capsys.readouterr().err.splitlines()

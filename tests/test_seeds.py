@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from utils.seeds import SampleSeeds, mix, seed_step, set_seed
+from utils.seeds import SampleSeeds, derive_seed, seed_step, set_seed
 
 # The first two are half of the first outputs of SplitMix64 for the seeds 0 and 1, as published.
 GOLDEN = {
@@ -32,19 +32,19 @@ def states():
     return torch.get_rng_state().tolist(), random.getstate(), kind, [str(n) for n in numbers]
 
 
-# mix()
+# derive_seed()
 
 
 def test_mix_never_changes():
     """Or resumed runs and published results would: augmentation and synthetic images use it."""
-    assert {numbers: mix(*numbers) for numbers in GOLDEN} == GOLDEN
+    assert {numbers: derive_seed(*numbers) for numbers in GOLDEN} == GOLDEN
 
 
 def test_mix_differs_for_permuted_and_neighboring_numbers():
     for numbers in ((1, 2, 3), (0, 1, 7), (3, 100, 10**6)):
-        assert len({mix(*permuted) for permuted in permutations(numbers)}) == 6
-    found = [mix(*numbers) for numbers in product(range(20), repeat=3)]
-    found += [mix(*numbers) for numbers in product(range(20), repeat=2)]
+        assert len({derive_seed(*permuted) for permuted in permutations(numbers)}) == 6
+    found = [derive_seed(*numbers) for numbers in product(range(20), repeat=3)]
+    found += [derive_seed(*numbers) for numbers in product(range(20), repeat=2)]
     assert len(set(found)) == 20**3 + 20**2
     assert all(0 <= seed < 2**63 for seed in found)
     for bit in range(63):  # each is one in about half of the seeds

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Readout:
+class AsyncCopy:
     """Copies a tensor to the CPU without blocking the host.
 
     values: the copy, which is complete once is_done() is true, or wait() has returned.

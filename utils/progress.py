@@ -13,7 +13,7 @@ from typing import Any
 
 from utils.distributed import is_main_process
 from utils.errors import explain_errors, say
-from utils.hooks import Checkpoint, Hook, Readout
+from utils.hooks import AsyncCopy, Checkpoint, Hook
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_BARS = 0.5
@@ -33,7 +33,7 @@ class Progress(Hook):
         self.is_main = is_main_process()
         self.epoch, self.seconds_between_epochs = None, 0.0
         self.last_step_at: float | None = None
-        self.readout: Readout | None = None
+        self.readout: AsyncCopy | None = None
         self.shown: Any = 0.0  # the snapshot of the meter at the last readout
         self.due = 0.0
         self.bar: Any = None
@@ -53,7 +53,7 @@ class Progress(Hook):
             self._start_epoch(now)
         if self.readout is None and now >= self.due:
             snapshot = self.meter.snapshot()
-            self.readout, self.shown = Readout(snapshot - self.shown), snapshot
+            self.readout, self.shown = AsyncCopy(snapshot - self.shown), snapshot
         if self.readout is not None and self.readout.is_done():
             self._show(self.meter.summarize(self.readout.values)["loss"], now)
             self.readout, self.due = None, now + self.patience

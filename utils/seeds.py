@@ -16,7 +16,7 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def mix(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """A seed below 2**63, the same in every process and version of Python.
 
     The mixing function is that of SplitMix64 (Steele et al. 2014, doi 10.1145/2714064.2660195).
@@ -33,7 +33,7 @@ def mix(*numbers: int) -> int:
 def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
-    mixed = mix(seed, epoch, step, rank)
+    mixed = derive_seed(seed, epoch, step, rank)
     _seed_cpu(mixed)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
@@ -61,7 +61,7 @@ class SampleSeeds:
 
     def seed(self, index: int) -> None:
         """Seed torch, random and numpy for the sample with this index."""
-        _seed_cpu(mix(*self.numbers, index))
+        _seed_cpu(derive_seed(*self.numbers, index))
 
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.states[0])

@@ -71,7 +71,7 @@ class Row(NamedTuple):
     problems: list
 
 
-class Soak:
+class ChaosRun:
     """Trains with a script under faults. Its files are in `folder`, those of the run with faults in
     `output`.
 

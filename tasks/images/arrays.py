@@ -14,7 +14,7 @@ from tasks.images.augment import CropFlip
 from tasks.images.pixels import PixelDataset
 from tasks.images.settings import Settings, expected_inputs
 from utils.errors import UserError
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 CIFAR10 = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
 NEUTRAL = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}
@@ -101,7 +101,7 @@ def build_synthetic(cfg: Settings) -> tuple[ArrayDataset, ArrayDataset]:
     patterns = torch.randint(256, (2, classes, 3, 8, 8), generator=generator)
     patterns = patterns[..., cells[:, None], cells]
     for split, count in enumerate((cfg.synthetic_samples, max(1, cfg.synthetic_samples // 4))):
-        generator.manual_seed(mix(cfg.seed, split))
+        generator.manual_seed(derive_seed(cfg.seed, split))
         labels, distractors = torch.randint(classes, (2, count), generator=generator)
         shifts = torch.randint(size // 2 + 1, (count, 2), generator=generator).tolist()
         shape = count, 3, size, size

@@ -23,7 +23,7 @@ from tasks.images.files import find_images, relative_names, saved_data, split_im
 from tasks.images.pixels import PixelDataset
 from tasks.images.settings import Settings, expected_inputs
 from utils.errors import UserError
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # of pixels in [0, 1]
 
@@ -146,7 +146,7 @@ class FolderDataset(PixelDataset):
         return F.center_crop(image, [self.size])
 
     def _resized_crop(self, index, epoch, seed):
-        image, draws = self.original(index), random.Random(mix(seed, epoch, index))
+        image, draws = self.original(index), random.Random(derive_seed(seed, epoch, index))
         box = random_box(image.shape[1], image.shape[2], draws)
         image = F.resized_crop(image, *box, [self.size, self.size], self.interpolation)
         return F.horizontal_flip(image) if draws.random() < 0.5 else image

@@ -25,7 +25,7 @@ from utils.config import Config, ConfigError, free_setting, setting
 from utils.data import describe_datasets
 from utils.distributed import fail_together, is_main_process
 from utils.errors import UserError
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 BEST = ("mean_iou", max)
 
@@ -81,7 +81,7 @@ def build_datasets(cfg: Settings) -> tuple[Masks | Shapes, Masks | Shapes]:
         train_set = Masks(train, size, cfg.num_classes, augment=True)
         val_set = Masks(val, size, cfg.num_classes)
     else:
-        train_seed, val_seed = (mix(cfg.seed, split) for split in (0, 1))
+        train_seed, val_seed = (derive_seed(cfg.seed, split) for split in (0, 1))
         train_set = Shapes(cfg.synthetic_samples, size, train_seed, augment=True)
         val_set = Shapes(max(1, cfg.synthetic_samples // 4), size, val_seed)
     return train_set, val_set

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from utils.distributed import is_main_process
 from utils.errors import UserError, warn
-from utils.seeds import mix
+from utils.seeds import derive_seed
 
 IGNORED = 255
 SHAPES = ("background", "disc", "square", "triangle")
@@ -47,7 +47,7 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
         return _to_sample(*self._draw(index), self.augment)
 
     def _draw(self, index: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(mix(self.seed, index))
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, index))
         return draw_shapes(self.size, generator)
 
     def checksum(self) -> int:

@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, Hook, Readout
+from utils.hooks import AsyncCopy, Checkpoint, Hook
 
 
 class SkippedSteps(Hook):
@@ -67,7 +67,7 @@ class SkippedSteps(Hook):
         meter, loader = self.meter, self.loader
         is_finite = meter.sums.isfinite().all().float()
         found = self.found.to(meter.sums.device)
-        outcome = Readout(torch.stack([found, is_finite]))
+        outcome = AsyncCopy(torch.stack([found, is_finite]))
         meter.restore_where(found > 0, self.sums)
         self._restore_buffers()
         counted = loader.samples - self.samples, meter.count - self.targets

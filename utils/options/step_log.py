@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.distributed import all_reduce, dp_world_size, is_main_process
 from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, Hook, Readout
+from utils.hooks import AsyncCopy, Checkpoint, Hook
 from utils.metrics import read_metrics, write_rows
 
 
@@ -77,13 +77,13 @@ class StepLog(Hook):
         numbers = loader.samples, loader.waited - self.waited
         self.waited = loader.waited
         vector = torch.cat([*(snapshot.new_full((1,), number) for number in numbers), snapshot])
-        noted = [whole(value).to(snapshot).reshape(1) for value in self.meter.noted.values()]
+        noted = [full_tensor(value).to(snapshot).reshape(1) for value in self.meter.noted.values()]
         self.pending = {
             "epoch": loader.epoch,
             "step": loader.step,
             "lr": self.scheduler.get_last_lr()[0],
             "names": list(self.meter.noted),
-            "readout": Readout(torch.cat([all_reduce(vector), *noted])),
+            "readout": AsyncCopy(torch.cat([all_reduce(vector), *noted])),
         }
 
     def _write_pending(self, hooks):
@@ -117,7 +117,7 @@ class StepLog(Hook):
             hook.after_row(row)
 
 
-def whole(value: Tensor) -> Tensor:
+def full_tensor(value: Tensor) -> Tensor:
     """A tensor as every rank has it; all ranks call it together."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 

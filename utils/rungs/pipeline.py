@@ -24,7 +24,7 @@ from utils.distributed import (
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
 from utils.options.sharded import part_of
-from utils.seeds import mix
+from utils.seeds import derive_seed
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -52,7 +52,7 @@ class PipelineSettings(BaseSettings):
         return super().resolved()
 
 
-def hold_one_replica() -> None:
+def set_single_replica() -> None:
     """Declare that all ranks together hold one replica, and train on the same batches."""
     require_gpu_per_rank()
     group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
@@ -225,7 +225,7 @@ class Pipeline(Wrapper):
             self.eval()
             self._run(self.schedule.step, inputs, targets)
             self.train().zero_grad()
-        torch.manual_seed(mix(torch.initial_seed(), self.rank))  # dropout of its layers
+        torch.manual_seed(derive_seed(torch.initial_seed(), self.rank))  # dropout of its layers
         self.loss_fn = lambda *micro_batch: loss_fn(*micro_batch) / count
         outputs = self._run(self.schedule.step, inputs, targets)
         self.loss_fn = _no_loss
