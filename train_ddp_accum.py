@@ -50,7 +50,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
         optimizer.step()
         scheduler.step()
 
-        hooks.after_step(checkpoint)  # what looks on: signals, comparison of ranks, progress
+        hooks.after_step(checkpoint)  # calls what looks on, which may ask for a save
         checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 
