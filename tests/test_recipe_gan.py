@@ -180,13 +180,13 @@ FROZEN = [
     (BACKWARD, "loss.backward()"),
 ]
 WRAP = "    model{0} = DistributedDataParallel(model{0}, gradient_as_bucket_view=True)\n"
-BOTH = "for network in model.generator, model.discriminator:\n        settle"
+BOTH = "for network in model.generator, model.discriminator:\n        rebuild"
 ONE_DDP = [
     (WRAP.format(".generator") + WRAP.format(".discriminator"), WRAP.format("")),
     ("update(model.discriminator,", "update(model.module.discriminator,"),
     ("model.discriminator.module(", "model.module.discriminator("),
     ("update(model.generator,", "update(model.module.generator,"),
-    (BOTH, "for network in [model]:\n        settle"),
+    (BOTH, "for network in [model]:\n        rebuild"),
 ]
 NOT_SAME = "the ranks no longer hold the same model"
 GRADIENTS = """gradients = torch.autograd.grad(loss, parameters)
