@@ -275,6 +275,7 @@ def test_watching_compares_neighbors():
     assert (middle, low, high) == pytest.approx((1.02, 1.02, 1.02))
 
 
+@pytest.mark.slow
 def test_watching_measures_hooks_while_they_work(monkeypatch):
     monkeypatch.setattr(watching, "PAIRS", 2)
     without, watched, in_hooks = watching.measure({"log_steps": 1}, False)
@@ -427,6 +428,7 @@ def test_restarted_workers_are_timed_over_a_real_epoch():
 # The operations of a step
 
 
+@pytest.mark.slow
 def test_budget_of_a_step():
     one_gpu, _, ddp_x1 = SCRIPTS
     alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))

@@ -40,6 +40,7 @@ def test_run_survives_faults(tmp_path):
     assert {row.fault for row in rows} == {BY_NAME[name].title for name in names}
 
 
+@pytest.mark.slow
 def test_run_of_the_text_task_survives_faults(tmp_path):
     run = ChaosRun("train_ddp_accum.py", 2, tmp_path, task="text")
     rows, verdict = run.run(["kill-rank", "term-rank"], 2, seed=0, real_share=0.0)
@@ -65,6 +66,7 @@ def test_run_survives_a_signal_to_torchrun(tmp_path):
 # Negative controls
 
 
+@pytest.mark.slow
 def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path):
     monkeypatch.setattr(utils.data.Loader, "load_state_dict", lambda self, state: None)
     rows, verdict = soak(tmp_path, ["kill-launcher"], 1, audit=False)
@@ -72,6 +74,7 @@ def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path
     assert any(problem.startswith("model differs: sha256 ") for problem in verdict), verdict
 
 
+@pytest.mark.slow
 def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
     def save(obj, path):
         with open(path, "wb") as file:
@@ -82,6 +85,7 @@ def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
     assert any(problem.startswith("torn file: ") for problem in row.problems), row
 
 
+@pytest.mark.slow
 def test_rank_that_outlives_its_launcher_is_noticed(monkeypatch, tmp_path):
     # torch.multiprocessing lets ranks get a SIGINT when their launcher dies.
     monkeypatch.setattr(utils.distributed, "die_with_parent", lambda: ctypes.CDLL(None).prctl(1, 0))

@@ -111,6 +111,7 @@ def test_files_that_modules_would_hide_are_refused(tmp_path):
     assert refused.returncode == 1 and "would hide" in refused.stderr
 
 
+@pytest.mark.slow
 def test_default_run_loads_what_its_imports_say():
     """No module that a default run loads hides where the closure does not see it."""
     script = ROOT / "train_ddp.py"

@@ -246,7 +246,9 @@ def test_offload_alone_changes_no_bit(float32_run, tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (3, {"clip_norm": 1.0, "save_sharded": True, "epochs": 2}),
+        pytest.param(
+            *(3, {"clip_norm": 1.0, "save_sharded": True, "epochs": 2}), marks=pytest.mark.slow
+        ),
         (2, {"model": "resnet20_gn", "momentum": 0}),  # nothing but shards: no replica to compare
         (2, {"momentum": 0, "save_sharded": True}),
         (2, {"optimizer": "adamw", "lr": 0.001, "fsdp_dtype": "bfloat16", "fsdp_offload": True}),

@@ -102,7 +102,10 @@ def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "nproc", "number"),
-    [("train_ddp.py", 2, signal.SIGTERM), ("train_ddp_spawn.py", None, signal.SIGUSR1)],
+    [
+        ("train_ddp.py", 2, signal.SIGTERM),
+        pytest.param("train_ddp_spawn.py", None, signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
 )
 def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):
     """As from SLURM: to the launcher, the ranks, and the workers; the launcher then repeats it."""

@@ -214,6 +214,7 @@ def test_signal_is_passed_on_and_waited_for(number, tmp_path):
     assert len(list(tmp_path.glob("saved-*"))) == 3
 
 
+@pytest.mark.slow
 def test_script_trains_the_same_weights(tmp_path):
     """The script itself, as a user starts it."""
     flags = {"epochs": 1, "synthetic_samples": 24}

@@ -324,6 +324,7 @@ def test_bfloat16_and_offload_differ_by_rounding(tmp_path):
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_run_moves_between_scripts(tmp_path):
     flags = FIVE_STEPS | VIT | {"epochs": 3, "lr": 0.1}
     reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)

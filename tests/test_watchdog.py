@@ -144,6 +144,7 @@ def test_short_stall_is_tolerated(tmp_path):
     assert (codes, text) == ([0, 0], "")
 
 
+@pytest.mark.slow
 def test_work_of_one_process_may_take_longer(tmp_path):
     """As a download does, for which the others wait in the group with the long timeout."""
 

@@ -130,7 +130,7 @@ class Checkpointer:
     def request_save(self, ends_run: bool) -> None:
         """Save after this step, or at the end of the epoch, if this step is its last. All ranks
         call it together. ends_run: the caller ends the run after that save."""
-        self.is_requested, self.ends_run = True, ends_run
+        self.is_requested, self.ends_run = True, self.ends_run or ends_run
 
     def is_due(self) -> bool:
         """Whether a save, or the end of the epoch, follows this step."""
