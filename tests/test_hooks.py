@@ -149,8 +149,16 @@ def test_step_calls_every_hook_and_saves_if_one_asks_for_it(due, step, tmp_path)
         both(("before_save", True)) if is_saved else []
     )
     assert (tmp_path / "last.pt").exists() == is_saved
+    Hooks([]).after_step(writer)
     writer.step()  # a request counts once
     assert len([call for call in calls if call[1] == "before_save"]) == 2 * is_saved
+
+
+def test_loop_that_does_not_call_the_hooks_is_told(tmp_path):
+    """It would ignore signals, for example: a copied loop is older than the module."""
+    writer = checkpointer(tmp_path, hooks=[Hook()])
+    with pytest.raises(UserError, match=r"call hooks\.after_step\(checkpoint\) before"):
+        writer.step()
 
 
 # State

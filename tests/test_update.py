@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.test_copy import run_alone
+from tools.copy import texts, with_more
 from tools.lib.closure import small_flags
 from tools.lib.ladder import ROOT
 from tools.lib.update import (
@@ -130,15 +131,28 @@ def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
     for name in ("moved", "gone", "stays"):
         (tmp_path / "utils" / f"{name}.py").write_text("a\n")
     (tmp_path / "tasks" / "own.py").write_text("from utils.moved import x\nimport utils.stays\n")
-    (tmp_path / "own.py").write_text("    from utils import stays, gone\n")
+    (tmp_path / "research").mkdir()
+    (tmp_path / "research" / "own.py").write_text(
+        "try:\n    from utils import (\n        stays,\n        gone,\n    )\nfinally:\n    pass\n"
+        "from utils.stays import a, b\n"
+    )
     base = {f"utils/{name}.py": b"a\n" for name in ("moved", "gone", "stays")}
-    new = {"sources/new.py": b"a\n", "utils/stays.py": b"a\n"}
+    new = {"sources/new.py": b"a\n", "utils/stays.py": b"a = 1\n"}
     moved = {"utils/moved.py": "sources/new.py"}
     changes = plan(tmp_path, base, new, moved, LABELS)
     assert stale_imports(tmp_path, changes, moved) == [
-        "own.py imports utils/gone.py, which is gone: change the import",
+        "research/own.py imports b, which utils/stays.py no longer has: change that",
+        "research/own.py imports utils/gone.py, which is gone: change the import",
         "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
     ]
+
+
+def test_module_that_an_owner_has_copied_besides_is_updated():
+    """Recipes import modules that no script does."""
+    new = texts({"train_ddp.py": "images"}, [], ["watchdog"])
+    more = with_more(dict(new), {"sources/samplers.py", "utils/watchdog.py", "tasks/mine.py"})
+    assert more.keys() - new.keys() == {"sources/__init__.py", "sources/samplers.py"}
+    assert more["sources/samplers.py"] == (ROOT / "sources" / "samplers.py").read_bytes()
 
 
 def test_own_file_where_a_module_moves_to_stays(tmp_path):

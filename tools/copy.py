@@ -78,7 +78,7 @@ def files_to_copy(script, task="images", chosen=()):
 
 def options_and_commands(script, task="images"):
     """{name: Option} of what is copied only if it is named."""
-    known = options(script) | options(task_module(task))
+    known = options(task_module(task)) | options(script)
     if task != "images":
         known = {n: o for n, o in known.items() if "images" not in o.path.parts}
     for name in COMMANDS + (OF_IMAGES if task == "images" else []):
@@ -276,6 +276,21 @@ def options_of(record, known, moved):
     return names
 
 
+def with_more(new, paths):
+    """`new`, {path: bytes}, with those of `paths` that this clone has, and what they import: the
+    owner of a copy may have copied more, as for a recipe."""
+    guards = {guard.path for guard in GUARDS.values()}
+    more = [ROOT / path for path in sorted(paths - new.keys() - guards) if path.endswith(".py")]
+    more = [path for path in more if path.is_file() and path.stat().st_size]
+    for file in {*more, *closure(*more)}:
+        path = file.relative_to(ROOT)
+        if str(path) not in guards:
+            for package in path.parents[:-1]:
+                new.setdefault(str(package / "__init__.py"), b"")
+            new.setdefault(str(path), file.read_bytes())
+    return new
+
+
 def update(args):
     """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that import
     what is gone; otherwise 0."""
@@ -304,6 +319,7 @@ def update(args):
     if args.plain:
         guards |= set(can_leave_out(texts(record["scripts"], chosen)))
     new = texts(record["scripts"], chosen, guards)
+    new = with_more(new, {moved.get(path, path) for path in record["files"]})
     if dirty := dirty_files(new):
         raise CannotUpdate(f"{', '.join(dirty)} of this clone are in no commit: commit or stash")
     base = base_of(record, old_commit, of_task)

@@ -78,6 +78,7 @@ class Checkpointer:
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer")}
         self.is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
         self.epoch = 0  # epochs done
+        self.were_hooks_called = False  # since the last step
         self.is_requested = False  # a hook asks for a save after this step
         self.is_save_due = False  # after the last step
         self.ends_run = False  # after the next save, or the current one
@@ -127,6 +128,10 @@ class Checkpointer:
             refuse_unreadable(contents)
         return self.epoch
 
+    def note_hooks_called(self) -> None:
+        """Called by Hooks.after_step(): step() refuses a loop that does not call the hooks."""
+        self.were_hooks_called = True
+
     def request_save(self, ends_run: bool) -> None:
         """Save after this step, or at the end of the epoch, if this step is its last. All ranks
         call it together. ends_run: the caller ends the run after that save."""
@@ -140,6 +145,9 @@ class Checkpointer:
 
     def step(self) -> None:
         """Call after each optimizer step: saves within the epoch when a save is due."""
+        if self.hooks and not self.were_hooks_called:
+            raise UserError("call hooks.after_step(checkpoint) before checkpoint.step()")
+        self.were_hooks_called = False
         is_due, self.is_requested = self.is_due(), False
         loader = self.state["loader"]
         if is_due and loader.step < len(loader):  # the script saves at the end of the epoch

@@ -50,6 +50,7 @@ class Checkpoint(Protocol):
     ends_run: bool  # the run ends after the next save, or the current one
 
     def is_due(self) -> bool: ...
+    def note_hooks_called(self) -> None: ...
     def request_save(self, ends_run: bool) -> None: ...
     def wait(self) -> None: ...
 
@@ -72,15 +73,16 @@ class Hook:
         """The run is about to start or to continue. May raise UserError."""
 
     def after_step(self, checkpoint: Checkpoint) -> None:
-        """After each optimizer step. Unless checkpoint.is_due(), a hook may read values on the
-        device in its next call, to avoid blocking the host."""
+        """After each optimizer step. May ask for a save by checkpoint.request_save(), before hooks
+        that ask checkpoint.is_due(). Unless it is due, a hook may read values on the device in its
+        next call, to avoid blocking the host."""
 
     def before_row(self, row: dict[str, Any]) -> None:
         """An epoch has ended: add to its row, {name: value}, before it is written."""
 
     def after_row(self, row: dict[str, Any]) -> None:
-        """A row, {name: value}, is in metrics.jsonl, or in steps.jsonl if it has a "step"; only the
-        main process has those."""
+        """A row, {name: value}, is in metrics.jsonl, or in steps.jsonl if it has a "step". Only the
+        main process has those, so do not communicate."""
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         """Before the state is copied. between_steps: the save is within an epoch. May raise."""
@@ -96,6 +98,7 @@ class Hooks(list[Hook]):
         """Call after each optimizer step, before checkpoint.step(), which saves."""
         for hook in self:
             hook.after_step(checkpoint)
+        checkpoint.note_hooks_called()
 
 
 class FileForm(Hook):

@@ -5,6 +5,7 @@ each file. A file that its owner has not edited is replaced; an edited one is me
 with the version that was copied. Nothing is written before all of this has been computed.
 """
 
+import ast
 import difflib
 import hashlib
 import json
@@ -186,21 +187,59 @@ def apply(folder, changes):
 
 def stale_imports(folder, changes, moved):
     """Lines about the files of a copy, its owner's included, that import a module which Changes
-    remove or move. moved: {old path: new path}."""
+    remove or move, or a name that they take out of one. moved: {old path: new path}."""
     folder, lines = Path(folder), []
     new = {change.path: change.contents for change in changes if change.contents is not None}
     gone = {change.path for change in changes if change.kind == "removed"}
     gone |= {change.old_path for change in changes if change.old_path} - new.keys()
-    files = {*folder.glob("*.py")}.union(*(folder.glob(f"{name}/**/*.py") for name in FOLDERS))
-    for path in sorted({file.relative_to(folder).as_posix() for file in files} | {*new}):
-        text = (new.get(path) or read(folder / path) or b"").decode(errors="replace")
-        for old in sorted(gone - {path}):
-            package, _, name = old.removesuffix(".py").replace("/", r"\.").rpartition(r"\.")
-            imports = rf"^ *(from|import) {package}\.{name}\b|^ *from {package} import .*\b{name}\b"
-            if path not in gone and re.search(imports, text, re.MULTILINE):
+    found = {file.relative_to(folder) for file in folder.rglob("*.py")}
+    found = {p.as_posix() for p in found if not any(map(_is_not_ours, p.parts))}
+    for path in sorted((found | {p for p in new if p.endswith(".py")}) - gone):
+        text = new.get(path) or read(folder / path) or b""
+        reported = set()
+        for module, name in _imports(text):
+            file = f"{module.replace('.', '/')}.py"
+            old = next((p for p in (file, f"{file[:-3]}/{name}.py") if p in gone), None)
+            if old and old != path and old not in reported:
+                reported.add(old)
                 place = f"{moved[old]} now" if old in moved else "gone"
                 lines.append(f"{path} imports {old}, which is {place}: change the import")
+            elif file in new and name and name not in _names(new[file]):
+                lines.append(f"{path} imports {name}, which {file} no longer has: change that")
     return lines
+
+
+def _is_not_ours(part):
+    return part.startswith(".") or part in ("site-packages", "runs")
+
+
+def _imports(text):
+    """(module, imported name or None) of what a Python file imports; none if it has conflicts."""
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _names(text):
+    """The names that a Python file defines or imports, anywhere in it; also "*"."""
+    names = {"*"}
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def _parsed(text):
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def as_diff(folder, changes):
