@@ -88,6 +88,17 @@ def options_and_commands(script, task="images"):
     return known
 
 
+def with_packages(files):
+    """{path below the destination: bytes} of files, and of the packages that they are in."""
+    result = {}
+    for file in files:
+        path = file.relative_to(ROOT)
+        for package in path.parents[:-1]:
+            result.setdefault(package / "__init__.py", b"")
+        result[path] = file.read_bytes()
+    return result
+
+
 def contents(files, task="images"):
     """{path below the destination: bytes} of a copy of the project's files."""
     result = {Path("utils") / "LICENSE": (ROOT / "LICENSE").read_bytes()}
@@ -95,11 +106,7 @@ def contents(files, task="images"):
         for config in (ROOT / "configs").glob("*.yaml"):
             if config.name not in NOT_TO_COPY:
                 result[config.relative_to(ROOT)] = config.read_bytes()
-    for file in files:
-        path = file.relative_to(ROOT)
-        for package in path.parents[:-1]:
-            result.setdefault(package / "__init__.py", b"")
-        result[path] = file.read_bytes()
+    result |= with_packages(files)
     script = files[0].relative_to(ROOT)
     result[script] = with_task(files[0], task).encode()
     return result
@@ -282,13 +289,8 @@ def with_more(new, paths):
     guards = {guard.path for guard in GUARDS.values()}
     more = [ROOT / path for path in sorted(paths - new.keys() - guards) if path.endswith(".py")]
     more = [path for path in more if path.is_file() and path.stat().st_size]
-    for file in {*more, *closure(*more)}:
-        path = file.relative_to(ROOT)
-        if str(path) not in guards:
-            for package in path.parents[:-1]:
-                new.setdefault(str(package / "__init__.py"), b"")
-            new.setdefault(str(path), file.read_bytes())
-    return new
+    needed = [f for f in {*more, *closure(*more)} if str(f.relative_to(ROOT)) not in guards]
+    return {str(path): text for path, text in with_packages(needed).items()} | new
 
 
 def update(args):
