@@ -139,18 +139,22 @@ class Checkpointer:
 
     def is_due(self) -> bool:
         """Whether a save, or the end of the epoch, follows this step."""
-        loader, every = self.state["loader"], self.cfg.save_steps
-        self.is_save_due = self.is_requested or (every > 0 and loader.step % every == 0)
-        return self.is_save_due or loader.step == len(loader)
+        loader = self.state["loader"]
+        return self._asks_for_save() or loader.step == len(loader)
+
+    def _asks_for_save(self):
+        every = self.cfg.save_steps
+        return self.is_requested or (every > 0 and self.state["loader"].step % every == 0)
 
     def step(self) -> None:
         """Call after each optimizer step: saves within the epoch when a save is due."""
         if self.hooks and not self.were_hooks_called:
             raise UserError("call hooks.after_step(checkpoint) before checkpoint.step()")
         self.were_hooks_called = False
-        is_due, self.is_requested = self.is_due(), False
+        self.is_save_due, self.is_requested = self._asks_for_save(), False
         loader = self.state["loader"]
-        if is_due and loader.step < len(loader):  # the script saves at the end of the epoch
+        is_last = loader.step == len(loader)  # the script saves at the end of the epoch
+        if self.is_save_due and not is_last:
             self.save(self.epoch, between_steps=True)
 
     def save(self, epoch: int, is_best: bool = False, between_steps: bool = False) -> None:
