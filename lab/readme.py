@@ -86,10 +86,11 @@ def loaded_block():
 
 def options_block():
     """The modules that only a setting, or a function of a task, needs."""
-    by_name = {}
+    by_path = {}
     for task in TASKS:
         for rung in LADDER:
-            by_name |= options_and_commands(ROOT / rung.script, task)
+            found = options_and_commands(ROOT / rung.script, task).values()
+            by_path |= {option.path: option for option in found}
     rows = [
         [
             f"`{option.path.relative_to(ROOT)}`",
@@ -97,7 +98,7 @@ def options_block():
             purpose(option.path),
             str(size(option.path).lines),
         ]
-        for _, option in sorted(by_name.items())
+        for option in sorted(by_path.values())
     ]
     return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
 

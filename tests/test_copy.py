@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import free_port
-from tools.copy import TASKS, files_to_copy, task_module
+from tools.copy import TASKS, files_to_copy, task_module, texts
 from tools.lib.closure import closure, loaded, options, small_flags
 from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT, RUNGS
 
@@ -125,6 +125,15 @@ def test_a_copied_task_brings_nothing_of_the_others():
     assert task_module("text") in files
     parts = {part for path in files for part in path.relative_to(ROOT).parts}
     assert not parts & {"images", "segmentation"}
+
+
+def test_copy_brings_what_a_task_of_ones_own_may_import():
+    """And what these modules import."""
+    files = texts({"train_ddp.py": "text"}, ["streams", "samplers", "shards"])
+    for name in ("streams", "samplers", "shards", "tar"):
+        assert f"sources/{name}.py" in files
+    assert "sources/parquet.py" not in files
+    assert "tasks/images/shards.py" in texts({"train_ddp.py": "images"}, ["shards"])
 
 
 def test_every_script_is_a_rung():

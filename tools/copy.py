@@ -6,11 +6,11 @@
     python -m tools.copy train_ddp.py DEST --without watchdog,progress
     python -m tools.copy --update DEST
 
-Modules that only a setting needs, and commands such as tools.report, are copied only if --with
-names them (or --all). --without leaves out modules that only watch the run, with the lines that
-call them; --plain leaves out all of these. This prints what was copied, and what was not. --update
-merges what has changed in this clone since then: files that you have edited keep your edits,
-conflicts are marked as git marks them, and files that you have deleted stay away.
+Modules that only a setting or a task of your own needs, and commands such as tools.report, are
+copied only if --with names them (or --all). --without leaves out modules that only watch the run,
+with the lines that call them; --plain leaves out all of these. This prints what was copied, and
+what was not. --update merges what has changed in this clone since then: files that you have edited
+keep your edits, conflicts are marked as git marks them, and files that you have deleted stay away.
 """
 
 import argparse
@@ -43,6 +43,9 @@ TASK_LINE = "import tasks.{} as task"
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
 COMMANDS = ["tools/report.py"]  # what the pages run after the training
 OF_IMAGES = [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")]
+FOR_TASKS = [
+    f"sources/{name}.py" for name in ("packing", "parquet", "samplers", "shards", "streams")
+]  # what a task of one's own may import
 NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
 
@@ -85,6 +88,9 @@ def options_and_commands(script, task="images"):
         path = ROOT / name
         module = name.removesuffix(".py").replace("/", ".")
         known[path.stem] = Option(path.stem, path, f"python -m {module}")
+    for name in FOR_TASKS:  # images has an option "shards", which brings the module
+        path = ROOT / name
+        known.setdefault(path.stem, Option(path.stem, path, f"import sources.{path.stem}"))
     return known
 
 
