@@ -66,14 +66,14 @@ gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--dat
 
 test-loggers: $(dev)  ## --logger with Weights & Biases, trackio and MLflow, which it installs
 	$(python) -m pip install --quiet -r requirements-loggers.txt
-	$(python) -m pytest tests/test_loggers.py -rs $(ARGS)
+	$(python) -m pytest tests/utils/test_loggers.py -rs $(ARGS)
 
 test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
-	$(python) -m pytest tests/test_slurm.py -rs $(ARGS)
+	$(python) -m pytest tests/launch/test_slurm.py -rs $(ARGS)
 
 test-kubernetes: $(dev)  ## validate launch/kubernetes, and run its command in two pods; needs root
 	$(python) -m pip install --quiet -r requirements-kubernetes.txt
-	$(python) -m pytest tests/test_kubernetes.py -rs $(ARGS)
+	$(python) -m pytest tests/launch/test_kubernetes.py -rs $(ARGS)
 
 doctor: $(env)  ## check this machine for training: ARGS="--rendezvous HOST:29500"
 	$(python) -m tools.doctor $(ARGS)

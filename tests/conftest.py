@@ -7,7 +7,7 @@ import torch
 from utils.distributed import available_cores
 
 # Their failed assertions show values as well.
-pytest.register_assert_rewrite("tests.forked", "tests.launch", "tests.namespaces")
+pytest.register_assert_rewrite("tests.forked", "tests.processes", "tests.namespaces")
 
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the forks of run_ranks()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks, so that torchrun does not warn

@@ -14,7 +14,7 @@ import torch
 from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.progress
-from tests.launch import CRASHES, SMALL
+from tests.processes import CRASHES, SMALL
 from tools.lib.runs import Run, flag_list, load_script
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint

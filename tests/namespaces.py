@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launch import SMALL, planted
+from tests.processes import SMALL, planted
 from tools.lib.runs import ROOT, finish_run, flag_list, kill_family
 
 needs_namespaces = pytest.mark.skipif(

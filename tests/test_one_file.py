@@ -1,5 +1,5 @@
-"""one_file/*.py import nothing of ours, in plain lines. tests/test_verify.py compares their weights
-with those of the ladder."""
+"""one_file/*.py import nothing of ours, in plain lines. tests/tools/test_verify.py compares their
+weights with those of the ladder."""
 
 import ast
 import os

@@ -19,7 +19,7 @@ from tests.forked import (
     largest_difference,
     without_seconds,
 )
-from tests.launch import run_script
+from tests.processes import run_script
 from tools.lib.runs import ROOT
 from utils.checkpoint_file import read_checkpoint
 

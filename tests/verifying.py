@@ -17,7 +17,7 @@ import pytest
 
 import tools.verify.__main__
 from tests import fork_server
-from tests.launch import CRASHES
+from tests.processes import CRASHES
 from tools.lib.runs import flag_list, start_run
 from tools.verify.cases import SUITES
 from tools.verify.run import Verifier

@@ -12,7 +12,7 @@ import torchvision
 import tasks.images as task
 import train_ddp_amp
 from lab.chaos.run import sha256
-from tests.launch import planted, run_script
+from tests.processes import planted, run_script
 from tools.lib.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
 from utils.checkpoint import Checkpointer

@@ -1,0 +1,166 @@
+"""docs/recipes: mixup, early stopping and layer-wise learning rates do what they promise."""
+
+import importlib
+import os
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import utils.metrics
+from tests.forked import ROUNDING, killed_at, largest_difference
+from tests.processes import SMALL
+from tests.recipes import RUN, applied, run_to_end
+from utils.checkpoint_file import read_checkpoint
+from utils.seeds import set_seed
+
+
+@pytest.fixture
+def mixing(tmp_path, monkeypatch):
+    """The folder of a copy with mixup, whose tasks/ this process imports until the test ends."""
+    folder = applied("mixup", tmp_path / "copy")
+    for name in [name for name in sys.modules if name.split(".")[0] == "tasks"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "tasks"]:
+        del sys.modules[name]
+
+
+def images_task(**settings):
+    """The module tasks.images of the copy, the settings of its runs, and its datasets."""
+    task = importlib.import_module("tasks.images")
+    cfg = task.Settings(**SMALL | RUN | settings)
+    return task, cfg, *task.build_datasets(cfg)
+
+
+def test_mixed_runs(mixing, tmp_path):
+    train = partial(run_to_end, mixing / "train_ddp.py")
+    one, end = train(1, tmp_path / "one")
+    train(2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    runs = [
+        train(2, tmp_path / "two"),
+        train(2, tmp_path / "workers", loader="workers", num_workers=1),
+        train(1, tmp_path / "killed"),
+    ]
+    for run, checkpoint in runs:
+        assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
+        for name in ("train_loss", "train_accuracy", "val_loss"):
+            values = [row[name] for row in one.rows]
+            assert [row[name] for row in run.rows] == pytest.approx(values, rel=ROUNDING)
+    task, cfg, train_set, val_set = images_task()
+    model = task.build_model(cfg, train_set).double().eval()
+    model.load_state_dict(end["model"])
+    images, labels = val_set.get_batch(torch.arange(len(val_set)), 0, 0)
+    images, labels = val_set.on_device((images, labels), torch.float64)
+    loss = cross_entropy(model(images), labels).item()
+    assert one.rows[-1]["val_loss"] == pytest.approx(loss, rel=ROUNDING)
+
+
+def test_mixed_samples(mixing):
+    task, _, plain, _ = images_task(augment="none")  # of no two images are two pixels the same
+    train_set, everything = images_task()[2], torch.arange(len(plain))
+    train_set.dataset = plain
+
+    def mixed(indices, epoch=1):
+        *batch, draws = train_set.get_batch(indices, epoch, 0)
+        return train_set.on_device((*batch, draws.double()), torch.float64)
+
+    images, targets = mixed(everything)
+    partners, (is_cut, weights, *_) = train_set.partners, train_set.draws
+    own, labels = plain.on_device(plain.get_batch(everything, 1, 0), torch.float64)
+    others, cut = own[partners], is_cut > 0
+    assert sorted(partners) == sorted(everything) and 0 < cut.sum() < len(cut)
+
+    blended = torch.lerp(others, own, weights.view(-1, 1, 1, 1))
+    assert torch.allclose(images[~cut], blended[~cut], rtol=0, atol=ROUNDING)
+    is_own, is_other = (images == own).all(1), (images == others).all(1)
+    assert (is_own | is_other)[cut].all()
+    left = is_own.double().mean((1, 2))
+    assert 0.3 < left[cut].mean() < 0.8 and (left[cut] >= weights[cut] - 0.25).all()
+
+    outputs = torch.randn(targets.shape, dtype=torch.float64)
+    smoothed = partial(cross_entropy, outputs, label_smoothing=0.1, reduction="none")
+    losses = torch.lerp(smoothed(labels[partners]), smoothed(labels), left.where(cut, weights))
+    assert task.loss(outputs, targets).item() == pytest.approx(losses.sum().item(), rel=ROUNDING)
+    assert task.count(targets) == len(targets)
+
+    part = torch.tensor([7, 30, 2])
+    assert all(map(torch.equal, mixed(part), (images[part], targets[part])))  # in any batch
+    mixed(part, epoch=2)
+    assert not torch.equal(train_set.partners, partners)
+
+
+def logged_by(folder):
+    """For fork_script(before=...): each rank writes its results of evaluate() to a file."""
+
+    def before():
+        real = utils.metrics.MetricLogger.log
+
+        def log(metrics, epoch, train, val, lr):
+            with (folder / f"rank-{os.environ['RANK']}").open("a") as file:
+                print(val["loss"].hex(), val["accuracy"].hex(), file=file)
+            real(metrics, epoch, train, val, lr)
+
+        utils.metrics.MetricLogger.log = log
+
+    return before
+
+
+def outdated_file():
+    """For fork_script(before=...): only rank 0 sees the rows that an earlier run has written."""
+    if os.environ["RANK"] != "0":
+        utils.metrics.read_metrics = lambda path: []
+
+
+def test_early_stopping(tmp_path):
+    train = partial(run_to_end, applied("early-stopping", tmp_path / "copy") / "train_ddp.py")
+    flags = {"model": "resnet20_gn", "epochs": 30, "lr_schedule": "constant", "seed": 1}
+    train = partial(train, save_epochs=4, **flags)
+    one, end = train(1, tmp_path / "one")
+    values = [row["val_accuracy"] for row in one.rows]
+    epochs = len(values)
+    best = epochs - 1 - 5
+    assert values.index(max(values)) == best > 0 and max(values[best + 1 :]) == max(values)
+    assert end["epoch"] == epochs and epochs % 4 > 0  # saved although save_epochs leaves it out
+    assert one.stdout.endswith("stopped: no better accuracy for 5 epochs\n")
+
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    train(2, tmp_path / "two", logged_by(logs))
+    results = [log.read_text() for log in sorted(logs.iterdir())]
+    assert len(results) == 2 and len(set(results)) == 1 and results[0].count("\n") == epochs
+    train(2, tmp_path / "killed", killed_at(epochs - 2, 3), save_steps=2)
+    train(2, tmp_path / "killed", outdated_file)
+    for folder in (tmp_path / "two", tmp_path / "killed"):
+        files = {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
+        again, checkpoint = train(1, folder)
+        assert files == {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
+        assert (again.code, again.stderr, checkpoint["epoch"]) == (0, "", epochs)
+        assert [row["val_accuracy"] for row in again.rows] == values
+        assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
+
+
+@pytest.mark.parametrize(("optimizer", "epoch"), [("sgd", 0), ("adamw", 1)])
+def test_layer_wise_learning_rates(optimizer, epoch, tmp_path):
+    script = applied("layer-wise-learning-rates", tmp_path / "copy") / "train_ddp.py"
+    train = partial(run_to_end, script, model="vit_tiny", optimizer=optimizer, lr=1e-3)
+    end = train(1, tmp_path / "one")[1]
+    train(2, tmp_path / "two", killed_at(epoch, 3), save_steps=2)
+    two = train(2, tmp_path / "two")[1]
+    assert largest_difference(two["model"], end["model"]) < ROUNDING
+
+    task, cfg, train_set, _ = images_task(model="vit_tiny")
+    set_seed(cfg.seed)
+    model = task.build_model(cfg, train_set)
+    first = read_checkpoint(tmp_path / "two" / "epoch-0001.pt")["model"]
+    in_blocks = {id(p) for block in task.blocks(model) for p in block.parameters()}
+    same = {name for name, p in model.named_parameters() if torch.equal(first[name], p.double())}
+    outside = [name for name, p in model.named_parameters() if id(p) not in in_blocks]
+    assert same and same == set(outside[: len(same)]) and len(same) < len(outside)
+    assert not any(torch.equal(end["model"][name], first[name]) for name in outside)
+    groups = [group["initial_lr"] for group in end["optimizer"]["param_groups"]]
+    layers = len(task.blocks(model)) + 2
+    assert groups == pytest.approx([1e-3 * 0.75**distance for distance in range(layers)])

@@ -1,0 +1,184 @@
+"""docs/recipes: each page applies to the scripts as they are, and does what it promises."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tasks.images.inference import load_trained
+from tests import experts_task
+from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.processes import SMALL
+from tests.recipes import PAGES, RUN, applied, apply, run_to_end, with_task
+from tools.lib.ladder import ROOT
+from tools.lib.runs import finish_run, load_script, start_run
+from tools.verify.run import project_with_task
+from utils.checkpoint import Checkpointer
+
+EXPERTS = "tests.experts_task"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_diff_is_short_and_applies(page, tmp_path):
+    """A page may be applied as it is: git ignores what is around the diffs."""
+    folder = applied(page.stem, tmp_path / "copy")
+    diffs = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
+    assert diffs
+    for diff in diffs:
+        old, new, *lines = diff.splitlines()
+        assert (old[:4], new[:4]) == ("--- ", "+++ ")
+        assert sum(line[0] in "+-" for line in lines) <= 40
+        file = folder / new.removeprefix("+++ b/")
+        assert max(map(len, file.read_text().splitlines())) <= 100
+        if file.suffix == ".py":
+            compile(file.read_text(), file, "exec")
+
+
+def test_recipes_apply_together_except_for_the_pairs_that_are_listed(tmp_path):
+    index = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    listed = {frozenset(pair) for pair in re.findall(r"^\| \[(.*?)\].* \| \[(.*?)\]", index, re.M)}
+    assert len(listed) == 5
+    names, refused = [page.stem for page in PAGES], set()
+    for first in names:
+        folder = applied(first, tmp_path / first)
+        for second in names:
+            if second != first and apply(second, folder, "--check"):
+                refused.add(frozenset((first, second)))
+    assert refused == listed
+
+
+def saved_at_the_end():
+    """For fork_script(before=...): a save between epochs would gather and free all parameters."""
+    real = Checkpointer.save
+
+    def save(checkpoint, epoch, **options):
+        if epoch == checkpoint.cfg.epochs:
+            real(checkpoint, epoch, **options)
+
+    Checkpointer.save = save
+
+
+def averages(checkpoint):
+    return {name: s["average"] for name, s in checkpoint["optimizer"]["state"].items()}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["sgd", *(pytest.param(o, marks=pytest.mark.slow) for o in ("adamw", "sgd without momentum"))],
+)
+def test_exponential_moving_average(optimizer, tmp_path):
+    flags = {"optimizer": optimizer.split()[0], "lr": 0.01}
+    if "without" in optimizer:
+        flags["momentum"] = 0.0
+    train = partial(run_to_end, **flags)
+    folder = applied("ema", tmp_path / "copy")
+    ddp, fsdp = folder / "train_ddp.py", folder / "train_fsdp.py"
+    plain, plain_end = train("train_ddp.py", 1, tmp_path / "plain")
+    one, end = train(ddp, 1, tmp_path / "one")
+    assert largest_difference(end["model"], plain_end["model"]) == 0  # the training is the same
+    assert max((end["model"][name] - a).abs().max() for name, a in averages(end).items()) > 1e-4
+    used = load_trained(one.output_dir / "last.pt").model.state_dict()  # by predict and export
+    assert all(torch.equal(used[name], average) for name, average in averages(end).items())
+    losses = [row["val_loss"] for row in one.rows]
+    assert losses[-1] != plain.rows[-1]["val_loss"]
+    train(ddp, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    runs = [
+        train(ddp, 2, tmp_path / "ddp"),
+        train(fsdp, 2, tmp_path / "fsdp", saved_at_the_end),
+        train(fsdp, 2, tmp_path / "killed"),
+    ]
+    for run, checkpoint in runs:
+        assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
+        assert largest_difference(averages(checkpoint), averages(end)) < ROUNDING
+        assert [row["val_loss"] for row in run.rows] == pytest.approx(losses, rel=ROUNDING)
+
+
+def test_averages_of_parameters_without_gradients(tmp_path):
+    """Adam takes any state of a parameter for its own."""
+    recipe = load_script(applied("ema", tmp_path / "copy") / "train_ddp.py")
+    used, unused = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW([*used.parameters(), *unused.parameters()])
+    optimizer.register_step_post_hook(recipe.update_averages)
+    for layers, averaged in (([used], 2), ([used, unused], 4), ([used], 4)):
+        optimizer.zero_grad()
+        sum(layer(torch.ones(1, 1)).sum() for layer in layers).backward()
+        optimizer.step()
+        assert len(recipe.averages_of(optimizer)) == averaged
+
+
+@pytest.mark.slow
+def test_unused_parameters(tmp_path):
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    uses = experts_task.chosen(experts_task.Points(60, 0).points)[order].view(5, 6, 2).sum(1)
+    assert {int((step > 0).sum()) for step in uses} == {0, 1, 2}  # ranks that use the second one
+    plain = project_with_task("images", tmp_path / "plain")
+    # As a user would: the level is read when torch is imported.
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "PYTHONPATH": ROOT}
+    flags = SMALL | RUN | {"output_dir": tmp_path / "failed"}
+    failed = finish_run(
+        start_run(with_task(plain / "train_ddp.py", EXPERTS), 2, flags, environment),
+        tmp_path / "failed",
+    )
+    assert failed.code == 1 and "Expected to have finished reduction" in failed.stderr
+    assert "Parameters which did not receive grad for rank" in failed.stderr
+    assert "experts.1.weight" in failed.stderr
+    script = with_task(applied("unused-parameters", tmp_path / "copy") / "train_ddp.py", EXPERTS)
+    one = run_to_end(with_task(plain / "train_1gpu.py", EXPERTS), None, tmp_path / "one")[1]
+    run_to_end(script, 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
+    two = run_to_end(script, 2, tmp_path / "two")[1]
+    assert largest_difference(two["model"], one["model"]) < ROUNDING
+
+
+def test_fsdp_refuses_parameters_that_only_some_ranks_use(tmp_path):
+    """With a sample per rank, each uses one of two experts of the same size: PyTorch does not
+    notice that they differ."""
+    script = with_task(project_with_task("images", tmp_path / "copy") / "train_fsdp.py", EXPERTS)
+    flags = RUN | {"global_batch_size": 2, "output_dir": tmp_path / "run"}
+    run = fork_script(script, 2, **flags)
+    assert run.code == 1 and "experts.0.weight, experts.0.bias, experts.1.weight" in run.stderr
+    assert run.rows == [] and not (tmp_path / "run" / "last.pt").exists()
+
+
+def counting(log):
+    """For fork_script(before=...): write the sizes of all tensors that autograd saves to a file."""
+
+    def before():
+        file = log.open("w", buffering=1)
+
+        def pack(tensor):
+            print(tensor.nbytes, file=file)
+            return tensor
+
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor).__enter__()
+
+    return before
+
+
+def saved_bytes(log):
+    return sum(map(int, log.read_text().split()))
+
+
+def compile_without_inductor():
+    """For fork_script(before=...): all that torch.compile does, but for generating code."""
+    compile_module = nn.Module.compile
+    nn.Module.compile = lambda module, mode: compile_module(module, backend="aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_activation_checkpointing(script, tmp_path):
+    folder = applied("activation-checkpointing", tmp_path / "copy")
+    train = partial(run_to_end, model="vit_tiny")
+    logs = tmp_path / "plain.log", tmp_path / "one.log"
+    plain = train("train_ddp.py", 1, tmp_path / "plain", counting(logs[0]))[1]
+    one = train(folder / "train_ddp.py", 1, tmp_path / "one", counting(logs[1]))[1]
+    assert largest_difference(one["model"], plain["model"]) == 0
+    assert saved_bytes(logs[1]) < saved_bytes(logs[0]) / 5
+    train(folder / script, 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
+    two = train(folder / script, 2, tmp_path / "two")[1]
+    assert largest_difference(two["model"], plain["model"]) < ROUNDING
+    compiled = compile_without_inductor
+    three = train(folder / script, 2, tmp_path / "compiled", compiled, compile="default")[1]
+    assert largest_difference(three["model"], plain["model"]) < ROUNDING

@@ -1,0 +1,546 @@
+"""The benchmarks: parts of a step, limits, interleaved runs, ratios with intervals."""
+
+import json
+import random
+import re
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import lab.bench.__main__ as bench
+from lab.bench import (
+    checkpoint,
+    limits,
+    loader,
+    operations,
+    peer,
+    peers,
+    report,
+    split,
+    streams,
+    watching,
+)
+from lab.bench.hooks import PARTS
+from lab.bench.operations import COUNTED, MODEL, SCRIPTS, TIMED, Recorder, measure
+from lab.bench.peers import contestants, ratio, table_rows
+from lab.bench.probe import Probe
+from lab.bench.rows import rows_for
+from lab.bench.runner import setting, take_turns
+from tasks.images import Settings
+from tests.processes import SMALL
+from tools.lib.ladder import ROOT
+from tools.lib.runs import flag_list
+from utils.config import load_config
+
+
+def run_main(module, *flags):
+    """Run a benchmark's main() in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [module.__name__, *flags])
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        module.main()
+
+
+# The loop that all benchmarks share
+
+
+class Job:
+    """Counts its calls; call number `last` raises `error`."""
+
+    def __init__(self, last=0, error=None):
+        self.calls, self.last, self.error = 0, last, error
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == self.last:
+            raise self.error
+        return {"images_per_second": 1.0}
+
+
+def lengths(samples):
+    return {name: len(values) for name, values in samples.items()}
+
+
+def test_jobs_take_turns():
+    order = []
+    jobs = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples, errors = take_turns(jobs, 2)
+    assert order == ["a", "b", "a", "b"] and lengths(samples) == {"a": 2, "b": 2} and not errors
+
+
+def test_interrupted_loop_keeps_its_samples():
+    jobs = {"a": Job(), "b": Job(2, KeyboardInterrupt()), "c": Job()}
+    samples, errors = take_turns(jobs, 3)
+    assert lengths(samples) == {"a": 2, "b": 1, "c": 1} and not errors
+
+
+def test_failed_job_is_not_repeated_and_costs_no_other(capsys):
+    error = RuntimeError("b failed with exit code 1:\nout of memory | gone\n")
+    jobs = {"a": Job(), "b": Job(1, error), "c": Job()}
+    samples, errors = take_turns(jobs, 2, lambda sample: "fast")
+    assert lengths(samples) == {"a": 2, "b": 0, "c": 2}
+    assert errors == {"b": "out of memory / gone"} and jobs["b"].calls == 1
+    assert "c: fast; 6 of 6 runs" in capsys.readouterr().err
+
+
+# The table of the scripts
+
+
+class FakeRunner:
+    """Stands in for Runner: fails in the rows and limits that are named."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
+
+    def row(self, row):
+        return self._run(row.name)
+
+    def limits(self, row):
+        return self._run(f"limits {row.limits_key}") and {"compute": 1.0}
+
+    def _run(self, name):
+        if name in self.failing:
+            raise RuntimeError(f"{name} broke")
+        return {"images_per_second": 1.0}
+
+
+def test_equal_limits_are_measured_once():
+    rows = rows_for([1, 2], 0, 256, quick=True)
+    measurements = bench.measure(FakeRunner(), rows, 2)
+    assert lengths(measurements["rows"]) == dict.fromkeys((row.name for row in rows), 2)
+    assert lengths(measurements["limits"]) == {"x1": 2, "x2": 2, "x1 amp": 2, "x2 amp": 2}
+    assert not measurements["absent"] and not measurements["failed"]
+
+
+def test_failed_row_or_limit_is_absent():
+    rows = rows_for([1, 2], 0, 256, quick=True)
+    measurements = bench.measure(FakeRunner(("DDP x2", "limits x1 amp")), rows, 1)
+    assert list(measurements["rows"]) == ["1 device", "DDP x1", "DDP + AMP x2"]
+    assert measurements["failed"] == ["DDP x2", "DDP + AMP x1"]
+    assert measurements["absent"] == {
+        "DDP x2": "failed: DDP x2 broke",
+        "DDP + AMP x1": "failed: limits x1 amp broke",
+    }
+
+
+def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
+    nothing = {"rows": {}, "limits": {}, "absent": {}, "failed": []}
+    monkeypatch.setattr(bench, "measure", lambda *_: nothing)
+    with pytest.raises(SystemExit, match="nothing was measured"):
+        run_main(bench, f"--output={tmp_path}")
+
+
+@pytest.mark.slow
+def test_divided_models_are_measured(tmp_path):
+    flags = {"schedule": "1F1B", "micro_batches": 4, "global_batch_size": 16, "image_size": 16}
+    flags |= {"synthetic_samples": 64, "device": "cpu"}
+    sample = split.measure("train_pp.py", flags, tmp_path / "pp")
+    parameters, gradients, state = (sample[kind] for kind in split.KINDS)
+    assert sum(parameters) == sum(gradients) == sum(state) / 2 == 4 * 138_954
+    assert sample["bubble"] > 0
+    *_, speed, bubble, ideal = split.cells("train_pp.py", flags, sample)
+    assert (bubble, ideal) == (f"{sample['bubble']:.2f}", "0.25") and float(speed.replace(",", ""))
+    del sample["bubble"]
+    assert split.cells("train_tp.py", {}, sample)[-2:] == ["", ""]
+
+
+def test_missing_devices_are_explained():
+    rows = {row.name: row for row in rows_for([1, 2], 0, 256)}
+    assert rows["DataParallel"].absent == "DataParallel needs 2 GPUs; 0 are visible"
+    assert not rows["DDP x2, 2 stages"].absent
+    rows = {row.name: row for row in rows_for([1, 2], 2, 256)}
+    assert not rows["DataParallel"].absent and "needs 4 GPUs" in rows["DDP x2, 2 stages"].absent
+
+
+def test_gpu_has_a_row_for_each_precision_and_compiler():
+    rows = [row for row in rows_for([1], 1, 256) if ", " in row.name]
+    assert len(rows) == len({row.limits_key for row in rows}) == 12
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_rows_have_settings_that_their_scripts_know(gpus):
+    for row in rows_for([1, 2], gpus, 256):
+        row.load_config(row.flags)
+
+
+def test_settings_for_all_rows():
+    assert setting("sync_bn=false") == ("sync_bn", False)
+    assert setting("config=a=b") == ("config", "a=b")
+
+
+def small_bench(folder, only):
+    """bench.json of a small run of some rows."""
+    flags = ["--processes=1,2", "--repeats=1", "--steps=3", f"--output={folder}"]
+    settings = {"model": "resnet20", "image_size": 16, "global_batch_size": 8, "device": "cpu"}
+    flags += [f"--set={name}={value}" for name, value in settings.items()]
+    run_main(bench, f"--only={only}", *flags)
+    return json.loads((folder / "bench.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """The folder and bench.json of a small run of everything."""
+    folder = tmp_path_factory.mktemp("bench")
+    return folder, small_bench(folder, "DDP x2, 8 each")
+
+
+@pytest.mark.slow
+def test_script_that_ends_the_process_is_measured(tmp_path):
+    ((name, (sample,)),) = small_bench(tmp_path, "FSDP")["rows"].items()
+    assert name == "FSDP x2" and len(sample["steps"]) == 3
+
+
+@pytest.mark.slow
+def test_bench_measures_rows_and_limits(result):
+    _, measurements = result
+    ((name, (sample,)),) = measurements["rows"].items()
+    assert name == "DDP x2, 8 each"
+    assert sample["updates"] == 3 and len(sample["steps"]) == 3
+    assert sample["step_seconds"] > 0 and sample["start_up"] > 0
+    assert sum(sample["parts"]) >= 0.5 * sample["step_seconds"]
+    assert sample["global_batch_size"] == 16 and sample["samples"] == 3 * 16
+    ((key, (limits,)),) = measurements["limits"].items()
+    assert key == "x2 global_batch_size=16"
+    assert limits.keys() == {"data", "compute", "communication"}
+    assert all(speed > 0 for speed in limits.values())
+
+
+@pytest.mark.slow
+def test_bench_writes_reports(result):
+    folder, measurements = result
+    lines = {line.split(" | ")[0]: line for line in (folder / "bench.md").read_text().splitlines()}
+    assert "not comparable" in lines["| DDP x2, 8 each"]
+    page = (folder / "bench.html").read_text()
+    assert "DDP x2, 8 each" in page and "images/s: medians and ranges" in page
+    text = report.compared(measurements, measurements)
+    assert "DDP x2, 8 each: 1.00\n" in f"{text}\n"  # of a single run, no interval
+
+
+def test_page_says_why_a_row_is_absent_and_what_the_accuracy_means():
+    pytest.importorskip("matplotlib")
+    result = json.loads((ROOT / "docs" / "results" / "bench.json").read_text())
+    page = report.html(result)
+    assert "<p>DataParallel was not run: DataParallel needs 2 GPUs" in page
+    assert "`" not in page[page.index("<body>") :] and "make verify" in page
+    heads = re.findall('<th scope="col">(.*?)</th>', page)
+    assert heads.index("of limit") < heads.index("accuracy")
+    assert float(re.search(r'viewBox="0 0 (\S+)', page)[1]) < 450  # points, on 400 pixels
+    for cells in report.table_rows(result):
+        assert len(cells) == len(report.HEAD)
+        row = dict(zip(report.HEAD, cells, strict=True))
+        assert row["limited by"] and (row["row"] == "DataParallel") == (row["accuracy"] == "")
+
+
+def test_bottlenecks():
+    limits = {"data": 500.0, "compute": 100.0}
+    assert report.bottleneck([6, 30, 60, 4, 0], limits, 0.9).startswith("input")
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.9) == "compute"
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.5).startswith("overhead")
+    limits |= {"communication": 50.0}
+    assert report.bottleneck([1, 30, 60, 9, 0], limits, 0.5).startswith("communication")
+
+
+def test_interval_contains_the_true_ratio():
+    draw = random.Random(1)
+    inside = 0
+    for _ in range(60):
+        before = [draw.gauss(100, 5) for _ in range(9)]
+        after = [draw.gauss(110, 5) for _ in range(9)]
+        middle, low, high = report.interval(before, after, draws=300)
+        assert low <= middle <= high
+        inside += low <= 1.1 <= high
+    assert inside >= 50
+
+
+def test_steps_of_a_gpu_are_timed_in_blocks(monkeypatch):
+    """Waiting after each would hide that the host runs ahead."""
+    waits, steps = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(steps)))
+    monkeypatch.setattr(limits, "all_reduce", lambda tensor: tensor)
+    monkeypatch.setattr(limits.torch, "zeros", lambda *args, device: None)
+    seconds = limits.median_seconds(torch.device("cuda"), 45, lambda: steps.append(1))
+    assert seconds < 1 and len(steps) == 20 * (limits.WARM_UP + 3)
+    assert sorted(set(waits)) == list(range(0, 101, 20))
+
+
+# What it costs to watch a run
+
+
+def test_watching_compares_neighbors():
+    """The machine gets slower all the time: the medians of all blocks would be misleading."""
+    without = [1.0 + 0.1 * n for n in range(20)]
+    middle, low, high = watching.paired(without, [1.02 * s for s in without])
+    assert (middle, low, high) == pytest.approx((1.02, 1.02, 1.02))
+
+
+@pytest.mark.slow
+def test_watching_measures_hooks_while_they_work(monkeypatch):
+    monkeypatch.setattr(watching, "PAIRS", 2)
+    without, watched, in_hooks = watching.measure({"log_steps": 1}, False)
+    assert len(without) == len(watched) == 2 and 1e-5 < in_hooks < 0.1
+    result = {"rows": {"rows": (without, watched, in_hooks)}}
+    assert "| rows | " in watching.table(result)
+
+
+# The probe
+
+
+def test_probe_marks_nothing_in_a_graph(monkeypatch):
+    """An event that is recorded during a capture has no time."""
+    probe, recorded = Probe(), []
+    probe.device, probe.epochs = "cuda", [[]]
+    event = SimpleNamespace(record=lambda: recorded.append(1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    answers = iter([True, False])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(answers))
+    for _ in range(2):
+        probe.mark("backward")
+    assert len(recorded) == 1 and probe.epochs == [[("backward", event)]]
+
+
+def test_parts_of_a_step_add_up():
+    probe = Probe()
+    probe.device = "cpu"
+    marks = [("ask", 0.0), ("batch", 1.0), ("backward", 3.0), ("backward done", 6.0)]
+    marks += [("backward", 7.0), ("backward done", 9.0)]  # a second micro-batch
+    marks += [("step", 10.0), ("step done", 14.0), ("ask", 14.5), ("batch", 15.0)]
+    first, second = probe.steps(marks)
+    assert first == [1.0, 3.0, 5.0, 5.0, 0.5] and len(first) == len(PARTS)
+    assert second == [0.5, 0, 0, 0, 0] and sum(map(sum, (first, second))) == 15.0
+
+
+# The peers
+
+
+def measured(**speeds):
+    """A result of lab.bench.peers with these images/s for each kind of contestant."""
+    result = {"contestants": {}}
+    for contestant in contestants([1, 2], [0, 4]):
+        facts = contestant.facts()
+        speed = speeds.get(facts["kind"], 100)
+        facts["samples"] = [{"images_per_second": speed} for _ in range(3)]
+        result["contestants"][contestant.key] = facts
+    return result
+
+
+def test_ratio_is_to_the_fastest_peer_on_as_many_processes():
+    result = measured(ours=200, bare=210)
+    rows = result["contestants"]
+    rows["fabric x1 float32 4"]["samples"][:] = [{"images_per_second": 1e4} for _ in range(3)]
+    text = ratio(result, rows["ours, 1 device float32"])
+    assert text == "0.02 of float32"
+    text = ratio(result, rows["ours, DDP x2, BatchNorm per rank bfloat16"])
+    assert text.startswith("2.0") and "of bfloat16; 2.0" in text
+    assert "0.95" in ratio(result, rows["bare loop, our loader float32"])
+    assert ratio(result, rows["fabric x1 float32 0"]) == ""
+    assert len(list(table_rows(result))) == len(rows)
+
+
+def test_bare_loop_trains(tmp_path):
+    flags = ["--processes=1", "--repeats=1", "--steps=2", "--workers=0", f"--output={tmp_path}"]
+    flags += ["--set=global_batch_size=8", "--set=image_size=8", "--set=device=cpu"]
+    run_main(peers, "--only=bare", "--set=model=resnet20", *flags)
+    measurements = json.loads((tmp_path / "peers.json").read_text())["contestants"]
+    assert list(measurements) == ["bare loop, our loader float32"]
+    (sample,) = measurements["bare loop, our loader float32"]["samples"]
+    assert sample["images_per_second"] > 0 and 0 <= sample["train_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("name", ["tutorial", "tuned"])
+def test_peer_trains_on_the_same_images(name, tmp_path):
+    flags = flag_list(SMALL | {"model": "shufflenet_v2_x0_5", "image_size": 32})
+    run_main(peer, str(tmp_path), name, "0", "bfloat16", *flags)
+    result = json.loads((tmp_path / "peer-0.json").read_text())
+    assert result["samples"] == SMALL["synthetic_samples"] and 0 <= result["accuracy"] <= 1
+
+
+def test_ranks_of_a_peer_share_the_cores(tmp_path, monkeypatch):
+    """Although the peer has yet to create their process group."""
+
+    def train(cfg, num_classes, device, loader, precision, clock):
+        clock.seconds.append(1.0)
+        return clock.threads
+
+    monkeypatch.setitem(peer.PEERS, "fabric", train)
+    monkeypatch.setattr(peer, "WORLD_SIZE", 2)
+    monkeypatch.setattr(peer, "available_cores", lambda: 8)
+    run_main(peer, str(tmp_path), "fabric", "0", "float32", *flag_list(SMALL))
+    assert json.loads((tmp_path / "peer-0.json").read_text())["accuracy"] == 4
+
+
+def test_failed_peer_is_reported(tmp_path, monkeypatch):
+    seen = []
+
+    def sample(runner, contestant):
+        seen.append(contestant.key)
+        if len(seen) == 2:
+            raise RuntimeError("it failed")
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+        return {"images_per_second": 10.0, "train_accuracy": 0.1}
+
+    monkeypatch.setattr(peers, "sample", sample)
+    with pytest.raises(SystemExit, match="these rows failed: ours, 1 device float32"):
+        run_main(peers, "--processes=1", "--repeats=2", f"--output={tmp_path}")
+    result = json.loads((tmp_path / "peers.json").read_text())
+    assert list(result["contestants"]) == [seen[0], seen[2]]
+    assert result["failed"] == {seen[1]: "it failed"}
+    assert "One run of each row" in (tmp_path / "peers.md").read_text()
+
+
+def test_peers_are_repeated_with_their_best_numbers_of_workers(tmp_path, monkeypatch):
+    speeds, runs = {"0": 10.0, "1": 12.0, "2": 11.0, "4": 5.0}, []
+
+    def sample(runner, contestant):
+        runs.append(contestant.key)
+        speed = speeds.get(contestant.workers, 10.0)
+        return {"images_per_second": speed, "train_accuracy": 0.1}
+
+    monkeypatch.setattr(peers, "sample", sample)
+    monkeypatch.setattr(peers, "available_cores", lambda: 4)
+    run_main(peers, "--processes=1,2", "--repeats=3", f"--output={tmp_path}")
+    for name in ("tutorial", "accelerate", "fabric", "trainer"):
+        for n in (1, 2):
+            for precision in ("float32", "bfloat16"):
+                rows = [runs.count(f"{name} x{n} {precision} {w}") for w in ("0", "1", "2", "4")]
+                assert rows == [1, 3, 3, 1]
+    assert runs.count("ours, DDP x2 float32") == 3
+    assert " | 4 | " not in (tmp_path / "peers.md").read_text()
+
+
+def test_restarted_workers_are_timed_over_a_real_epoch():
+    flags = {}
+
+    def peer(name, world_size, own_flags, arguments):
+        flags[arguments[1]] = own_flags
+        return [{"samples": 1, "seconds": 1.0, "accuracy": 0.0}]
+
+    for contestant in contestants([1], [0, 4]):
+        if contestant.peer == "tutorial":
+            peers.sample(SimpleNamespace(flags={}, peer=peer), contestant)
+    assert set(flags) == {"10!", "0", "4"}
+    assert flags["10!"]["synthetic_samples"] == 50_000
+    assert not any("synthetic_samples" in flags[workers] for workers in ("0", "4"))
+
+
+# The operations of a step
+
+
+@pytest.mark.slow
+def test_budget_of_a_step():
+    one_gpu, _, ddp_x1 = SCRIPTS
+    alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))
+    assert alone["counts"]["convolution"] == alone["counts"]["convolution_backward"] == 26
+    assert one["operations"] - alone["operations"] <= 21
+    # DistributedDataParallel copies each of the 52 gradients, and reduces two buckets.
+    assert ddp["operations"] - one["operations"] <= 52 + 2
+    assert alone["reads"] == one["reads"] == ddp["reads"] == 0
+
+
+def test_steps_are_counted_and_timed(monkeypatch):
+    recorder, parameter = Recorder(), torch.nn.Parameter(torch.ones(2, 3))
+    handle = operations.register_optimizer_step_post_hook(recorder.after_step)
+    optimizer = torch.optim.SGD([parameter], fused=True)
+    for _ in range(3 * operations.WARM_UP + COUNTED + TIMED):
+        parameter.grad = torch.empty(2, 3).zero_().t().contiguous().view(2, 3)  # two operations
+        parameter.detach()[0, 0].item()  # views, and a read
+        optimizer.step()
+    handle.remove()
+    result = recorder.result()
+    assert result["counts"] == {"zero_": 1, "clone": 1, "_local_scalar_dense": 1, "_fused_sgd_": 1}
+    assert (result["operations"], result["reads"]) == (4, 1) and result["microseconds"] > 0
+    with pytest.raises(RuntimeError, match="0 steps are too few"):
+        Recorder().result()
+
+
+def test_table_of_operations(tmp_path, monkeypatch):
+    first, *_ = SCRIPTS
+
+    def sample(row):
+        if row == "fabric":
+            raise RuntimeError("not installed")
+        extra = row != MODEL
+        return {"operations": 100 + 20 * extra, "reads": 0, "microseconds": 1000.0 + 500 * extra}
+
+    monkeypatch.setattr(operations, "measure", sample)
+    with pytest.raises(SystemExit, match="these rows failed: fabric"):
+        run_main(operations, "--repeats=2", f"--output={tmp_path}")
+    assert len(json.loads((tmp_path / "operations.json").read_text())["rows"][first]) == 2
+    table = (tmp_path / "operations.md").read_text()
+    assert f"| {MODEL} | 100 |  | 0 | 1,000 |  |" in table
+    assert f"| {first} | 120 | 20 | 0 | 1,500 | 500 |" in table
+    assert "48x48" in table
+
+
+# Loaders and checkpoints
+
+
+def test_loader_that_fails_costs_its_row_only():
+    """Such as decoding on a GPU without nvJPEG: the other rows are still reported."""
+
+    class Failing:
+        def __iter__(self):
+            raise RuntimeError("no nvJPEG")
+
+    assert loader.compare(([], 1), (Failing(), 1), repeats=1) is None
+    assert loader.compare(([], 1), ([], 1), repeats=2).keys() == {"ours", "reference"}
+
+
+def test_loader_and_reference_give_equal_batches(tmp_path):
+    root = loader.make_photographs(tmp_path, 16, size=(60, 50))
+    flags = ["--dataset=imagefolder", f"--data-dir={root}", "--augment=resized_crop"]
+    flags += ["--image-size=32", "--global-batch-size=4", "--loader=workers"]
+    pair = [loader.ours(flags, 0, normalized=True), loader.reference(flags, 0)]
+    assert [images for _, images in pair] == [16, 16]
+    batches = [next(iter(batches))[0] for batches, _ in pair]
+    assert all(b.shape == (4, 3, 32, 32) and b.dtype == torch.float32 for b in batches)
+    speeds = loader.compare(*pair, repeats=2)
+    assert all(len(s) == 2 and min(s) > 0 for s in speeds.values())
+    uint8, _ = loader.ours(flags, 0, normalized=False)
+    assert next(iter(uint8))[0].dtype == torch.uint8
+
+
+def test_reference_reads_other_datasets_from_memory():
+    flags = ["--dataset=synthetic", "--image-size=16", "--global-batch-size=8"]
+    batches, images = loader.reference([*flags, "--synthetic-samples=20"], 0)
+    assert images == 16 and next(iter(batches))[0].shape == (8, 3, 16, 16)
+
+
+def test_checkpoint_costs_are_measured(tmp_path):
+    flags = ["--models=resnet20", "--steps=3", "--repeats=1", f"--output={tmp_path}"]
+    run_main(checkpoint, *flags, "--set=global_batch_size=4", "--set=device=cpu")
+    measurements = json.loads((tmp_path / "checkpoint.json").read_text())["models"]["resnet20"]
+    assert measurements["load"] > 0 and measurements["bytes"] > 1e6
+    assert all(len(measurements["runs"][mode]) == 1 for mode in checkpoint.MODES)
+    assert statistics.median(measurements["runs"]["waiting"][0]) is not None
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_command_lines_of_the_gpu_page_exist():
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for line in text.splitlines():
+        if line.strip().startswith("make "):
+            assert f"\n{line.split()[1]}:" in makefile, line
+    flags = text.split("train_ddp_amp.py ")[1].split("```")[0].replace("\\\n", " ").split()
+    flags = [flag.replace("configs/", f"{ROOT}/configs/") for flag in flags]
+    cfg = load_config(Settings, None, flags)
+    assert (cfg.model, cfg.dataset) == ("resnet50", "synthetic")
+
+
+# Streams
+
+
+@pytest.mark.slow
+def test_readers_of_streams_are_compared(tmp_path):
+    for package in ("datasets", "litdata", "webdataset"):
+        pytest.importorskip(package)
+    run_main(streams, f"--output={tmp_path}", "--samples=256", "--repeats=1", "--steps=1")
+    result = json.loads((tmp_path / "streams.json").read_text())
+    kinds, readers = streams.DECODE, streams.READERS
+    names = {f"{kind} {n} {name}" for kind in kinds for n in (0, 2) for name in readers}
+    assert set(result["rows"]) == names - {"jsonl 0 WebDataset", "jsonl 2 WebDataset"}
+    assert all(speed > 0 for (speed,) in result["rows"].values())
+    assert set(result["seconds"]) == {"random", "LengthBuckets"}

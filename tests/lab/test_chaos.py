@@ -1,0 +1,214 @@
+"""A run survives random faults; and without one of its guards, the same faults are noticed."""
+
+import ctypes
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+
+import utils.checkpoint
+import utils.data
+import utils.distributed
+from lab.chaos.__main__ import main
+from lab.chaos.faults import BY_NAME, End, make_plan
+from lab.chaos.log import SAME, report, write
+from lab.chaos.run import ChaosRun, Row, compare, flip_bit, sha256
+from tests.processes import ROOT
+from tests.utils.test_checkpoint import make_state, save
+from utils.checkpoint_file import FORMAT, read_checkpoint, save_atomically
+from utils.errors import UserError
+
+# Without workers, whose start takes time.
+QUICK = {"loader": "device", "num_workers": 0}
+
+
+def soak(tmp_path, names, count, seed=0, real_share=0.0, patience=30, **flags):
+    """The rows and the verdict of train_ddp.py on two ranks."""
+    run = ChaosRun("train_ddp.py", 2, tmp_path, patience=patience, flags=QUICK | flags)
+    return run.run(names, count, seed, real_share=real_share)
+
+
+def test_run_survives_faults(tmp_path):
+    names = ["kill-save", "kill-rename", "eio-link", "usr1-rank", "leave", "flip", "leftover"]
+    names += ["torn-row", "kill-launcher"]
+    rows, verdict = soak(tmp_path, names, len(names))
+    assert [row.problems for row in rows] == [[]] * len(names), rows
+    assert verdict == []
+    assert {row.fault for row in rows} == {BY_NAME[name].title for name in names}
+
+
+@pytest.mark.slow
+def test_run_of_the_text_task_survives_faults(tmp_path):
+    run = ChaosRun("train_ddp_accum.py", 2, tmp_path, task="text")
+    rows, verdict = run.run(["kill-rank", "term-rank"], 2, seed=0, real_share=0.0)
+    assert ([row.problems for row in rows], verdict) == ([[], []], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["shards", "stream"])
+def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
+    run = ChaosRun("train_ddp.py", 2, tmp_path, task=task)
+    rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=2, real_share=0.0)
+    assert ([row.problems for row in rows], verdict) == ([[], []], [])
+    assert "after epoch 2, step 3" in rows[0].last_line  # the next run begins within an epoch
+
+
+@pytest.mark.slow
+def test_run_survives_a_signal_to_torchrun(tmp_path):
+    rows, verdict = soak(tmp_path, ["term-launcher"], 1, real_share=1)
+    assert ([row.problems for row in rows], verdict) == ([[]], [])
+    assert (rows[0].launcher, rows[0].code) == ("tools.launch", 75)
+
+
+# Negative controls
+
+
+@pytest.mark.slow
+def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path):
+    monkeypatch.setattr(utils.data.Loader, "load_state_dict", lambda self, state: None)
+    rows, verdict = soak(tmp_path, ["kill-launcher"], 1, audit=False)
+    assert [row.problems for row in rows] == [[]]
+    assert any(problem.startswith("model differs: sha256 ") for problem in verdict), verdict
+
+
+@pytest.mark.slow
+def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
+    def save(obj, path):
+        with open(path, "wb") as file:
+            torch.save(obj, file)
+
+    monkeypatch.setattr(utils.checkpoint, "save_atomically", save)
+    (row,), _ = soak(tmp_path, ["kill-save"], 1, seed=1)  # in the middle of the file
+    assert any(problem.startswith("torn file: ") for problem in row.problems), row
+
+
+@pytest.mark.slow
+def test_rank_that_outlives_its_launcher_is_noticed(monkeypatch, tmp_path):
+    # torch.multiprocessing lets ranks get a SIGINT when their launcher dies.
+    monkeypatch.setattr(utils.distributed, "die_with_parent", lambda: ctypes.CDLL(None).prctl(1, 0))
+    rows, _ = soak(tmp_path, ["kill-launcher"], 1, patience=3)
+    assert "processes were still there" in rows[0].problems[0]
+
+
+def test_run_that_hangs_is_noticed(monkeypatch, tmp_path):
+    run = ChaosRun("train_1gpu.py", None, tmp_path, limit=5)
+    is_straight = f"--output-dir={tmp_path / 'straight'}"
+    monkeypatch.setattr(run.module, "main", lambda: is_straight in sys.argv or time.sleep(600))
+    rows, verdict = run.run(["kill-rank"], 1, seed=0)
+    assert verdict == ["the run did not end in 5 s"]
+    assert verdict[0] in rows[0].problems and "the run did not get that far" in rows[0].problems
+
+
+# The plan, and what the verdict rests on
+
+
+def test_seed_decides_the_faults():
+    def plan(seed, **settings):
+        return make_plan(list(BY_NAME), 40, 2, True, seed, warm_up=10, **settings)
+
+    assert plan(0) == plan(0) != plan(1)
+    attempts = plan(0)
+    faults = [fault for attempt in attempts for fault in attempt.faults]
+    assert [fault.number for fault in faults] == list(range(1, 41))
+    assert {fault.kind for fault in faults[: len(BY_NAME)]} == set(BY_NAME)
+    assert attempts[0].faults[0].step > 10
+    for attempt in attempts[:-1]:
+        *others, last = (BY_NAME[fault.kind].end for fault in attempt.faults)
+        assert set(others) <= {End.CONTINUES, End.RESUMES}
+        assert last not in (End.CONTINUES, End.RESUMES)
+    for first, *_ in map(plan, range(50)):
+        assert all(fault.step for fault in first.faults)  # there are no files to damage yet
+    real = plan(0, real_share=0.5)
+    assert {attempt.forked for attempt in real} == {True, False}
+    assert not any(attempt.forked for attempt in plan(0, forked=False))
+
+
+def test_faults_that_a_run_cannot_have_are_left_out():
+    (attempt, *_) = make_plan(list(BY_NAME), 30, 1, False, 0, warm_up=10)
+    faults = [f for a in make_plan(list(BY_NAME), 30, 1, False, 0, warm_up=10) for f in a.faults]
+    assert attempt.faults[0] == faults[0]
+    assert not {"stop", "leave", "kill-launcher", "term-launcher"} & {f.kind for f in faults}
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.999])
+def test_flipped_bit_is_in_a_tensor(fraction, tmp_path):
+    path = tmp_path / "last.pt"
+    save_atomically({"format": FORMAT, "model": torch.arange(1000.0)}, path)
+    assert len(read_checkpoint(path)["model"]) == 1000
+    flip_bit(path, fraction)
+    with pytest.raises(UserError, match="fails its checksum"):
+        read_checkpoint(path)
+
+
+def test_result_is_compared_as_a_whole(tmp_path):
+    """Except for times."""
+    row = {"epoch": 0, "step": 3, "loss": 0.5, "samples_per_second": 7.0, "memory": 1}
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        save(folder, make_state(), is_best=True)
+        for name in ("metrics", "steps"):
+            (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    assert list(compare(tmp_path / "a", tmp_path / "b")) == []
+    timed = row | {"samples_per_second": 8.0, "memory": 2, "train_seconds": 5.0}
+    for name, changed, found in (
+        ("steps", timed, []),
+        ("steps", row | {"loss": 0.25}, ["steps"]),
+        ("metrics", row | {"epoch": 1}, ["steps", "metrics"]),
+    ):
+        (tmp_path / "a" / f"{name}.jsonl").write_text(json.dumps(changed))
+        assert {text.split()[0] for text in compare(tmp_path / "a", tmp_path / "b")} == set(found)
+    save(tmp_path / "a", make_state(seed=1), 2, is_best=True)
+    save(tmp_path / "a", make_state(), 3)
+    assert any(text.startswith("best differs") for text in compare(tmp_path / "a", tmp_path / "b"))
+
+
+def test_checksum_changes_with_every_part():
+    value = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x"]}
+    same = {"b": (1, None, "x"), "a": torch.tensor([1.0, 2.0])}
+    assert sha256(value) == sha256(same)
+    others = (
+        value | {"a": torch.tensor([1.0, 2.5])},
+        value | {"a": torch.tensor([[1.0, 2.0]])},
+        value | {"a": torch.tensor([1.0, 2.0], dtype=torch.float64)},
+        value | {"b": [1, None]},
+        {"a": value["a"], "c": value["b"]},
+    )
+    assert len({sha256(other) for other in (value, *others)}) == 1 + len(others)
+
+
+def test_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chaos", "--kinds", "list"])
+    assert main() == 0
+    assert capsys.readouterr().out.count("\n") == len(BY_NAME)
+    for arguments in (["--kinds", "kill-cat"], ["--script", "train_cat.py"], ["--kinds", "flip"]):
+        monkeypatch.setattr(sys, "argv", ["chaos", *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        message = "must end a run" if "flip" in arguments else arguments[1]
+        assert message in capsys.readouterr().err
+
+
+def test_log_counts_what_each_script_has_had(tmp_path):
+    row = Row("train_ddp.py", 1, "full disk", "rank 0", "fork", 1, 0.25, "error: No space", [])
+    wrong = row._replace(number=2, code=75, seconds=3.0, problems=["exit code 75"])
+    summary = [f"`train_ddp.py`: {SAME}", "`train_tp.py`: FAIL: weights differ"]
+    for task in ("images", "text"):
+        write(tmp_path / "log.json", task, [row, wrong], summary)
+    *lines, table = report(json.loads((tmp_path / "log.json").read_text())).split("\n\n")
+    assert lines[0].count("2 faults, 1 ended") == lines[0].count("1 of 2 scripts") == 2
+    assert table.splitlines()[2:] == ["| full disk | 4 | 4 | 1, 75 | 3.0 |"]
+
+
+@pytest.mark.parametrize("page", ["reliability.md", "results/faults-2026-11.md"])
+def test_cited_tests_exist(page):
+    text = (ROOT / "docs" / page).read_text()
+    file, cited = None, []
+    for path, name in re.findall(r"`([\w/]*test_\w+\.py)?::(\w+)`", text):
+        file = path or file  # `::test_name` follows a test of the same file
+        cited.append((file, name))
+    assert len(cited) > 30
+    for file, name in cited:
+        path = ROOT / file if file.startswith("check/") else ROOT / "tests" / file
+        assert f"def {name}(" in path.read_text(), (file, name)

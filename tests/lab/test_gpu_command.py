@@ -1,0 +1,297 @@
+"""The command that measures everything on a GPU, in calls of limited length."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+
+import pytest
+import torch
+
+import lab.gpu.__main__ as command
+from lab.bench import batched, loader
+from lab.bench.rows import Row
+from lab.gpu.__main__ import Results, plan, run_call
+from lab.gpu.jobs import Job, Jobs, dataset_flags
+from lab.gpu.report import Monitor, sections, speed_table
+from tests.forked import ROUNDING
+from tests.processes import SMALL
+from tests.utils.test_preemption import wait_until
+from tools.lib.findings import check
+from tools.lib.ladder import ROOT
+from tools.lib.runs import TooSlow, family, finish_run, start_run, wait_for_family
+from utils.checkpoint_file import read_checkpoint
+from utils.errors import UserError
+
+
+class Clock:
+    """Time that passes only in jobs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(command, "time", clock)
+    return clock
+
+
+def make_jobs(clock, ran, **seconds):
+    """Jobs that take as long as these seconds, or until they are stopped."""
+
+    def job(name, length):
+        def run(limit):
+            ran.append(name)
+            clock.now += min(length, limit)
+            if length > limit:
+                raise TooSlow
+            return {}
+
+        return Job("speed" if name.startswith("fast") else "other", name, length, run)
+
+    return [job(name, length) for name, length in seconds.items()]
+
+
+def test_next_call_continues_and_starts_nothing_that_does_not_fit(clock, tmp_path):
+    ran, path = [], tmp_path / "gpu.json"
+    jobs = make_jobs(clock, ran, first=50, fast=30, last=20)
+    assert run_call(jobs, 2, Results(path), seconds=75) == 2
+    assert ran == ["first", "last"]  # 25 seconds are left after the first
+    assert run_call(jobs, 2, Results(path), seconds=60) == 0
+    assert ran == ["first", "last", "fast", "fast"]
+    assert run_call(jobs, 2, Results(path), seconds=60) == 0 and len(ran) == 4
+
+
+def test_everything_is_measured_once_before_the_speeds_are_measured_again(clock):
+    jobs = make_jobs(clock, [], first=1, fast_a=1, fast_b=1, last=1)
+    names = [(job.name, turn) for job, turn in plan(jobs, 3)]
+    assert names[:4] == [("first", 0), ("fast_a", 0), ("fast_b", 0), ("last", 0)]
+    assert names[4:] == [("fast_a", 1), ("fast_b", 1), ("fast_a", 2), ("fast_b", 2)]
+
+
+def test_failed_job_costs_no_other_and_is_not_repeated(clock, tmp_path, capsys):
+    def fail(limit):
+        raise RuntimeError("Traceback\nCUDA error: out of memory")
+
+    ran, path = [], tmp_path / "gpu.json"
+    jobs = [Job("speed", "broken", 1, fail), *make_jobs(clock, ran, other=1)]
+    for _ in range(2):
+        assert run_call(jobs, 2, Results(path), seconds=60) == 0
+    assert ran == ["other"]
+    assert capsys.readouterr().out.count("speed: broken: failed: CUDA error: out of memory") == 1
+    assert "out of memory" in dict(sections(Results(path).data))["Failed"]
+
+
+def test_job_that_two_calls_had_to_stop_counts_as_failed(clock, tmp_path):
+    ran, path = [], tmp_path / "gpu.json"
+    slow = make_jobs(clock, ran, slow=100)[0]
+    jobs = [Job(slow.stage, slow.name, 10, slow.run)]  # it was expected to be fast
+    assert [run_call(jobs, 1, Results(path), seconds=50) for _ in range(3)] == [1, 0, 0]
+    assert ran == ["slow", "slow"] and "other: slow" in Results(path).data["errors"]
+
+
+def test_time_that_a_job_took_decides_whether_it_fits_again(clock, tmp_path):
+    ran, results = [], Results(tmp_path / "gpu.json")
+    fast = make_jobs(clock, ran, fast=40)[0]
+    jobs = [Job("speed", "fast", 10, fast.run)]
+    assert run_call(jobs, 2, results, seconds=70) == 1  # 30 seconds are left
+    assert ran == ["fast"]
+
+
+def test_settings_of_all_jobs_are_known(tmp_path):
+    """A job of an unknown model, script or setting would only fail on the GPU."""
+    flags = {"dataset": "imagefolder", "data_dir": tmp_path}
+    jobs = list(Jobs(tmp_path, tmp_path, flags, small=False).all())
+    stages = list(dict.fromkeys(job.stage for job in jobs))
+    assert stages == ["speed", "recipe", "tests", "verify", "profile", "reports", "memory"]
+    names = [f"{job.stage}: {job.name}" for job in jobs]
+    assert len(set(names)) == len(names)
+    for model in ("resnet50", "resnet18"):
+        speeds = [n for n in names if n.startswith(f"speed: {model}")]
+        assert sum("whole step as one CUDA graph" in name for name in speeds) == 8
+        assert sum("tutorial" in name for name in speeds) == 3
+        for precision in ("float32 (TF32", "bfloat16", "float16", "float32, strict"):
+            for mode in ("eager", "compiled", "compiled, CUDA graphs"):
+                assert any(precision in name and name.endswith(mode) for name in speeds)
+    rows = [job.run.args[1] for job in jobs if job.stage == "speed"]
+    rows = [row for row in rows if isinstance(row, Row)]
+    assert len(rows) == 42 + 2 * batched.is_available()
+    for row in rows:
+        row.load_config(row.flags)
+    assert sum(job.seconds for job in jobs) < 66 * 60
+    assert max(job.seconds for job in jobs) < 9 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not batched.is_available(), reason="torch 2.11 has no batched_grad_copy")
+def test_copying_gradients_in_batches_trains_the_same_weights(tmp_path):
+    flags = SMALL | {"dtype": "float64", "epochs": 1}
+    weights = []
+    for module in ("epochs", "batched"):
+        folder = tmp_path / module
+        folder.mkdir()
+        command = ["-m", f"lab.bench.{module}", folder, "train_ddp.py"]
+        process = start_run(command, 2, flags | {"output_dir": folder / "run"})
+        run = finish_run(process, folder / "run")
+        assert run.code == 0, run.stderr
+        weights.append(read_checkpoint(folder / "run" / "last.pt")["model"])
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_archive_is_extracted_once(tmp_path):
+    (tmp_path / "images" / "train" / "cat").mkdir(parents=True)
+    archive = tmp_path / "cifar10.tar.xz"
+    with tarfile.open(archive, "w:xz") as file:
+        file.add(tmp_path / "images" / "train", "train")
+    with tarfile.open(tmp_path / "whole.tar", "w") as file:
+        file.add(tmp_path / "images", "images")  # a single folder
+    folder = tmp_path / "out" / "cifar10.tar.xz.extracted"
+    expected = {"dataset": "imagefolder", "data_dir": folder, "image_size": 32}
+    assert dataset_flags(archive, tmp_path / "out") == expected
+    archive.write_bytes(b"")
+    assert dataset_flags(archive, tmp_path / "out") == expected
+    place = dataset_flags(tmp_path / "whole.tar", tmp_path / "out")["data_dir"]
+    assert place == tmp_path / "out" / "whole.tar.extracted" / "images"
+    (tmp_path / "images" / "cifar-10-batches-py").mkdir()
+    assert dataset_flags(tmp_path / "images", tmp_path)["dataset"] == "cifar10"
+    assert dataset_flags(None, tmp_path) == {"dataset": "synthetic"}
+
+
+def test_data_without_images_are_an_error(tmp_path):
+    (tmp_path / "text").write_text("no archive")
+    for name, problem in (
+        ("text", "is not a .tar archive"),
+        ("absent", "has neither cifar-10-batches-py nor train"),
+        ("", "has neither cifar-10-batches-py nor train"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            dataset_flags(tmp_path / name, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"samp'])
+def test_damaged_results_are_named(text, tmp_path):
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(UserError, match=r"gpu\.json is damaged"):
+        Results(tmp_path / "gpu.json")
+
+
+def test_results_of_another_setup_are_not_mixed(tmp_path):
+    first = Results(tmp_path / "gpu.json", {"small": True})
+    first.save()
+    Results(tmp_path / "gpu.json", {"small": True})
+    with pytest.raises(UserError, match="pass another --output"):
+        Results(tmp_path / "gpu.json", {"small": False})
+
+
+def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
+    ran, results = [], Results(tmp_path / "gpu.json")
+    jobs = make_jobs(clock, ran, long=90, longer=120)
+    with pytest.raises(UserError, match="other: long takes about 90 s: pass more --minutes"):
+        run_call(jobs, 1, results, seconds=60)
+    assert run_call(jobs, 1, results, seconds=90) == 1
+
+
+def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
+    arguments = [sys.executable, "-m", "lab.gpu", "--small", "--output", tmp_path / "out"]
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path), "RUN_TAG": "gpu-command"}
+    )
+    wait_until(lambda: list(tmp_path.glob("gpu-*")) and len(family("gpu-command")) > 1)  # a job
+    process.terminate()
+    assert process.wait(30) == 1
+    assert wait_for_family("gpu-command") == []  # none that has to be killed
+    assert not list(tmp_path.glob("gpu-*"))
+    assert (tmp_path / "out" / "gpu.md").exists()
+
+
+def test_speeds_are_compared_with_the_published_tutorial():
+    rows = {
+        "resnet50: bfloat16, eager": [
+            {"train": 1.0, "whole": 1.5, "samples": 25_000, "memory": 2**30}
+            | {"clock": 1980.0, "power": 512.3},
+            {"train": 3.0, "whole": 3.5, "samples": 25_000, "memory": 2**30},
+        ],
+        "resnet50: tutorial PyTorch, float32, 10 restarted workers": [
+            {"train": 20.0, "samples": 50_000}
+        ],
+    }
+    ours, tutorial = speed_table(rows).splitlines()[2:]
+    assert ours.startswith("| resnet50: bfloat16, eager | 4.00 | 12,500 | 2.50 | 1.00 GiB |")
+    assert ours.endswith("| 1980 | 512 | 5.0 times |")
+    assert tutorial.endswith("| 20.00 | 2,500 |  |  |  |  | 1.0 times |")
+
+
+def test_clock_and_power_of_the_busy_gpu_are_recorded(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    lines = "345, 71.2\n1980, 512.3\n1755, 498.0\n"
+    program.write_text(f"#!/bin/sh\nprintf '{lines}'\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with Monitor() as monitor:
+        time.sleep(0.3)
+    assert monitor.readings() == {"clock": 1980.0, "power": 512.3}
+    program.write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
+    with Monitor() as monitor:
+        time.sleep(0.3)
+    assert monitor.readings() == {}
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Monitor() as monitor:
+        pass
+    assert monitor.readings() == {}
+
+
+def test_images_are_decoded_and_cropped_on_a_device(tmp_path):
+    root = loader.make_photographs(tmp_path, 70, size=(60, 50))
+    batches = list(loader.DecodedOnDevice(root, "cpu"))
+    assert [batch.shape for batch in batches] == [(64, 3, 224, 224)]
+
+
+def test_without_a_gpu_only_small_runs(tmp_path):
+    arguments = [sys.executable, "-m", "lab.gpu", "--output", tmp_path]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("error: no GPU is visible")
+
+
+def test_small_shared_memory_is_named_before_the_first_job(tmp_path, monkeypatch, capsys):
+    findings = [check(True, "files", ""), check(False, "/dev/shm has 0.07 GB", "enlarge it")]
+    monkeypatch.setattr(command, "check_limits", lambda: findings)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Jobs, "all", lambda jobs: [])
+    monkeypatch.setattr(sys, "argv", ["lab.gpu", "--small", "--output", str(tmp_path)])
+    command.main()
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "FAILED   /dev/shm has 0.07 GB: enlarge it" and "files" not in str(others)
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+def test_small_command_measures_every_stage(tmp_path):
+    root = loader.make_photographs(tmp_path / "images", 32, size=(32, 32))
+    arguments = ["--small", "--data", root, "--output", tmp_path / "out", "--minutes", "20"]
+    command = [sys.executable, "-m", "lab.gpu", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 failed, 0 left" in run.stdout
+    data = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    titles = [title for title, _ in sections(data)]
+    assert titles == [
+        "GPU tests",
+        "make verify",
+        "Seconds per epoch",
+        "Where the time goes",
+        "94 %",
+        "Loading and saving",
+        "Peak memory",
+    ]
+    for name in ("gpu.md", "verify.md", "loader.md", "checkpoint.md"):
+        assert (tmp_path / "out" / name).stat().st_size

@@ -1,0 +1,104 @@
+"""Every command of docs/clusters.md, and of README.md's part about several nodes, runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.namespaces import finish, hosts, needs_namespaces
+from tests.processes import SMALL
+from tools.lib.runs import ROOT, flag_list
+
+RUN = SMALL | {"synthetic_samples": 48, "image_size": 8, "num_threads": 1, "timeout": 20}
+PAGES = [
+    (ROOT / "README.md").read_text().partition("## Multiple nodes")[2].partition("\n## ")[0],
+    (ROOT / "docs" / "clusters.md").read_text(),
+]
+
+
+def published(*starts):
+    """The published commands that start with one of these words, as lists of words."""
+    blocks = [block for page in PAGES for block in re.findall("```sh\n(.*?)```", page, re.DOTALL)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line) for line in lines if line and not line.startswith("#")]
+    return [words for words in commands if any(" ".join(words).startswith(s) for s in starts)]
+
+
+ON_EVERY_NODE = published("torchrun", "python -m tools.launch")
+STARTS = ("torchrun", "python -m tools.launch", "python -m tools.doctor", "sbatch", "kubectl")
+
+
+def on_host(words, head, rank, output_dir):
+    """The words of a published command for one host, with one process and a small run."""
+    start = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else words[1:3]
+    words = words[1:] if words[0] == "torchrun" else words[3:]
+    values = {"HOST": head.name, "ADDRESS": head.address, "RANK": str(rank)}
+    values |= {"nproc_per_node=8": "nproc_per_node=1", "/shared/my_run": str(output_dir)}
+    for name, value in values.items():
+        words = [re.sub(f"(?<![A-Z]){name}(?![A-Z])", value, word) for word in words]
+    flags = flag_list(RUN) if "train_ddp.py" in words else ["--device=cpu"]
+    return [sys.executable, *start, *words, *([] if words[-1] == "tools.doctor" else flags)]
+
+
+def test_no_command_is_left_out():
+    assert published("") == published(*STARTS)
+    assert len(ON_EVERY_NODE) == 5
+    for words in published("kubectl", "sbatch"):
+        (path,) = (word for word in words if word.startswith("launch/"))
+        assert (ROOT / path).exists()
+
+
+STUBS = {
+    "srun": '[ "$1" = --overlap ] && exit "$LOST"; exit "$CODE"',
+    "scontrol": '[ "$1" = requeue ] && touch requeued; echo node0',
+}
+
+
+@pytest.mark.parametrize("job", ["train.sbatch", "train-tasks.sbatch"])
+def test_batch_script_requeues_after_a_signal_or_a_lost_node(job, tmp_path):
+    """75: saved; 143 and 138: ended by SIGTERM or SIGUSR1. A wrong setting stays wrong."""
+    for name, body in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    requeued = []
+    for case in [(0, 0), (75, 0), (143, 0), (138, 0), (1, 0), (2, 0), (1, 1)]:
+        code, lost = map(str, case)
+        run = subprocess.run(
+            ["bash", ROOT / "launch" / "slurm" / job, "train_ddp.py"],
+            cwd=tmp_path,
+            env=environment | {"CODE": code, "LOST": lost},
+        )
+        assert run.returncode == case[0]
+        if (tmp_path / "requeued").exists():
+            (tmp_path / "requeued").unlink()
+            requeued.append(case)
+    assert requeued == [(75, 0), (143, 0), (138, 0), (1, 1)]
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ON_EVERY_NODE, ids=lambda words: " ".join(words)[:45])
+def test_command_trains_on_two_nodes(words, tmp_path):
+    with hosts(2) as machines:
+        processes = [
+            host.start(on_host(words, machines[0], rank, tmp_path))
+            for rank, host in enumerate(machines)
+        ]
+        runs = finish(processes, tmp_path)
+    text = "".join(run.stdout for run in runs)
+    assert [run.code for run in runs] == [0, 0], [text, *(run.stderr for run in runs)]
+    assert "batch: 12 = 2 replicas x 6" in text or "ok       the same versions" in text
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_doctor_command_runs(tmp_path):
+    ((*_, module, rendezvous, endpoint, _, _),) = published("python -m tools.doctor")
+    with hosts(1) as (host,):
+        arguments = [rendezvous, endpoint.replace("HOST", host.name), "--output-dir", tmp_path]
+        (run,) = finish([host.start([sys.executable, "-m", module, *arguments])])
+    assert run.code == 0 and "node0:29500 is this machine, and the port is free" in run.stdout

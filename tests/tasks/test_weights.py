@@ -1,0 +1,299 @@
+"""Pretrained weights by name and from files, and a frozen backbone."""
+
+import hashlib
+import socket
+
+import pytest
+import torch
+import torchvision
+from torch.nn.parallel import DistributedDataParallel
+
+from tasks.images import Settings, build_datasets, describe
+from tasks.images.models import build_classifier
+from tasks.images.small_models import ResNet20
+from tasks.images.weights import (
+    FrozenBatchNorm,
+    find_weights,
+    freeze_backbone,
+    head_of,
+    load_weights,
+)
+from tests.forked import ROUNDING, fork_script, largest_difference, same_bits
+from tests.processes import run_ranks, web_server
+from tests.utils.test_checkpoint_file import Malicious
+from tools.verify.cases import FROZEN
+from utils.checkpoint_file import FORMAT, read_checkpoint
+from utils.config import load_config
+from utils.errors import PeerError, UserError
+from utils.optim import build_optimizer
+
+RESNET18 = torchvision.models.ResNet18_Weights.DEFAULT
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """torch.hub's folder, empty."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
+    folder = tmp_path / "hub" / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def pretrained(path, name="resnet18", **options):
+    """Write a file like those that torchvision publishes, with random weights for 1000 classes."""
+    torch.manual_seed(7)
+    model = torchvision.models.get_model(name, weights=None, **options)
+    torch.save(model.state_dict(), path)
+    return model.state_dict()
+
+
+def config(*flags):
+    return load_config(Settings, argv=["--dataset=synthetic", "--synthetic-samples=8", *flags])
+
+
+def model_from(*flags, classes=3):
+    cfg = config(*flags)
+    torch.manual_seed(cfg.seed)
+    return build_classifier(cfg, classes)
+
+
+# Finding
+
+
+def test_frozen_backbone_needs_weights(hub, capfd):
+    pretrained(hub / "resnet18-f37072fd.pth")
+    assert config("--weights=DEFAULT", "--freeze=backbone").freeze == "backbone"
+    with pytest.raises(SystemExit):  # the backbone would be random
+        config("--freeze=backbone")
+    assert "--freeze backbone needs pretrained --weights" in capfd.readouterr().err
+
+
+def test_weights_by_name_determine_size_and_normalization(hub):
+    entry = find_weights("resnet50", "DEFAULT")
+    assert entry.path == hub / "resnet50-11ad3fa6.pth" and entry.enum.name == "IMAGENET1K_V2"
+    assert (entry.inputs["image_size"], entry.inputs["resize"]) == (224, 232)
+    assert find_weights("resnet50", "IMAGENET1K_V1").inputs["resize"] == 256
+    assert find_weights("swin_v2_t", "DEFAULT").inputs["interpolation"] == "bicubic"
+    assert find_weights("inception_v3", "DEFAULT").inputs["mean"] == [0.5, 0.5, 0.5]
+    cfg = config("--model=efficientnet_b1", "--weights=DEFAULT")
+    assert cfg.image_size == 240 and config().image_size == 32
+    assert (
+        config("--model=efficientnet_b1", "--weights=DEFAULT", "--image-size=64").image_size == 64
+    )
+    data = describe(*build_datasets(config("--weights=DEFAULT", "--image-size=8")))
+    assert data["mean"] == [0.485, 0.456, 0.406] and data["image_size"] == 8
+
+
+def test_suffixes_of_the_model_do_not_hide_its_weights(hub):
+    for name in ("resnet18_gn", "resnet18_cifar", "resnet18_cifar_gn"):
+        assert find_weights(name, "DEFAULT") == find_weights("resnet18", "DEFAULT")
+
+
+def test_wrong_names_and_files_are_reported(tmp_path):
+    with pytest.raises(UserError, match=r"resnet18 has .*did you mean 'DEFAULT'"):
+        find_weights("resnet18", "DEFUALT")
+    with pytest.raises(UserError, match=r"'x\.pth' is not a file.*resnet20 has no weights by name"):
+        find_weights("resnet20", "x.pth")
+    for junk in (b"", b"junk", b"PK\x03\x04junk"):
+        (tmp_path / "junk.pth").write_bytes(junk)
+        with pytest.raises(UserError, match=r"junk\.pth cannot be read as weights"):
+            find_weights("resnet50", str(tmp_path / "junk.pth"))
+    torch.save(torch.ones(2), tmp_path / "junk.pth")
+    with pytest.raises(UserError, match="it holds a Tensor"):
+        find_weights("resnet50", str(tmp_path / "junk.pth"))
+
+
+def test_file_is_recognized_by_its_name_or_treated_as_the_default(tmp_path):
+    for name, resize in (("resnet50-0676ba61.pth", 256), ("mine.pth", 232)):
+        torch.save({}, tmp_path / name)
+        assert find_weights("resnet50", str(tmp_path / name)).inputs["resize"] == resize
+    inputs = {"image_size": 48, "mean": [0, 0, 0], "std": [1, 1, 1]}
+    data = inputs | {"classes": ["a"], "val_files": []}
+    torch.save({"format": FORMAT, "data": data}, tmp_path / "best.pt")
+    assert find_weights("resnet50", str(tmp_path / "best.pt")).inputs == inputs
+    torch.save({"format": "of another program"}, tmp_path / "other.pt")
+    assert find_weights("resnet50", str(tmp_path / "other.pt")).inputs["resize"] == 232
+
+
+# Loading
+
+
+def test_cached_weights_get_a_new_head(hub):
+    saved = pretrained(hub / "resnet18-f37072fd.pth")
+    ours = model_from("--weights=DEFAULT").state_dict()
+    random = model_from().state_dict()
+    for name, value in ours.items():
+        assert torch.equal(value, random[name] if name.startswith("fc.") else saved[name]), name
+    assert ours["fc.weight"].shape == (3, 512)
+
+
+@pytest.mark.parametrize(
+    "name", ["googlenet", "densenet121", pytest.param("vit_b_32", marks=pytest.mark.slow)]
+)
+def test_weights_of_other_families(name, hub):
+    options = {"init_weights": False} if name == "googlenet" else {}
+    saved = pretrained(find_weights(name, "DEFAULT").path, name, **options)
+    model = model_from(f"--model={name}", "--weights=DEFAULT")
+    ours, head = model.state_dict(), head_of(model)
+    assert all(torch.equal(ours[n], saved[n]) for n in ours if not n.startswith(head))
+    assert len(ours[f"{head}.bias"]) == 3
+
+
+def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
+    path = tmp_path / "w.pth"
+    saved = pretrained(path)
+    old = {f"module.{k}": v for k, v in saved.items() if "num_batches" not in k}
+    for wrapped in (saved, {"state_dict": saved}, {"model": saved}, old):
+        torch.save(wrapped, path)
+        model = model_from(f"--weights={path}")
+        assert torch.equal(model.conv1.weight, saved["conv1.weight"])
+    for name, message in (
+        ("resnet18_cifar", r"conv1\.weight is \(64, 3, 3, 3\) in the model and \(64, 3, 7, 7\) in"),
+        ("resnet18_gn", r"suffixes.*bn1\.running_mean is missing in the model"),
+        ("resnet34", r"layer1\.2\.conv1\.weight .* and missing in the file.* more"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model_from(f"--weights={path}", f"--model={name}")
+
+
+def test_damaged_file_in_the_cache_is_named(hub):
+    pretrained(hub / "resnet18-f37072fd.pth")
+    content = (hub / "resnet18-f37072fd.pth").read_bytes()
+    (hub / "resnet18-f37072fd.pth").write_bytes(content[:100000])
+    with pytest.raises(UserError, match=r"f37072fd\.pth is damaged .* remove it"):
+        model_from("--weights=DEFAULT")
+
+
+def test_cached_file_that_would_run_code_is_refused(hub, tmp_path):
+    torch.save({"conv1.weight": Malicious(tmp_path / "ran")}, hub / "resnet18-f37072fd.pth")
+    with pytest.raises(UserError, match=r"f37072fd\.pth is damaged \(Weights only load failed"):
+        model_from("--weights=DEFAULT")
+    assert not (tmp_path / "ran").exists()
+
+
+# Downloading
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A local server for ResNet-18's weights: the list of requests, and the name of the file."""
+    site = tmp_path / "site"
+    site.mkdir()
+    pretrained(site / "weights")
+    name = f"resnet18-{hashlib.sha256((site / 'weights').read_bytes()).hexdigest()[:8]}.pth"
+    (site / "weights").rename(site / name)
+    requests = tmp_path / "requests"
+    with web_server(site, requests) as address:
+        monkeypatch.setattr(RESNET18.value, "url", f"{address}/{name}")
+        yield requests, name
+
+
+def weights_on_ranks(ranks, **options):
+    def body(rank):
+        model = torchvision.models.resnet18(num_classes=3)
+        try:
+            load_weights(model, "resnet18", "DEFAULT")
+        except Exception as error:
+            return error
+        return float(model.conv1.weight.sum())
+
+    return run_ranks(body, ranks, **options)
+
+
+def test_weights_are_downloaded_once_per_node(server, hub):
+    sums = weights_on_ranks(3)
+    assert sums == [sums[0]] * 3 and isinstance(sums[0], float)
+    assert (hub / server[1]).exists()
+    assert weights_on_ranks(2) == sums[:2]
+    assert len(server[0].read_text().splitlines()) == 1
+
+
+def test_failed_download_names_the_file_and_its_place(server, hub, monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/{server[1]}"
+        monkeypatch.setattr(RESNET18.value, "url", url)
+        first, second = weights_on_ranks(2)
+    assert isinstance(first, UserError) and isinstance(second, PeerError)
+    for part in (server[1], str(hub), "could not be downloaded", "--weights"):
+        assert part in str(first)
+
+
+def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
+    with open(tmp_path / "site" / server[1], "ab") as file:
+        file.write(b"x")
+    first, _ = weights_on_ranks(2)
+    assert "could not be downloaded" in str(first) and list(hub.iterdir()) == []
+
+
+# The frozen backbone
+
+
+def test_frozen_backbone_trains_the_head_alone():
+    def body(rank):
+        torch.manual_seed(0)
+        frozen = freeze_backbone(torchvision.models.resnet18(num_classes=3))
+        model = DistributedDataParallel(frozen).train()
+        before = {name: value.clone() for name, value in frozen.state_dict().items()}
+        optimizer = build_optimizer(model, config())
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+        optimizer.step()
+        changed = [n for n, v in frozen.state_dict().items() if not torch.equal(v, before[n])]
+        reduced = model._get_ddp_logging_data()["num_parameter_tensors"]
+        return changed, reduced, sum(len(g["params"]) for g in optimizer.param_groups)
+
+    assert run_ranks(body, 2) == [(["fc.weight", "fc.bias"], 2, 2)] * 2
+
+
+def test_frozen_batchnorm_equals_batchnorm_in_eval_mode():
+    plain = torch.nn.BatchNorm2d(3)
+    plain(torch.randn(8, 3, 4, 4))
+    frozen = FrozenBatchNorm(plain).train()
+    assert list(frozen.state_dict()) == list(plain.state_dict())
+    images = torch.randn(8, 3, 4, 4)
+    assert torch.equal(frozen(images), plain.eval()(images))
+
+
+def test_resumed_run_does_not_need_the_file(tmp_path):
+    pretrained(tmp_path / "mine.pth", "resnet18")
+    flags = dict(model="resnet18", weights=tmp_path / "mine.pth", freeze="backbone", epochs=2)
+    flags |= dict(synthetic_samples=16, global_batch_size=8, image_size=32)
+    whole = fork_script("train_1gpu.py", None, output_dir=tmp_path / "whole", **flags)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "whole" / "epoch-0001.pt").rename(tmp_path / "half" / "last.pt")
+    (tmp_path / "mine.pth").unlink()
+    resumed = fork_script("train_1gpu.py", None, output_dir=tmp_path / "half", **flags)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (resumed, whole))
+    assert same_bits(ours["model"], theirs["model"])
+    assert ours["data"] == theirs["data"] and "mean" in ours["data"]
+    fresh = fork_script("train_1gpu.py", None, output_dir=tmp_path / "none", **flags)
+    assert fresh.code == 2 and "is not a file" in fresh.stderr
+
+
+@pytest.mark.slow
+def test_every_script_trains_a_frozen_backbone(tmp_path):
+    """train_ddp.py is in the table of make verify."""
+    torch.manual_seed(7)
+    weights = ResNet20(10).state_dict()
+    torch.save(weights, tmp_path / "weights.pth")
+    flags = FROZEN | {"weights": tmp_path / "weights.pth", "dtype": "float64", "image_size": 8}
+    stages = {"devices": "cpu,cpu"}
+    # No sample depends on the others in its batch, so micro-batches add up to the batch.
+    heads = {}
+    for script, nproc, options in (
+        ("train_1gpu.py", None, {}),
+        ("train_dp.py", None, {}),
+        ("train_mp.py", None, stages),
+        ("train_ddp_amp.py", 2, {}),
+        ("train_ddp_accum.py", 2, {"micro_batches": 2}),
+        ("train_ddp_mp.py", 2, stages),
+        ("train_fsdp.py", 2, {}),
+    ):
+        run = fork_script(script, nproc, output_dir=tmp_path / script, **flags | options)
+        assert run.code == 0, run.stderr
+        model = read_checkpoint(run.output_dir / "last.pt")["model"]
+        heads[script] = {name: model.pop(name) for name in ("fc.weight", "fc.bias")}
+        assert all(torch.equal(value, weights[name].to(value)) for name, value in model.items())
+        assert largest_difference(heads[script], heads["train_1gpu.py"]) < ROUNDING
+    assert not torch.equal(heads["train_1gpu.py"]["fc.bias"], weights["fc.bias"].double())

@@ -1,0 +1,140 @@
+"""tools.copy: a script runs its own default command in an empty folder, with each task."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import free_port
+from tools.copy import TASKS, files_to_copy, task_module, texts
+from tools.lib.closure import closure, loaded, options, small_flags
+from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT, RUNGS
+
+SCRIPTS = [rung.script for rung in LADDER]
+NO_SEQUENCE = ("train_mp.py", "train_ddp_mp.py", "train_pp.py")  # a U-Net is none
+NO_HEADS = ("train_tp.py", "train_fsdp_tp.py")
+FAST = [("train_ddp.py", "images"), ("train_1gpu.py", "text"), ("train_fsdp.py", "segmentation")]
+PAIRS = [
+    (script, task)
+    for script in SCRIPTS
+    for task in TASKS
+    if task != "segmentation" or script not in (*NO_SEQUENCE, *NO_HEADS)
+]
+
+
+def copy(*arguments):
+    """Run tools.copy as a user does; returns what it has printed."""
+    command = [sys.executable, "-m", "tools.copy", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def run_alone(folder, script, flags):
+    """Run a script as the only process of a job. Returns the CompletedProcess."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if script not in (*ONE_PROCESS, "train_ddp_spawn.py"):
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, script, *flags]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def marks_of(pair):
+    if pair in FAST:
+        return []
+    return [pytest.mark.slow] if pair[1] == "images" else [pytest.mark.slow, pytest.mark.rare]
+
+
+@pytest.mark.parametrize(
+    ("script", "task"), [pytest.param(*pair, marks=marks_of(pair)) for pair in PAIRS]
+)
+def test_copy_runs_its_default_command(script, task, tmp_path):
+    copied = copy(script, tmp_path / "mine", "--task", task)
+    assert copied.returncode == 0, copied.stderr
+    assert "MIT licensed" in copied.stdout
+    assert "MIT License" in (tmp_path / "mine" / "utils" / "LICENSE").read_text()
+    flags = small_flags(tmp_path / "mine" / script, tmp_path)
+    if script == "train_fsdp_tp.py":
+        flags.append("--fsdp-size=1")
+    run = run_alone(tmp_path / "mine", script, flags)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 0: train loss" in run.stdout
+    of_slow_machines = ("epoch 0: step ", "warning: this CPU has no instructions for bfloat16")
+    others = [line for line in run.stderr.splitlines() if not line.startswith(of_slow_machines)]
+    assert others == []
+
+
+@pytest.mark.slow
+def test_copy_without_an_option_names_the_file(tmp_path):
+    """Only the setting that needs the file fails; --with brings it."""
+    for _ in range(2):  # the second time, over the same files
+        assert copy("train_1gpu.py", tmp_path / "text", "--task", "text").returncode == 0
+    assert copy("train_1gpu.py", tmp_path / "mine").returncode == 0
+    for flags, file in (
+        (["--audit"], "utils/options/audit.py"),
+        (["--dataset=imagefolder"], "tasks/images/folder.py"),
+        (["--dataset=shards"], "tasks/images/shards.py"),
+    ):
+        base = ["--dataset=synthetic", "--synthetic-samples=16", "--device=cpu", "--epochs=1"]
+        base.append("--global-batch-size=8")
+        run = run_alone(tmp_path / "mine", "train_1gpu.py", [*base, *flags])
+        assert run.returncode == 1
+        assert f"needs {file}, which is missing" in run.stderr
+        assert f"tools.copy train_1gpu.py DEST --with {Path(file).stem}`" in run.stderr
+    added = copy("train_1gpu.py", tmp_path / "mine", "--with", "audit")
+    assert added.returncode == 0 and (tmp_path / "mine/utils/options/audit.py").exists()
+
+
+def test_files_of_others_are_not_overwritten(tmp_path):
+    (tmp_path / "train_1gpu.py").write_text("# mine\n")
+    refused = copy("train_1gpu.py", tmp_path)
+    assert refused.returncode == 1 and "has different files train_1gpu.py" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train_1gpu.py"]
+    forced = copy("train_1gpu.py", tmp_path, "--force")
+    assert forced.returncode == 0 and "def main" in (tmp_path / "train_1gpu.py").read_text()
+    with open(tmp_path / "train_1gpu.py", "a") as file:
+        file.write("# edited\n")
+    assert copy("train_1gpu.py", tmp_path).returncode == 0  # edits of a copy stay
+    assert (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
+    assert copy("train_1gpu.py", tmp_path, "--force").returncode == 0
+    assert not (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
+    unknown = copy("train_1gpu.py", tmp_path / "other", "--with", "nonsense")
+    assert unknown.returncode == 2 and "unknown option nonsense: choose from" in unknown.stderr
+
+
+def test_files_that_modules_would_hide_are_refused(tmp_path):
+    (tmp_path / "utils.py").touch()
+    refused = copy("train_1gpu.py", tmp_path)
+    assert refused.returncode == 1 and "would hide" in refused.stderr
+
+
+@pytest.mark.slow
+def test_default_run_loads_what_its_imports_say():
+    """No module that a default run loads hides where the closure does not see it."""
+    script = ROOT / "train_ddp.py"
+    files = set(loaded(script))
+    assert files <= {script, *closure(script)}
+    assert not files & {option.path for option in options(script).values()}
+
+
+def test_a_copied_task_brings_nothing_of_the_others():
+    files = files_to_copy(ROOT / "train_ddp.py", "text")
+    assert task_module("text") in files
+    parts = {part for path in files for part in path.relative_to(ROOT).parts}
+    assert not parts & {"images", "segmentation"}
+
+
+def test_copy_brings_what_a_task_of_ones_own_may_import():
+    """And what these modules import."""
+    files = texts({"train_ddp.py": "text"}, ["streams", "samplers", "shards"])
+    for name in ("streams", "samplers", "shards", "tar"):
+        assert f"sources/{name}.py" in files
+    assert "sources/parquet.py" not in files
+    assert "tasks/images/shards.py" in texts({"train_ddp.py": "images"}, ["shards"])
+
+
+def test_every_script_is_a_rung():
+    assert RUNGS.keys() == {path.name for path in ROOT.glob("train_*.py")}

@@ -1,0 +1,329 @@
+"""tools.launch: torchrun, but the last line on the terminal is the error."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from tests.forked import FORK
+from tests.processes import SMALL
+from tools import launch as launch_module
+from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
+from tools.lib.ladder import ROOT
+from tools.lib.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
+
+signals_of_torchrun = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from utils.errors import UserError, report_errors, write_error_file
+rank = os.environ["RANK"]
+
+def cannot_save(*_):
+    raise UserError("stopped by a full disk: saving last.pt was interrupted")
+
+@report_errors
+def main():
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], *sys.argv[1:], flush=True)
+    if sys.argv[1] == "unsaved":
+        signal.signal(signal.SIGTERM, cannot_save)
+    if sys.argv[1] in ("sleep", "unsaved"):
+        time.sleep(60)
+    if rank == "1":
+        time.sleep(30)
+    if sys.argv[1] == "user":
+        raise UserError("the folder data/ is empty: pass --data-dir")
+    if sys.argv[1] == "bug":
+        raise ValueError("not a number")
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "abort":
+        write_error_file("stopped by SIGTERM after epoch 1, and saved", "stopped")
+        os.abort()
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """main() leaves signals ignored, for a process that is about to end."""
+    numbers = (*signals_of_torchrun, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for pair in zip(numbers, before, strict=True):
+        signal.signal(*pair)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    (folder / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
+
+    def start(*arguments, nproc=2, hangup=signal.SIG_DFL):
+        command = [sys.executable, "-m", "tools.launch", "--standalone"]
+        command += [f"--nproc_per_node={nproc}", str(folder / "script.py"), *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+        )
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "last"),
+    [
+        ("user", 1, "error (rank 0): the folder data/ is empty: pass --data-dir"),
+        ("bug", 1, "ValueError: not a number"),
+        ("kill", 1, "error (rank 0): Signal 9 (SIGKILL) received by PID"),
+        ("exit", 7, "error (rank 0): exit code 7; see the output above"),
+    ],
+)
+def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch):
+    process = launch(mode)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert error.strip().splitlines()[-1].startswith(last), error
+    assert ("memory was exhausted" in error) == (mode == "kill")
+    assert error.count("Traceback") == (mode == "bug")  # the script's own, none of torchrun's
+
+
+def test_run_that_is_saved_may_abort_in_its_teardown(launch):
+    process = launch("abort", nproc=1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+def test_arguments_are_torchruns(launch):
+    process = launch("--steps", "3", nproc=1)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert output == "rank 0 of 1 --steps 3\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "nproc", "receiver"),
+    [(signal.SIGHUP, 2, "a rank"), (signal.SIGUSR1, 1, "the launcher")],
+)
+def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
+    """The signal goes to one process alone: a rank, whose launcher sees it end with 75, or the
+    launcher, which passes it on, and which more signals do not keep from waiting for the save."""
+    flags = SMALL | {"epochs": 10**6, "output_dir": tmp_path / "run"}
+    flags |= {"image_size": 8, "synthetic_samples": 24, "save_steps": 1}
+    command = [sys.executable, "-m", "tools.launch", "--standalone", f"--nproc_per_node={nproc}"]
+    command += ["train_ddp.py", *flag_list(flags)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
+    while not (tmp_path / "run" / "last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(children_of(process)[-1] if receiver == "a rank" else process.pid, number)
+    if receiver == "the launcher":
+        for _ in range(5):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
+
+
+def children_of(process):
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def stopped(process, number):
+    """Exit code and stderr of a launcher that receives a signal once its rank runs."""
+    assert process.stdout.readline().startswith("rank 0")
+    time.sleep(0.2)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    return process.returncode, error
+
+
+def test_save_that_fails_after_a_signal_is_reported(launch):
+    """It looks like the report of a run that is saved and stopped, or interrupted: neither is."""
+    code, error = stopped(launch("unsaved", nproc=1), signal.SIGTERM)
+    assert code == 1
+    assert error.strip().splitlines()[-1] == (
+        "error (rank 0): stopped by a full disk: saving last.pt was interrupted"
+    )
+
+
+def test_hangup_does_nothing_under_nohup(launch):
+    process = launch("sleep", nproc=1, hangup=signal.SIG_IGN)
+    assert process.stdout.readline().startswith("rank 0")
+    for pid in [process.pid, *children_of(process)]:
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_launcher_heeds_a_second_request_and_no_more(monkeypatch):
+    """Signals that follow at once are the same request."""
+    monkeypatch.setattr(launch_module, "SECONDS_OF_ONE_REQUEST", 0.1)
+    raised = 0
+    with stop_by_signals([signal.SIGUSR1]):
+        for _ in range(3):
+            for _ in range(3):
+                try:
+                    signal.raise_signal(signal.SIGUSR1)
+                except SignalException as error:
+                    assert error.sigval == signal.SIGUSR1
+                    raised += 1
+            time.sleep(0.11)
+    assert raised == 2
+    signal.raise_signal(signal.SIGUSR1)  # ignored: the exit code is known
+
+
+def test_reports_are_those_of_this_run_whatever_the_clock_says(tmp_path):
+    """A run in the user's --log-dir, whose clock has been set back since, or is a server's."""
+    for name, outcome in (("old", "failed"), ("new", "stopped")):
+        (tmp_path / name).mkdir()
+        message = {"message": f"{name}\n", "extraInfo": {"outcome": outcome}}
+        if name == "new":
+            old = error_files(tmp_path)
+        path = tmp_path / name / "error.json"
+        path.write_text(json.dumps({"message": message}))
+        os.utime(path, (1, 1))
+    (tmp_path / "new" / "error.json.tmp").touch()
+    assert reports(tmp_path, old) == {"stopped": "new"}
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "many"])
+def test_number_of_processes_is_checked(nproc, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["launch", f"--nproc_per_node={nproc}", "script.py"])
+    with pytest.raises(SystemExit, match="2"):
+        launch_module.main()
+    error = capfd.readouterr().err
+    assert error.startswith(f"error: --nproc_per_node={nproc}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_before_the_first_step_ends_the_job(number, launch):
+    """While the data are built, for example: there is nothing to save, so the code is not 75."""
+    code, error = stopped(launch("sleep", nproc=1), number)
+    assert code == 128 + number
+    assert "Traceback" not in error
+
+
+def test_sigterm_to_a_command_ends_the_run_that_it_has_started(tmp_path):
+    """make bench and make verify start runs in sessions of their own."""
+    (tmp_path / "script.py").write_text("import time\ntime.sleep(60)")
+    receiver, sender = FORK.Pipe()
+
+    def measure():
+        end_runs_on_sigterm()
+        fork = FORK.Process(target=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        fork.start()
+        fork.join(30)
+        process = start_run(tmp_path / "script.py", None, {})
+        sender.send((process.run_tag, fork.exitcode))
+        finish_run(process, tmp_path)
+
+    command = FORK.Process(target=measure)
+    command.start()
+    tag, fork_code = receiver.recv()
+    time.sleep(0.5)
+    assert len(family(tag)) == 1 and fork_code == -signal.SIGTERM
+    os.kill(command.pid, signal.SIGTERM)
+    command.join(30)
+    assert command.exitcode == 128 + signal.SIGTERM and family(tag) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RendezvousTimeoutError("timed out"), "not all nodes have joined the rendezvous at host:1"),
+        (dist.DistStoreError("1/2 clients"), "not all nodes have joined the rendezvous at host:1"),
+        (RendezvousConnectionError("no"), "the rendezvous at host:1 has failed (no)"),
+        (dist.DistNetworkError("EADDRINUSE\nat"), "host:1 has failed (EADDRINUSE): see the output"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rendezvous_that_fails_is_one_line(error, text, monkeypatch, capfd):
+    def run(args):
+        raise error
+
+    arguments = ["--nnodes=2", "--master_addr=host", "--master_port=1", "script.py"]
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+    monkeypatch.setattr(launch_module, "run", run)
+    with pytest.raises(SystemExit, match="1"):
+        launch_module.main()
+    output = capfd.readouterr().err
+    assert output.startswith("error: ") and output.count("\n") == 1 and text in output
+
+
+def test_root_cause_is_the_first_failure():
+    message = {"message": "error (rank 1): disk full\n", "extraInfo": json.dumps({})}
+    failure = SimpleNamespace(message=message, exitcode=1)
+    error = SimpleNamespace(get_first_failure=lambda: (1, failure))
+    assert root_cause(error) == (1, "error (rank 1): disk full")
+
+
+class Exit(Exception):
+    """Stands for the end of the process."""
+
+
+def test_lost_rendezvous_ends_the_process(monkeypatch, capfd):
+    def leave(code):
+        raise Exit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    server = socket.create_server(("127.0.0.1", 0))
+    closing = threading.Timer(0.5, server.close)
+    closing.start()
+    endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+    start = time.monotonic()
+    with pytest.raises(Exit, match="1"):
+        watch_rendezvous(endpoint, patience=0.6)
+    assert time.monotonic() - start > 1  # not while it was reachable
+    assert f"the rendezvous at {endpoint} has been unreachable" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "watched"),
+    [
+        (["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_endpoint=host:1"], True),
+        (["--nnodes=1:4", "--rdzv_backend=c10d", "--rdzv_endpoint=host:1"], True),
+        (["--nnodes=2", "--master_addr=host"], False),
+        (["--standalone"], False),
+    ],
+)
+def test_rendezvous_over_several_nodes_is_watched(arguments, watched, monkeypatch):
+    name, endpoints = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", []
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments, "script.py"])
+    monkeypatch.setattr(launch_module, "watch_rendezvous", endpoints.append)
+    monkeypatch.setattr(launch_module, "run", lambda args: None)
+    launch_module.main()
+    assert endpoints == ["host:1"] * watched
+    assert os.environ.get(name) == ("1" if watched else None)

@@ -1,0 +1,356 @@
+"""tools.copy --update: a copy keeps its owner's edits, and gets what has changed since."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools.test_copy import run_alone
+from tools.copy import texts, with_more
+from tools.lib.closure import small_flags
+from tools.lib.ladder import ROOT
+from tools.lib.update import (
+    RECORD,
+    CannotUpdate,
+    apply,
+    as_diff,
+    checksum,
+    merge,
+    plan,
+    read_record,
+    stale_imports,
+)
+
+LABELS = "old", "new"
+# Commits that changed utils/, a few days apart: what a copy made then would be updated from.
+PAST = {
+    "952ec81": "what is trained becomes a module of its own",
+    "3cebb91": "reports",
+    "42e5d7e": "the checker",
+    "fffd127": "the last commit before a round of fixes",
+    "02a0c4b": "exit codes",
+}
+EDITS = {  # what teams edit
+    "train_1gpu.py": (
+        "    optimizer = build_optimizer(model, cfg)\n",
+        "    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, weight_decay=0.01)\n",
+    ),
+    "tasks/images/__init__.py": (
+        '    return {"correct": ',
+        '    # our metric\n    return {"correct": ',
+    ),
+}
+
+
+def git(folder, *arguments):
+    settings = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "safe.directory=*"]
+    command = ["git", "-C", str(folder), *settings, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tools_copy(project, *arguments):
+    """Run tools.copy of a clone, or of a tree, as a user does."""
+    command = [sys.executable, "-m", "tools.copy", *map(str, arguments)]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone of this repository at its last commit, without changes."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("there is no history")
+    if git(ROOT, "rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("the history is incomplete")
+    folder = tmp_path_factory.mktemp("clone") / "clone"
+    git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(folder))
+    return folder
+
+
+# One file at a time
+
+
+@pytest.mark.parametrize(
+    ("mine", "old", "new", "kind", "result"),
+    [
+        ("a\n", "a\n", "b\n", "replaced", "b\n"),
+        ("mine\n", "a\n", "a\n", None, "mine\n"),
+        ("a\n", "a\n", "a\n", None, "a\n"),
+        ("mine\n1\n2\n3\n", "a\n1\n2\n3\n", "a\n1\n2\nb\n", "merged", "mine\n1\n2\nb\n"),
+        ("b\n", "a\n", "b\n", None, "b\n"),  # the same edit on both sides
+        (None, "a\n", "b\n", "left out", None),
+        ("a\n", "a\n", None, "removed", None),
+        ("mine\n", "a\n", None, "kept, although it is gone", "mine\n"),
+        (None, None, "b\n", "added", "b\n"),
+        ("mine\n", None, "b\n", "in the way: yours is kept", "mine\n"),
+        (None, "a\n", None, None, None),
+    ],
+)
+def test_what_happens_to_a_file(mine, old, new, kind, result, tmp_path):
+    base, ours = ({"x.py": text.encode()} if text else {} for text in (old, new))
+    if mine:
+        (tmp_path / "x.py").write_text(mine)
+    changes = plan(tmp_path, base, ours, {}, LABELS)
+    assert [change.kind for change in changes] == ([kind] if kind else [])
+    apply(tmp_path, changes)
+    assert (tmp_path / "x.py").exists() == (result is not None)
+    assert result is None or (tmp_path / "x.py").read_text() == result
+
+
+def test_line_ends_of_windows_stay(tmp_path):
+    (tmp_path / "mine.py").write_bytes(b"mine\r\n1\r\n2\r\n3\r\n")
+    (tmp_path / "same.py").write_bytes(b"a\r\n1\r\n2\r\n3\r\n")
+    base = dict.fromkeys(("mine.py", "same.py"), b"a\n1\n2\n3\n")
+    changes = plan(tmp_path, base, base, {}, LABELS)
+    assert changes == []
+    changes = plan(tmp_path, base, dict.fromkeys(base, b"a\n1\n2\nb\n"), {}, LABELS)
+    assert [change.kind for change in changes] == ["merged", "replaced"]
+    apply(tmp_path, changes)
+    assert (tmp_path / "mine.py").read_bytes() == b"mine\r\n1\r\n2\r\nb\r\n"
+    assert (tmp_path / "same.py").read_bytes() == b"a\r\n1\r\n2\r\nb\r\n"
+
+
+def test_edits_follow_a_file_that_moves(tmp_path):
+    lines = "".join(f"{number}\n" for number in range(20))
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "old.py").write_text(lines.replace("3\n", "3 # mine\n", 1))
+    base, new = {"utils/old.py": lines.encode()}, {"sources/new.py": f"{lines}20\n".encode()}
+    changes = plan(tmp_path, base, new, {"utils/old.py": "sources/new.py"}, LABELS)
+    assert (tmp_path / "utils" / "old.py").exists()  # nothing has been written
+    assert "+20\n" in as_diff(tmp_path, changes)
+    apply(tmp_path, changes)
+    assert not (tmp_path / "utils" / "old.py").exists()
+    text = (tmp_path / "sources" / "new.py").read_text()
+    assert "3 # mine\n" in text and text.endswith("19\n20\n")
+
+
+def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "utils").mkdir()
+    for name in ("moved", "gone", "stays"):
+        (tmp_path / "utils" / f"{name}.py").write_text("a\n")
+    (tmp_path / "tasks" / "own.py").write_text("from utils.moved import x\nimport utils.stays\n")
+    (tmp_path / "research").mkdir()
+    (tmp_path / "research" / "own.py").write_text(
+        "try:\n    from utils import (\n        stays,\n        gone,\n    )\nfinally:\n    pass\n"
+        "from utils.stays import a, b\n"
+    )
+    base = {f"utils/{name}.py": b"a\n" for name in ("moved", "gone", "stays")}
+    new = {"sources/new.py": b"a\n", "utils/stays.py": b"a = 1\n"}
+    moved = {"utils/moved.py": "sources/new.py"}
+    changes = plan(tmp_path, base, new, moved, LABELS)
+    assert stale_imports(tmp_path, changes, moved) == [
+        "research/own.py imports b, which utils/stays.py no longer has: change that",
+        "research/own.py imports utils/gone.py, which is gone: change the import",
+        "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
+    ]
+
+
+def test_module_that_an_owner_has_copied_besides_is_updated():
+    """Recipes import modules that no script does."""
+    new = texts({"train_ddp.py": "images"}, [], ["watchdog"])
+    more = with_more(dict(new), {"sources/samplers.py", "utils/watchdog.py", "tasks/mine.py"})
+    assert more.keys() - new.keys() == {"sources/__init__.py", "sources/samplers.py"}
+    assert more["sources/samplers.py"] == (ROOT / "sources" / "samplers.py").read_bytes()
+
+
+def test_own_file_where_a_module_moves_to_stays(tmp_path):
+    (tmp_path / "old.py").write_text("a\n")
+    (tmp_path / "new.py").write_text("mine\n")
+    base, new = {"old.py": b"a\n"}, {"new.py": b"a\n"}
+    changes = plan(tmp_path, base, new, {"old.py": "new.py"}, LABELS)
+    assert [change.kind for change in changes] == ["in the way: yours is kept"]
+    apply(tmp_path, changes)
+    assert (tmp_path / "new.py").read_text() == "mine\n"
+
+
+def test_nothing_is_written_if_a_folder_is_in_the_way(tmp_path):
+    (tmp_path / "a.py").write_text("a\n")
+    (tmp_path / "b.py").mkdir()
+    with pytest.raises(CannotUpdate, match=r"b\.py is a folder"):
+        plan(tmp_path, {"a.py": b"a\n"}, {"a.py": b"b\n", "b.py": b"b\n"}, {}, LABELS)
+
+
+def test_conflicts_are_marked_as_git_marks_them(tmp_path):
+    merged, conflicts = merge(b"mine\n", b"a\n", b"b\n", ("yours", "copied (old)", "new (new)"))
+    assert conflicts == 1
+    marks = ["<<<<<<< yours", "mine", "||||||| copied (old)", "a", "=======", "b"]
+    assert merged.decode().splitlines() == [*marks, ">>>>>>> new (new)"]
+
+
+def test_damaged_record_is_named(tmp_path):
+    assert read_record(tmp_path) is None
+    for text in ("{", "[]", '{"commit": "a"}'):
+        (tmp_path / RECORD).write_text(text)
+        with pytest.raises(CannotUpdate, match=rf"{RECORD} cannot be read .*--from COMMIT"):
+            read_record(tmp_path)
+
+
+# Copies
+
+
+def test_copy_that_is_updated(clone, tmp_path):
+    """From the commit before the last one, with a record, and an edit that is kept."""
+    copy = tmp_path / "copy"
+    assert tools_copy(clone, "train_ddp.py", copy).returncode == 0
+    record = json.loads((copy / RECORD).read_text())
+    assert record["commit"] == git(clone, "rev-parse", "HEAD")
+    assert record["scripts"] == {"train_ddp.py": "images"} and record["options"] == []
+    text = (copy / "utils" / "seeds.py").read_bytes()
+    assert record["files"]["utils/seeds.py"] == checksum(text)
+    (copy / "utils" / "optim.py").write_text("# ours\n" + (copy / "utils" / "optim.py").read_text())
+    (copy / "utils" / "watchdog.py").unlink()
+    newer = tmp_path / "newer"
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    for name in ("optim", "seeds", "watchdog"):
+        with open(newer / "utils" / f"{name}.py", "a") as file:
+            file.write("# new\n")
+    dirty = tools_copy(newer, "--update", copy)
+    assert dirty.returncode == 1 and "utils/optim.py" in dirty.stderr and "stash" in dirty.stderr
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    for option in ("--dry-run", "--diff"):
+        shown = tools_copy(newer, "--update", copy, option)
+        assert shown.returncode == 0, shown.stderr
+        assert re.search(r"^merged +utils/optim.py", shown.stdout, re.M)
+        assert ("+# new" in shown.stdout) == (option == "--diff")
+    assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
+    assert refused.returncode == 1 and "--update" in refused.stderr
+    done = tools_copy(newer, "--update", copy, "--with", "audit")
+    assert done.returncode == 0, done.stderr
+    optim = (copy / "utils" / "optim.py").read_text()
+    assert optim.startswith("# ours\n") and optim.endswith("# new\n")
+    assert (copy / "utils" / "seeds.py").read_text().endswith("# new\n")
+    assert not (copy / "utils" / "watchdog.py").exists()
+    assert (copy / "utils" / "options" / "audit.py").exists()
+    older = tools_copy(clone, "--update", copy)  # the commit is not there, or not yet pulled
+    assert older.returncode == 1 and "not in this clone" in older.stderr
+    git(newer, "checkout", "--quiet", "HEAD~1")
+    older = tools_copy(newer, "--update", copy)
+    assert older.returncode == 1 and "git pull" in older.stderr
+    git(newer, "checkout", "--quiet", "-")
+    typo = tools_copy(newer, "--update", copy, "--with", "adit")
+    assert typo.returncode == 2 and "unknown option adit" in typo.stderr
+    again = tools_copy(newer, "--update", copy)
+    assert again.returncode == 0 and "utils/optim.py" not in again.stdout
+    assert json.loads((copy / RECORD).read_text())["options"] == ["audit"]
+
+
+def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
+    copy, newer = tmp_path / "copy", tmp_path / "newer"
+    assert tools_copy(clone, "train_ddp.py", copy, "--plain").returncode == 0
+    (copy / "train_ddp.py").write_text("# ours\n" + (copy / "train_ddp.py").read_text())
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    for name in ("distributed", "watchdog"):
+        with open(newer / "utils" / f"{name}.py", "a") as file:
+            file.write("# new\n")
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    done = tools_copy(newer, "--update", copy)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1]]
+    assert lines == [["replaced", "utils/distributed.py"]]
+    done = tools_copy(newer, "--update", copy, "--with", "contract,watchdog")
+    assert done.returncode == 0, done.stderr
+    assert (copy / "utils" / "watchdog.py").read_text().endswith("# new\n")
+    assert "    watch(store" in (copy / "utils" / "distributed.py").read_text()
+    script = (copy / "train_ddp.py").read_text()
+    assert script.startswith("# ours\n") and "check_task(task" in script
+    assert "CompareReplicas" not in script
+    assert json.loads((copy / RECORD).read_text())["without"] == [
+        "preemption",
+        "progress",
+        "replicas",
+    ]
+    done = tools_copy(newer, "--update", copy, "--without", "watchdog")
+    assert done.returncode == 0 and "removed       utils/watchdog.py" in done.stdout
+    assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
+
+
+def test_option_that_has_moved_stays(clone, tmp_path):
+    copy, newer = tmp_path / "copy", tmp_path / "newer"
+    flags = ["--task", "text", "--with", "text_folder"]
+    assert tools_copy(clone, "train_1gpu.py", copy, *flags).returncode == 0
+    (copy / "tasks" / "own.py").write_text("from tasks.text_folder import packed_splits\n")
+    with open(copy / "tasks" / "text_folder.py", "a") as file:
+        file.write("# ours\n")
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    git(newer, "mv", "tasks/text_folder.py", "sources/texts.py")
+    text = (newer / "tasks" / "text.py").read_text()
+    (newer / "tasks" / "text.py").write_text(text.replace("tasks.text_folder", "sources.texts"))
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    done = tools_copy(newer, "--update", copy)
+    assert done.returncode == 1, done.stderr
+    assert "tasks/own.py imports tasks/text_folder.py, which is sources/texts.py now" in done.stdout
+    assert not (copy / "tasks" / "text_folder.py").exists()
+    assert (copy / "sources" / "texts.py").read_text().endswith("# ours\n")
+    assert json.loads((copy / RECORD).read_text())["options"] == ["texts"]
+
+
+def test_option_is_added_to_an_edited_copy(clone, tmp_path):
+    assert tools_copy(clone, "train_1gpu.py", tmp_path).returncode == 0
+    with open(tmp_path / "train_1gpu.py", "a") as file:
+        file.write("# edited\n")
+    added = tools_copy(clone, "train_1gpu.py", tmp_path, "--with", "step_log")
+    assert added.returncode == 0, added.stderr
+    assert (tmp_path / "utils" / "options" / "step_log.py").exists()
+    assert (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
+
+
+def test_updates_that_are_refused_are_one_line(clone, tmp_path):
+    copy, shallow, archive = tmp_path / "copy", tmp_path / "shallow", tmp_path / "archive"
+    assert tools_copy(clone, "train_1gpu.py", copy).returncode == 0
+    git(clone, "clone", "--quiet", "--depth=1", clone.as_uri(), str(shallow))
+    archive.mkdir()
+    tar = subprocess.run(["git", "-C", clone, "archive", "HEAD"], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(archive)], input=tar.stdout, check=True)
+    (tmp_path / "empty").mkdir()
+    record = json.loads((copy / RECORD).read_text())
+    (copy / RECORD).write_text(json.dumps(record | {"commit": "0" * 40}))
+    for project, target, options, words in (
+        (clone, clone, [], ["git pull"]),
+        (clone, copy, [], ["000000", "not in this clone", "--from"]),
+        (clone, copy, ["--from", "no-such-commit"], ["no-such-commit"]),
+        (shallow, copy, [], ["git fetch --unshallow"]),
+        (archive, copy, [], ["no history", "clone the repository"]),
+        (clone, tmp_path / "empty", [], ["--from COMMIT"]),
+        (clone, archive, [], ["the whole project"]),
+    ):
+        refused = tools_copy(project, "--update", target, *options)
+        assert refused.returncode == 1, refused.stdout
+        assert refused.stderr.count("\n") == 1 and refused.stderr.startswith("error: ")
+        assert all(word in refused.stderr for word in words), refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "commit", [pytest.param(c, marks=[pytest.mark.rare] * (c != "952ec81")) for c in PAST]
+)
+def test_copy_of_the_past_is_updated_and_trains(commit, clone, tmp_path):
+    """Without a record: copies did not have one. Its commit is found by what was not edited."""
+    past, copy = tmp_path / "past", tmp_path / "copy"
+    past.mkdir()
+    tar = subprocess.run(["git", "-C", clone, "archive", commit], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(past)], input=tar.stdout, check=True)
+    copied = tools_copy(past, "train_1gpu.py", copy)
+    assert copied.returncode == 0, copied.stderr
+    for name, (old, new) in EDITS.items():
+        text = (copy / name).read_text()
+        assert text.count(old) == 1, (commit, name)
+        (copy / name).write_text(text.replace(old, new))
+    (copy / "our_own.py").write_text("# ours\n")
+    updated = tools_copy(clone, "--update", copy)
+    assert updated.returncode == 0, updated.stdout + updated.stderr
+    for name, (_, new) in EDITS.items():
+        assert new in (copy / name).read_text(), (commit, name)
+    assert (copy / "our_own.py").exists()
+    run = run_alone(copy, "train_1gpu.py", small_flags(copy / "train_1gpu.py", tmp_path))
+    assert run.returncode == 0, run.stderr
+    again = tools_copy(clone, "--update", copy)
+    assert again.returncode == 0 and len(again.stdout.splitlines()) == 1, again.stdout
+
+
+def test_commits_of_the_past_are_in_this_history(clone):
+    for commit in PAST:
+        assert git(clone, "cat-file", "-t", commit) == "commit"

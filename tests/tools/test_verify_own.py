@@ -1,0 +1,90 @@
+"""tools.verify with somebody's own script and task, as docs/copy.md says."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.test_own_task import blocks
+from tools.copy import texts
+from tools.lib.ladder import ROOT
+from tools.verify.own import ACCUMULATED, CannotVerify, merge, own_task, parse_flags, verify_own
+
+SETTINGS = ["--optimizer", "adamw", "--lr=3e-3"]
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A copy of train_ddp.py in a folder of its own, which trains the task of docs/own-task.md."""
+    script = tmp_path / "own" / "train_ddp.py"
+    for path, text in texts({"train_ddp.py": "images"}, []).items():
+        (script.parent / path).parent.mkdir(parents=True, exist_ok=True)
+        (script.parent / path).write_bytes(text)
+    text = script.read_text().replace("import tasks.images as task", "import my_task as task")
+    script.write_text(text)
+    code = next(block for block in blocks("python") if "class BrightSpot" in block)
+    script.with_name("my_task.py").write_text(code)
+    return script
+
+
+def verify(script, *arguments):
+    """The exit code of tools.verify, and what it prints."""
+    command = [sys.executable, "-m", "tools.verify", "--script", str(script), *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_own_task_trains_the_same_weights(own):
+    before = sorted(path for path in own.parent.rglob("*") if "__pycache__" not in path.parts)
+    code, text = verify(own, "--", *SETTINGS)
+    assert code == 0 and "4 of 4 cases passed" in text, text
+    for case in ("ddp x2", "ddp x3", "accum x2", "killed, resumed x3"):
+        assert f"\n{case} " in text
+    after = sorted(path for path in own.parent.rglob("*") if "__pycache__" not in path.parts)
+    assert after == before
+
+
+@pytest.mark.slow
+def test_mistake_in_a_task_is_found(own):
+    task = own.with_name("my_task.py")
+    noise = "image = torch.rand(1, 16, 16, generator=generator) / 2"
+    assert noise in task.read_text()
+    per_rank = f'{noise} * (1 + int(__import__("os").environ["RANK"]))'
+    task.write_text(task.read_text().replace(noise, per_rank))
+    code, text = verify(own, "--only", "x2", "--", *SETTINGS)
+    assert code == 1 and "FAIL" in text, text
+
+
+def test_task_that_cannot_be_imported_is_one_line(own, tmp_path):
+    own.with_name("my_task.py").write_text("import nowhere")
+    with pytest.raises(CannotVerify, match=r"^the task cannot be imported: .*nowhere"):
+        verify_own(own, own.name, "my_task", {}, tmp_path / "runs", print)
+
+
+def test_task_of_a_script(own):
+    assert own_task(own) == "my_task"
+    assert own_task(ROOT / "train_ddp.py") is None
+
+
+def test_flags_of_a_script():
+    assert parse_flags([]) == {}
+    given = ["--lr=0.1", "--text-file", "a b", "--no-sync-bn", "--audit", "--config=c.yaml"]
+    assert parse_flags(given) == {
+        "lr": "0.1",
+        "text_file": "a b",
+        "sync_bn": False,
+        "audit": True,
+        "config": "c.yaml",
+    }
+
+
+def test_accumulation_is_merged_into_an_edited_script():
+    base, accumulated = ROOT / "train_ddp.py", ROOT / ACCUMULATED
+    edit = "build_optimizer(model, cfg)", "torch.optim.SGD(model.parameters(), cfg.lr)"
+    merged = merge(base.read_text().replace(*edit), base, accumulated)
+    assert merged == accumulated.read_text().replace(*edit) != accumulated.read_text()
+    rewritten = base.read_text().replace(
+        "        loss.backward()\n", "        (2 * loss).backward()\n"
+    )
+    assert merge(rewritten, base, accumulated) is None

@@ -1,0 +1,487 @@
+"""A failing job prints one error, from the first rank to fail, and leaves no process behind."""
+
+import errno
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.processes import ROOT, run_ranks, start_script
+from tools.launch import reports
+from tools.lib.runs import family, finish_run, start_run, wait_for_family
+from utils import errors
+from utils.config import ConfigError
+from utils.distributed import all_reduce
+from utils.errors import (
+    PeerError,
+    SilentExit,
+    UserError,
+    a_rank_has_failed,
+    explain_errors,
+    report_errors,
+    required_by,
+)
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER += ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """The seconds for which the code under test would have slept."""
+    seconds = []
+    monkeypatch.setattr(errors.time, "sleep", seconds.append)
+    return seconds
+
+
+def fail(error):
+    """Raise `error` in a main() with report_errors; return the exit code."""
+
+    @report_errors
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return caught.value.code
+
+
+# One process
+
+
+def test_results_and_exits_pass_through():
+    assert report_errors(lambda a, b: a - b)(3, b=1) == 2
+    with pytest.raises(SystemExit, match="7"):
+        report_errors(sys.exit)(7)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("what, where, what to do"), 1, "error: what, where, what to do\n"),
+        (ConfigError("lr is wrong"), 2, "error: lr is wrong\n"),
+        (KeyboardInterrupt(), 1, "error: interrupted\n"),
+        (PeerError("rank 1 failed"), 1, ""),
+        (SilentExit(), 1, ""),
+        (UserError("caf\udce9.jpg is broken"), 1, "error: caf\udce9.jpg is broken\n"),
+    ],
+    ids=str,
+)
+def test_user_error_is_one_line(error, code, text, capfdbinary, naps):
+    assert fail(error) == code
+    assert capfdbinary.readouterr().err == text.encode(errors="surrogateescape")
+
+
+def test_other_exceptions_are_one_traceback(capfd):
+    assert fail(ValueError("a bug")) == 1
+    text = capfd.readouterr().err
+    assert text.startswith("Traceback") and text.endswith("ValueError: a bug\n")
+    assert text.count("Traceback") == 1 and "raise error" in text
+
+
+def test_rank_is_named_even_in_an_incomplete_environment(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert fail(UserError("no")) == 1
+    assert capfd.readouterr().err == "error (rank 3): no\n"
+    monkeypatch.delenv("RANK")
+    assert fail(UserError("no")) == 1
+    assert capfd.readouterr().err == "error: no\n"
+
+
+def test_missing_option_names_the_file_to_copy():
+    missing = ("utils.options.sharded", "utils/options/sharded.py"), ("tasks.text", "tasks/text.py")
+    for module, file in missing:
+        with pytest.raises(UserError) as caught, required_by("--save-sharded"):
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        assert f"--save-sharded needs {file}, which is missing" in str(caught.value)
+        assert f"--with {Path(file).stem}" in str(caught.value)
+    with pytest.raises(ModuleNotFoundError), required_by("--save-sharded"):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+
+def test_notes_are_part_of_the_report(monkeypatch, capfd):
+    monkeypatch.setattr(errors, "_explanations", [])
+    explain_errors(lambda error: error.add_note(f"a note on {error}"))
+    assert fail(UserError("no")) == 1
+    assert capfd.readouterr().err == "error: no\na note on no\n"
+    assert fail(ValueError("a bug")) == 1
+    assert capfd.readouterr().err.endswith("ValueError: a bug\na note on a bug\n")
+
+
+UNHEARD = """
+import multiprocessing, os
+from utils.errors import SilentExit, report_errors, say, warn
+
+class Stopped(SilentExit):
+    exit_code = 75
+
+@report_errors
+def main():
+    for number in range(3):
+        say(f"epoch {number}")
+        warn("the run continues")
+    print("a line of the task")
+    raise Stopped
+
+"""
+IN_A_CHILD = """
+child = multiprocessing.get_context("fork").Process(target=main)
+child.start()
+child.join()
+os._exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("call", ["main()", IN_A_CHILD], ids=["script", "child process"])
+def test_output_that_cannot_be_written_ends_no_run(call, monkeypatch):
+    """To a full disk here, as to a pipe or a terminal that is gone: the exit code is the run's."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", UNHEARD + call]
+        run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=full, timeout=60)
+    assert run.returncode == 75
+
+
+def test_output_continues_once_it_can_be_written_again(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        errors.say("lost")
+        errors.drop_unwritten()
+        os.dup2(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT), 1)
+        errors.say("found")
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "log").read_text() == "found\n"
+
+
+USE_TORCHRUN = "Start one process per device:  torchrun --standalone --nproc_per_node=N"
+USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "code", "end"),
+    [
+        ("train_ddp.py", {}, 1, f"{USE_TORCHRUN} train_ddp.py"),
+        ("train_ddp_amp.py", {}, 1, f"{USE_TORCHRUN} train_ddp_amp.py"),
+        ("train_ddp_accum.py", {}, 1, f"{USE_TORCHRUN} train_ddp_accum.py"),
+        ("train_fsdp.py", {}, 1, f"{USE_TORCHRUN} train_fsdp.py"),
+        ("train_tp.py", {}, 1, f"{USE_TORCHRUN} train_tp.py"),
+        ("train_pp.py", {}, 1, f"{USE_TORCHRUN} train_pp.py"),
+        (
+            "train_fsdp.py --fsdp-size=3",
+            {"WORLD_SIZE": "4"},
+            2,
+            "4 processes cannot be divided by fsdp_size 3: pass one of 1, 2, 4",
+        ),
+        (
+            "train_fsdp_tp.py --fsdp-size=2",
+            {"WORLD_SIZE": "1"},
+            2,
+            "1 processes cannot be divided by fsdp_size 2: pass one of 1",
+        ),
+        ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
+        ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
+        ("train_mp.py --lrr=1", {}, 2, "(did you mean '--lr'?)"),
+        ("train_ddp.py --lr=x", {"WORLD_SIZE": "2"}, 2, "lr must be a number, not 'x'"),
+    ],
+)
+def test_script_started_wrongly_prints_one_line(
+    command, environment, code, end, monkeypatch, capfd, tmp_path
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    name, *flags = command.split()
+    monkeypatch.setattr(sys, "argv", [name, f"--output-dir={tmp_path}", "--device=cpu", *flags])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    text = capfd.readouterr().err
+    assert caught.value.code == code
+    assert text.startswith("error") and text.endswith(f"{end}\n") and text.count("\n") == 1
+
+
+# Before the ranks have met: each of them meets the same error
+
+
+def test_local_rank_0_reports_first(monkeypatch, naps, capfd):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert fail(UserError("no such file")) == 1
+        assert capfd.readouterr().err == "error: no such file\n"
+        assert naps == ([] if local_rank == "0" else [10])  # for local rank 0 to report
+    naps.clear()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # no launcher that would end it
+    assert fail(UserError("no such file")) == 1
+    assert (capfd.readouterr().err, naps) == ("error: no such file\n", [])
+
+
+# Several ranks, without torchrun
+
+
+class Outcome(Exception):
+    """What a rank returns if it leaves a broken group behind: skips the barrier of run_ranks()."""
+
+
+def fail_in_step_5(rank, error, folder, failing=(1,)):
+    """Train until some ranks fail, and the others lose their connection to them."""
+
+    @report_errors
+    def main():
+        for step in range(9):
+            all_reduce(torch.zeros(1))
+            if step == 5 and rank in failing:
+                raise error
+
+    file = os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    code = None
+    try:
+        main()
+    except SystemExit as caught:
+        code = caught.code
+    text = (folder / f"{rank}.txt").read_text()
+    dist.destroy_process_group()
+    raise Outcome(code, text)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("what, where, what to do"), 1, "error (rank 1): what, where, what to do\n"),
+        (ConfigError("which key"), 2, "error (rank 1): which key\n"),
+        (ValueError("a bug"), 1, "ValueError: a bug\n"),
+        (KeyboardInterrupt(), 1, "error (rank 1): interrupted\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_the_first_rank_to_fail_reports(error, code, message, tmp_path):
+    outcomes = [outcome.args for outcome in run_ranks(fail_in_step_5, 3, error, tmp_path)]
+    assert [code for code, _ in outcomes] == [1, code, 1]
+    assert outcomes[0][1] == outcomes[2][1] == ""
+    assert outcomes[1][1].endswith(message)
+    assert outcomes[1][1].count("Traceback") == isinstance(error, ValueError)
+
+
+def test_error_of_all_ranks_is_reported_once(tmp_path):
+    error = UserError("what, where, what to do")
+    outcomes = [o.args for o in run_ranks(fail_in_step_5, 3, error, tmp_path, (0, 1, 2))]
+    assert [code for code, _ in outcomes] == [1, 1, 1]
+    texts = [text for _, text in outcomes if text]
+    assert len(texts) == 1
+    assert re.fullmatch(r"error \(rank [012]\): what, where, what to do\n", texts[0])
+
+
+class Gone:
+    """A store whose host has died."""
+
+    def add(self, key, amount):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    def check(self, keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_store_that_is_gone_leaves_the_report_to_the_launcher(monkeypatch, capfd, naps):
+    monkeypatch.setattr(errors, "_failure_store", Gone())
+    assert fail(UserError("lost")) == 1
+    assert capfd.readouterr().err == "error: lost\n"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert fail(UserError("lost")) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_all_ranks_learn_of_a_failure(monkeypatch):
+    assert not a_rank_has_failed()
+    monkeypatch.setattr(errors, "_failure_store", dist.HashStore())
+    assert not a_rank_has_failed()
+    assert errors.is_first_to_fail() and not errors.is_first_to_fail()
+    assert a_rank_has_failed()
+    monkeypatch.setattr(errors, "_failure_store", Gone())
+    assert a_rank_has_failed()
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "end"),
+    [
+        (ValueError("a bug"), "failed", "ValueError: a bug\n"),
+        (UserError("what to do"), "failed", "error: what to do\n"),
+        (KeyboardInterrupt(), "interrupted", "error: interrupted\n"),
+    ],
+    ids=str,
+)
+def test_error_file_is_written_for_torchrun(error, outcome, end, tmp_path, monkeypatch, capfd):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    assert fail(error) == 1
+    message = json.loads(path.read_text())["message"]
+    assert message["message"].endswith(end)
+    assert message["extraInfo"]["timestamp"].isdecimal()
+    assert message["extraInfo"]["outcome"] == outcome
+    assert capfd.readouterr().err == "" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("outcome", ["failed", "stopped"])
+def test_error_file_without_space_still_tells_the_outcome(outcome, tmp_path, monkeypatch, capfd):
+    def fail_to_write(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(errors.json, "dump", fail_to_write)
+    if outcome == "failed":
+        assert fail(UserError("cannot save last.pt: No space left on device")) == 1
+        assert capfd.readouterr().err == "error: cannot save last.pt: No space left on device\n"
+    else:
+        errors.write_error_file("stopped by SIGTERM", outcome)  # which rank 0 has printed
+        assert capfd.readouterr().err == ""
+    assert reports(tmp_path, old=set()) == {outcome: ""}
+
+
+def fail_on_two_hosts(rank, error, folder):
+    """As fail_in_step_5(), with one rank per host. The text is that of torchrun's error file."""
+    os.environ |= {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(folder / str(rank))}
+    errors.socket.gethostname = lambda: f"node{rank}"
+    with pytest.raises(Outcome) as caught:
+        fail_in_step_5(rank, error, folder)
+    text = json.loads((folder / str(rank)).read_text())["message"]["message"]
+    raise Outcome(caught.value.args[0], text)
+
+
+@pytest.mark.parametrize("error", [UserError("what to do"), ValueError("a bug")], ids=str)
+def test_report_is_repeated_on_the_other_host(error, tmp_path):
+    """Its torchrun would only know that its rank has failed."""
+    outcomes = [outcome.args for outcome in run_ranks(fail_on_two_hosts, 2, error, tmp_path)]
+    assert [code for code, _ in outcomes] == [1, 1]
+    (_, repeated), (_, reported) = outcomes
+    assert reported.endswith(f"{error}\n")
+    assert repeated == f"the job has failed on node1:\n{reported}"
+
+
+def test_host_of_the_store_is_named_when_it_is_lost(tmp_path, monkeypatch, naps):
+    environment = {"GROUP_WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "1", "TORCHELASTIC_ERROR_FILE": "error.json"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(errors, "_failure_store", Gone())
+    assert fail(RuntimeError("Connection reset by peer")) == 1
+    text = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert text.startswith("error (rank 1): lost the job's store on node0: ") and "\n" not in text
+
+
+# With torchrun
+
+
+def assert_report_ends_with(run, *lines):
+    """torchrun's output ends with one report of the root cause, whose last lines are `lines`."""
+    end = run.stderr.splitlines()[-1 - len(lines) :]
+    assert run.code == 1
+    assert [line.strip() for line in end[:-1]] == [*lines], run.stderr
+    assert set(end[-1]) == {"="}
+    assert run.stderr.count(lines[-1]) == 1
+    elastic = run.stderr.count("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")
+    tracebacks = run.stderr.count("Traceback (most recent call last)") - elastic
+    assert tracebacks == lines[-1].startswith("Zero"), run.stderr
+
+
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from utils.errors import report_errors
+
+@report_errors
+def main():
+    {body}
+
+main()
+"""
+
+
+def launch(body, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), body=body))
+    return finish_run(start_run(script, 2, {}), tmp_path)
+
+
+def test_exception_on_one_rank_shows_one_traceback(tmp_path):
+    body = """
+    import torch
+    from utils.distributed import all_reduce, init_distributed
+    init_distributed("cpu", 20)
+    for step in range(9):
+        all_reduce(torch.zeros(1))
+        if step == 5:
+            1 / (int(os.environ["RANK"]) - 1)
+    """
+    run = launch(body, tmp_path)
+    assert "rank      : 1 (local_rank: 1)" in run.stderr.split("Root Cause")[1]
+    underline = next(line for line in run.stderr.splitlines()[::-1] if "~" in line).strip()
+    assert_report_ends_with(run, underline, "ZeroDivisionError: division by zero")
+
+
+def test_configuration_error_of_all_ranks_is_reported_once(tmp_path):
+    """Before the ranks have met, and although local rank 0 is two seconds behind."""
+    body = """
+    time.sleep(2 * (os.environ["RANK"] == "0"))
+    from utils.config import load_config
+    load_config(argv=["--lrr=1"])
+    """
+    run = launch(body, tmp_path)
+    text = "error (rank 0): unknown argument --lrr=1 (did you mean '--lr'?)"
+    assert_report_ends_with(run, f"traceback : {text}")
+    assert run.seconds < 60
+
+
+def test_killed_rank_ends_the_job(tmp_path):
+    process = start_script(
+        "train_ddp.py", 2, output_dir=tmp_path, epochs=1000, loader="workers", num_workers=1
+    )
+    end = time.monotonic() + 120
+    while not (tmp_path / "last.pt").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ranks = [
+        pid
+        for pid in family(process.run_tag)
+        if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    assert len(ranks) >= 2  # the rank and its loader's worker
+    os.kill(min(ranks), signal.SIGKILL)
+    try:
+        _, stderr = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        wait_for_family(process.run_tag, limit=0)
+        raise
+    assert process.returncode == 1
+    assert "exitcode  : -9" in stderr.split("Root Cause")[1] and "SIGKILL" in stderr
+    assert "error (rank" not in stderr  # rank 0 has only lost its connection
+    assert wait_for_family(process.run_tag) == []
+
+
+def test_names_that_stdout_cannot_encode_are_printed(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    report_errors(print)("caf\u00e9/\u65e5\u672c.jpg", "\udcff.jpg", flush=True)
+    assert stream.buffer.getvalue() == b"caf\xe9/\\u65e5\\u672c.jpg \\udcff.jpg\n"
+    for other in (None, io.StringIO()):  # closed; of a notebook
+        monkeypatch.setattr(sys, "stdout", other)
+        report_errors(print)("text")

@@ -1,0 +1,260 @@
+"""Stages of a model on several devices, and what train_mp.py and train_ddp_mp.py need for them."""
+
+import os
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+import tasks.images
+from tasks.images.small_models import ResNet9, ResNet20
+from tests.accelerators import visible_accelerators
+from tests.forked import fork_script
+from tests.processes import run_ranks
+from train_mp import place_stages
+from utils.config import Config, load_config
+from utils.errors import UserError
+from utils.rungs.model_parallel import MicroBatches, StagesSettings, assign_layers, get_devices
+from utils.sync_batchnorm import convert_sync_batchnorm
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+NCCL2 = "TORCH_DIST_USE_NCCL2"
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """Four visible GPUs, for torchrun's processes. Yields the list of devices made current."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv(NCCL2, "")  # so that it is removed afterwards
+    monkeypatch.delenv(NCCL2)
+    return visible_accelerators(monkeypatch, 4)
+
+
+def small_vit():
+    torch.manual_seed(0)
+    return torchvision.models.VisionTransformer(
+        image_size=16, patch_size=8, num_layers=3, num_heads=2, hidden_dim=8, mlp_dim=16
+    )
+
+
+def test_synchronized_buffers_are_not_broadcast():
+    """DistributedDataParallel would, before each forward pass, and they are the same already."""
+
+    def body(rank):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        plain = DistributedDataParallel(MicroBatches(model, 2))
+        synced = DistributedDataParallel(MicroBatches(convert_sync_batchnorm(model), 2))
+        return plain.will_sync_module_buffers(), synced.will_sync_module_buffers()
+
+    assert run_ranks(body, 2) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: ResNet20(10), 11),
+        (lambda: ResNet9(10), 7),
+        (torchvision.models.resnet50, 18),
+        (small_vit, 5),
+    ],
+    ids=["resnet20", "resnet9", "resnet50", "vit"],
+)
+def test_layers_run_in_order_and_hold_all_parameters(make, count):
+    model = make()
+    assert len(tasks.images.layers(model)) == count
+    modules = [module for module, _ in assign_layers(tasks.images.layers(model), [CPU])]
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
+    assert set(outside) <= {"class_token", "encoder.pos_embedding"}
+    order = []
+    for number, module in enumerate(modules):
+        module.register_forward_hook(lambda *_, number=number: order.append(number))
+    model.eval()(torch.randn(2, 3, 16, 16))
+    assert order == list(range(len(modules)))
+
+
+def test_stages_are_balanced():
+    layers, devices = tasks.images.layers(ResNet20(10)), ["a", "b", "c"]
+    for count in (1, 2, 3):
+        owners = [device for _, device in assign_layers(layers, devices[:count])]
+        assert owners == sorted(owners) and set(owners) == set(devices[:count])
+    sizes = {}
+    for module, device in assign_layers(layers, devices[:2]):
+        sizes[device] = sizes.get(device, 0) + sum(p.numel() for p in module.parameters())
+    weights = [sum(p.numel() for m in parts for p in m.parameters()) for _, parts in layers]
+    best = min(max(sum(weights[:cut]), sum(weights[cut:])) for cut in range(1, 11))
+    assert max(sizes.values()) == best
+
+
+def test_stages_may_be_set_by_hand():
+    layers, devices = tasks.images.layers(ResNet20(10)), ["a", "b", "c"]
+    owners = [device for _, device in assign_layers(layers, devices, "2,8,1")]
+    assert owners == ["a"] * 3 + ["b"] * 8 + ["c"]  # the first layer has two modules
+    for split in ("2,9", "2,8,2", "0,10,1", "a,b,c"):
+        with pytest.raises(UserError, match=r"must be 3 positive numbers that add up to .* 11 lay"):
+            assign_layers(layers, devices, split)
+
+
+def test_module_of_two_layers_stays_with_the_first():
+    """As an embedding whose weight is also that of the last layer."""
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    layers = [(shared, [shared]), (other, [other]), (shared, [shared])]
+    assert assign_layers(layers, ["a", "b", "c"]) == [(shared, "a"), (other, "b")]
+
+
+def test_models_that_cannot_be_split_are_refused():
+    with pytest.raises(UserError, match="11 layers cannot be split into 12 stages"):
+        assign_layers(tasks.images.layers(ResNet20(10)), list(range(12)))
+    with torch.device("meta"):
+        model = torchvision.models.vgg11()
+    with pytest.raises(UserError, match="the order of the layers of a VGG is unknown"):
+        tasks.images.layers(model)
+
+
+def test_compiled_models_are_refused(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        load_config(Config, StagesSettings, ["--compile=default"])
+    text = "a compiled model cannot be split into stages: pass --compile none"
+    assert text in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("make", [small_vit, torchvision.models.resnet18])
+def test_activations_follow_the_layers(make):
+    """Meta tensors stand in for a second GPU: an operation on both devices would raise."""
+    model, images = make(), torch.randn(2, 3, 16, 16)
+    expected = model.eval()(images)
+    layers = tasks.images.layers(model)
+    torch.testing.assert_close(place_stages(model, layers, [CPU, CPU, CPU], "")(images), expected)
+    model = make().eval()
+    outputs = place_stages(model, tasks.images.layers(model), [CPU, META], "")(images)
+    assert outputs.device == META and outputs.shape == expected.shape
+    assert {parameter.device for parameter in model.parameters()} == {CPU, META}
+
+
+class Masked(nn.Module):
+    """Its second layer takes two tensors, one of them by name, and it has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Bilinear(3, 3, 2)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.scale, input2=x)
+
+
+def test_no_layer_visits_the_first_device_and_all_inputs_follow():
+    """A model that is too large for one device must not be moved there; `meta` keeps no values."""
+    model = Masked()
+    layers = [(None, [model.first]), (None, [model.second])]
+    before = model.second.weight.clone()
+    model = place_stages(model, layers, [META, CPU], "1,1")
+    assert model.first.weight.device == model.scale.device == META
+    assert model.second.weight.equal(before)
+    model = Masked()
+    model = place_stages(model, [(None, [model.first]), (None, [model.second])], [CPU, META], "1,1")
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+
+
+def test_micro_batches_add_up_to_the_batch():
+    images = torch.randn(7, 3)
+    for count, parts in ((1, [7]), (3, [3, 3, 1]), (7, [1] * 7), (9, [1] * 7)):
+        model, sizes = nn.Linear(3, 2), []
+        expected = model(images)
+        model.register_forward_hook(lambda _, x, y, sizes=sizes: sizes.append(len(x[0])))
+        torch.testing.assert_close(MicroBatches(model, count)(images), expected)
+        assert sizes == parts
+
+
+def test_device_names_without_a_gpu(monkeypatch):
+    visible_accelerators(monkeypatch, 0)
+    assert get_devices() == [CPU, CPU]
+    assert get_devices("cpu,cpu,cpu") == [CPU] * 3
+    for wrong in ("cpu,tpu", "meta", "cpu,", "", "cuda:-1,cpu"):
+        with pytest.raises(UserError, match="is not a device of this PyTorch"):
+            get_devices(wrong)
+    with pytest.raises(UserError, match=r"cuda,cuda with 1 processes needs 2 .* 0 are visible"):
+        get_devices("cuda,cuda")
+
+
+def test_each_process_gets_gpus_of_its_own(monkeypatch, four_gpus):
+    cuda = [torch.device("cuda", i) for i in range(4)]
+    assert get_devices() == cuda
+    assert get_devices("cuda,cuda") == get_devices("cuda:0,cuda:1") == cuda[:2]
+    assert get_devices("cuda:1,cpu") == [cuda[1], CPU]
+    with pytest.raises(UserError, match="needs 5 GPUs, but 4 are visible"):
+        get_devices("cuda:4,cuda:0")
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for local_rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        expected = cuda[2 * local_rank :][:2]
+        assert get_devices() == get_devices("cuda,cuda") == expected
+        assert four_gpus[-1] == expected[0]
+    assert get_devices("cpu,cpu") == [CPU, CPU]
+    assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
+    with pytest.raises(UserError, match="with 2 processes needs 6 GPUs, but 4 are visible"):
+        get_devices("cuda,cuda,cuda")
+
+
+def test_task_takes_the_gpus_that_it_alone_sees(monkeypatch, four_gpus):
+    """As under srun --gpus-per-task=4."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match="with 2 processes needs 8 GPUs, but 4 are visible"):
+        get_devices("cuda,cuda,cuda,cuda")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert get_devices("cuda,cuda,cuda,cuda") == [torch.device("cuda", i) for i in range(4)]
+
+
+def test_nccl_is_not_bound_to_one_of_several_gpus(monkeypatch, four_gpus):
+    """DistributedDataParallel would refuse a model that is on other devices, too."""
+
+    def creator():
+        distributed_c10d.Backend._ensure_backend_registered("nccl")
+        return distributed_c10d.Backend._plugins["NCCL"].creator_fn.__name__
+
+    def body(rank, devices):
+        get_devices(devices)
+        return os.environ.get(NCCL2), creator() if newer else None
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")  # there is no launcher
+    newer = hasattr(distributed_c10d, "_create_nccl2_process_group")
+    names = ("_create_nccl_process_group", "_create_nccl2_process_group") if newer else [None] * 2
+    assert run_ranks(body, 1, "cuda,cuda") == [("0", names[0])]
+    assert run_ranks(body, 1, "cuda") == [("1", names[1])]
+
+
+def test_stages_of_two_kinds_are_refused_under_ddp(tmp_path):
+    def body(rank):
+        return assign_layers(tasks.images.layers(ResNet20(10)), [META, CPU])
+
+    assert len(body(0)) == 12
+    (error,) = run_ranks(body, 1)
+    assert isinstance(error, UserError) and "stages on GPUs only, or on CPUs only" in str(error)
+
+
+def test_one_process_runs_micro_batches(tmp_path):
+    """Nothing runs the model on a few blank images, which BatchNorm would refuse."""
+    flags = {"micro_batches": 2, "devices": "cpu,cpu", "synthetic_samples": 24, "epochs": 1}
+    run = fork_script("train_ddp_mp.py", 1, output_dir=tmp_path / "run", **flags)
+    assert (run.code, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags", "message"),
+    [
+        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 GPUs, but 0 are visible"),
+        ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
+    ],
+    ids=str,
+)
+def test_mistake_is_one_message(script, nproc, flags, message, tmp_path, monkeypatch):
+    visible_accelerators(monkeypatch, 0)
+    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)  # for local rank 0
+    run = fork_script(script, nproc, output_dir=tmp_path / "run", **flags)
+    assert run.code == 1 and message in run.stderr
+    assert "Traceback" not in run.stderr

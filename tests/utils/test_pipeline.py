@@ -1,0 +1,456 @@
+"""Pipeline parallelism: the stages compute what the whole model computes, in every schedule."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch import nn
+
+import tasks.images
+import tasks.segmentation
+from tasks.images.small_models import ResNet9, ResNet20, vit_tiny
+from tests.forked import (
+    FIVE_STEPS,
+    ROUNDING,
+    assert_resumes,
+    fork_script,
+    killed_at,
+    largest_difference,
+    same_bits,
+    without_seconds,
+)
+from tests.processes import run_ranks
+from tests.utils.test_tensor_parallel import drop_in_all_layers
+from utils.checkpoint_file import read_checkpoint
+from utils.config import Config, load_config
+from utils.errors import UserError
+from utils.optim import build_optimizer
+from utils.rungs.pipeline import (
+    SCHEDULES,
+    Pipeline,
+    PipelineSettings,
+    Stage,
+    check_layers,
+    set_single_replica,
+)
+
+
+@dataclass(frozen=True)
+class PipelineConfig(PipelineSettings, Config):
+    """What load_config() makes of both."""
+
+
+CPU = torch.device("cpu")
+VIT = {"model": "vit_tiny", "dtype": "float64", "lr": 0.1, "micro_batches": 3}
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: ResNet20(10), 11),
+        (lambda: ResNet9(10), 7),
+        (torchvision.models.resnet18, 10),
+        (lambda: vit_tiny(10, 32), 6),
+    ],
+    ids=["resnet20", "resnet9", "resnet18", "vit_tiny"],
+)
+def test_layers_run_in_order_and_hold_all_parameters_once(make, count):
+    torch.manual_seed(0)
+    model = make().eval()
+    stage = Stage(tasks.images.layers(model))
+    assert len(stage.functions) == count
+    ours, theirs = list(stage.parameters()), list(model.parameters())
+    assert len(ours) == len(theirs) and {*map(id, ours)} == {*map(id, theirs)}
+    assert len(list(stage.buffers())) == len(list(model.buffers()))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(stage(images), model(images)) and stage(images).is_contiguous()
+
+
+def test_models_of_unknown_order_are_refused():
+    with torch.device("meta"):
+        model = torchvision.models.vgg11()
+    with pytest.raises(UserError, match="the order of the layers of a VGG is unknown"):
+        tasks.images.layers(model)
+
+
+@pytest.mark.parametrize("package", [tasks.images, tasks.segmentation])
+def test_no_module_of_a_task_has_the_name_of_a_function(package):
+    """Its first import would replace the function: tasks.images.layers() could be called once."""
+    modules = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
+    functions = {"loss", "count", "measure", "summarize", "describe", "blocks", "layers"}
+    assert not modules & functions
+
+
+class Doubled(ResNet20):
+    def forward(self, images):
+        return 2 * super().forward(images)
+
+
+class Flattening(nn.Sequential):
+    def forward(self, images):
+        return self[1](self[0](images).flatten(1))
+
+
+class Averaging(torchvision.models.VisionTransformer):
+    def forward(self, images):
+        tokens = self._process_input(images)
+        tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        return self.heads(self.encoder(tokens).mean(1))
+
+
+class Named(nn.Sequential):
+    def forward(self, images):
+        return {"logits": super().forward(images)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Doubled(10),
+        lambda: Flattening(nn.Conv2d(3, 4, 8), nn.Linear(4, 10)),
+        lambda: Averaging(8, 4, 2, 2, 8, 16, num_classes=10),  # torchvision's has a head of zeros
+        lambda: Named(nn.Flatten(), nn.Linear(192, 10)),
+    ],
+    ids=["resnet", "sequential", "vit", "dict"],
+)
+def test_model_with_a_forward_of_its_own_is_refused(make):
+    """It looks like a sequence of layers whose order is known, and computes something else."""
+    torch.manual_seed(0)
+    model = make()
+    layers, images = tasks.images.layers(model), torch.randn(2, 3, 8, 8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UserError, match=f"the layers of the {type(model).__name__}, one after"):
+        check_layers(model, layers, images)
+    assert same_bits(before, dict(model.state_dict())) and model.training
+
+
+class Pair(nn.Sequential):
+    def forward(self, images):
+        return self[0](images), images
+
+
+def test_only_tensors_pass_from_stage_to_stage():
+    with pytest.raises(UserError, match=r"the inputs of this task are \{'image': float32 \(2, 3\)"):
+        build_pipeline(nn.Linear(3, 2), [], {"image": torch.zeros(2, 3)})
+    first = Pair(nn.Linear(3, 2))
+    last = nn.Flatten()
+    last.forward = lambda pair: pair[0]
+    model = nn.Sequential(first, last)
+    with pytest.raises(UserError, match="'tuple' object has no attribute 'contiguous'"):
+        check_layers(model, tasks.images.layers(model), torch.zeros(2, 3))
+
+
+def make_pipeline(**settings):
+    torch.manual_seed(0)
+    model = vit_tiny(10, 8).double()
+    nn.init.normal_(model.heads.head.weight)
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+    return build_pipeline(model, tasks.images.layers(model), images, **settings)
+
+
+def build_pipeline(model, layers, inputs, **settings):
+    """As train_pp.py does, for batches of 6 samples."""
+    cfg = PipelineConfig(global_batch_size=6, **settings)
+    loader = SimpleNamespace(dataset=range(2), examples=lambda indices: [(inputs, None)])
+    return Pipeline(model, layers, loader, CPU, cfg)
+
+
+def cross_entropy(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def test_each_rank_keeps_its_own_stages():
+    def body(rank):
+        pipelines = [make_pipeline(schedule=s, micro_batches=2) for s in SCHEDULES[1:3]]
+        return [[name for name, _ in p.module.named_parameters()] for p in pipelines]
+
+    ranks = run_ranks(body, 2)
+    names = [name for name, _ in vit_tiny(10, 8).named_parameters()]
+    for number, layers in enumerate((["0", "2"], ["2", "0"])):  # one stage per rank, and two
+        first, second = (rank[number] for rank in ranks)
+        assert sorted(first + second) == sorted(names)
+        assert "class_token" in first and "heads.head.weight" in second
+        for part, layer in zip((first, second), layers, strict=True):
+            assert f"encoder.layers.encoder_layer_{layer}.ln_1.weight" in part
+
+
+def test_gradients_are_clipped_by_the_norm_of_all_stages():
+    def gradients(model):
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def compare(max_norm):
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(6, 3, 8, 8, dtype=torch.float64, generator=generator)
+        labels = torch.arange(6)
+        pipeline = make_pipeline(micro_batches=3)
+        torch.manual_seed(0)
+        whole = vit_tiny(10, 8).double()
+        nn.init.normal_(whole.heads.head.weight)
+        outputs = whole(images)
+        (cross_entropy(outputs, labels) / 6).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+        ours = pipeline.step(images, labels, cross_entropy, 6)
+        torch.testing.assert_close(ours, outputs.detach())
+        pipeline.clip_grad_norm_(max_norm)
+        ours, theirs = gradients(pipeline.module), gradients(whole)
+        return largest_difference(ours, {name: theirs[name] for name in ours})
+
+    for differences in run_ranks(lambda rank: [compare(0.5), compare(1e6)], 2):
+        assert max(differences) < ROUNDING
+
+
+class Tied(nn.Module):
+    """A model whose first and last layers share their weight, as one module or under two names."""
+
+    def __init__(self, two_names):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if two_names:
+            self.output = nn.Linear(4, 5, bias=False)
+            self.output.weight = self.embedding.weight
+
+    def predict(self, hidden):
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+    def layers(self):
+        last = (self.output, [self.output]) if hasattr(self, "output") else None
+        return [
+            *((layer, [layer]) for layer in (self.embedding, self.first, self.second)),
+            last or (self.predict, [self.embedding]),
+        ]
+
+    def forward(self, tokens):
+        for function, _ in self.layers():
+            tokens = function(tokens)
+        return tokens
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize("two_names", [False, True], ids=["one name", "two names"])
+def test_parameter_of_two_stages_stays_tied(two_names, schedule):
+    """Its gradient is the sum of both uses, and the norm of all gradients has it once. With four
+    ranks, the last one holds nothing else."""
+    ranks = 4 if schedule == "GPipe" else 2
+
+    def train(wrap):
+        torch.manual_seed(0)
+        model = Tied(two_names).double()
+        whole = model if wrap is None else wrap(model)
+        cfg = PipelineConfig(lr=0.1, dtype="float64")
+        optimizer = build_optimizer(whole, cfg)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            tokens = torch.randint(5, (6,), generator=generator)
+            optimizer.zero_grad()
+            if wrap is None:
+                (cross_entropy(model(tokens), tokens) / 6).backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                assert norm > 0.2  # clipped
+            else:
+                whole.step(tokens, tokens, cross_entropy, 6)
+                whole.clip_grad_norm_(0.1)
+            optimizer.step()
+        return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+    def body(rank):
+        def wrap(model):
+            tokens = torch.tensor([1, 2])
+            options = {"schedule": schedule, "micro_batches": 6}
+            return build_pipeline(model, model.layers(), tokens, **options)
+
+        return train(wrap)
+
+    expected, stages = train(None), run_ranks(body, ranks)
+    assert set().union(*stages) == expected.keys()
+    for stage in stages:
+        for name, value in stage.items():
+            assert abs(value - expected[name]).max() < ROUNDING, name
+    copies = [stage["embedding.weight"] for stage in stages if "embedding.weight" in stage]
+    assert len(copies) == 2 and (copies[0] == copies[1]).all()
+
+
+def test_stage_without_trainable_parameters_is_refused():
+    def body(rank):
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        model[0].requires_grad_(False)  # as of a frozen backbone
+        build_pipeline(model.double(), tasks.images.layers(model), torch.zeros(2, 3).double())
+
+    for error in run_ranks(body, 2):
+        assert isinstance(error, UserError)
+        assert "rank 0 would hold no trainable parameters: start fewer processes" in str(error)
+
+
+def test_ranks_draw_different_random_numbers_in_each_step():
+    """With the same seed, they would drop the same elements in different layers."""
+
+    def body(rank):
+        pipeline, seeds = make_pipeline(micro_batches=3), []
+        for _ in range(2):
+            torch.manual_seed(5)  # as the loader does, alike on all ranks
+            images, labels = torch.zeros(6, 3, 8, 8).double(), torch.zeros(6, dtype=int)
+            pipeline.step(images, labels, cross_entropy, 6)
+            seeds.append(torch.initial_seed())
+        return seeds
+
+    (first, again), (second, _) = run_ranks(body, 2)
+    assert first == again and first != second
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batches": 6, "schedule": "Interleaved1F1B"}, "6 layers cannot be cut into 8 st"),
+        ({"micro_batches": 2, "schedule": "1F1B"}, "--schedule 1F1B on 4 ranks: .*2.*4"),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_fit_are_named(settings, message):
+    for error in run_ranks(lambda rank: make_pipeline(**settings), 4):
+        assert isinstance(error, UserError)
+        with pytest.raises(UserError, match=message):
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--no-save-sharded"], "a pipeline needs --save-sharded and --compile none"),
+        (["--compile=default"], "a pipeline needs --save-sharded and --compile none"),
+        (
+            ["--global-batch-size=6", "--micro-batches=4"],
+            "global_batch_size 6 cannot be divided into 4 equal micro-batches",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_are_refused(flags, message, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        load_config(Config, PipelineSettings, flags)
+    assert message in capfd.readouterr().err
+
+
+def test_all_ranks_see_all_batches():
+    from utils import distributed
+
+    def body(rank):
+        set_single_replica()
+        return distributed.dp_rank(), distributed.dp_world_size()
+
+    assert run_ranks(body, 3) == [(0, 1)] * 3
+
+
+# Runs
+
+
+def weights(run):
+    assert (run.code, run.stderr) == (0, "")
+    return read_checkpoint(run.output_dir / "last.pt")["model"]
+
+
+CLIPPED = FIVE_STEPS | VIT | {"synthetic_samples": 54, "clip_norm": 0.5}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    flags = {name: value for name, value in CLIPPED.items() if name != "micro_batches"}
+    return fork_script("train_1gpu.py", output_dir=tmp_path_factory.mktemp("1gpu") / "run", **flags)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_trains_the_same_weights(schedule, reference, tmp_path):
+    flags = CLIPPED | {"schedule": schedule, "micro_batches": 4}
+    run = fork_script("train_pp.py", 2, output_dir=tmp_path / "run", **flags)
+    assert largest_difference(weights(run), weights(reference)) < ROUNDING
+    for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
+        assert row.pop("world_size") == 2 and other.pop("world_size") == 1
+        assert row == pytest.approx(other, rel=ROUNDING)
+    count = 2 if schedule in SCHEDULES[:2] else 4
+    sizes = {2: "3, 3", 4: "1, 2, 1, 2"}[count]
+    text = f"ranks: 2 = 1 data x 2 pipeline, {count} stages of {sizes} layers\nmodel: Vision"
+    assert run.stdout.startswith(text)
+    (whole,) = re.findall(r"model: .*trainable parameters", reference.stdout)
+    assert whole in run.stdout  # not what rank 0 holds
+
+
+def test_batchnorm_sees_each_batch_once(tmp_path):
+    """Also the first one, from which PyTorch infers the shapes of the activations."""
+    flags = FIVE_STEPS | {"dtype": "float64"}
+    reference = fork_script("train_1gpu.py", output_dir=tmp_path / "reference", **flags)
+    flags |= {"schedule": "GPipe", "micro_batches": 1}
+    run = fork_script("train_pp.py", 3, output_dir=tmp_path / "run", **flags)
+    assert largest_difference(weights(run), weights(reference)) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags"),
+    [
+        (2, {"optimizer": "adamw", "lr": 0.001, "clip_norm": 0.5, "audit": True}),
+        (3, {"model": "resnet20", "schedule": "Interleaved1F1B", "micro_batches": 3}),
+    ],
+    ids=str,
+)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(nproc, flags, tmp_path):
+    assert_resumes(tmp_path, "train_pp.py", nproc, **VIT | {"dtype": "float32"} | flags)
+
+
+def test_dropout_continues_after_a_resume(tmp_path):
+    flags = FIVE_STEPS | VIT
+
+    def kill():
+        drop_in_all_layers()
+        killed_at(1, 3)()
+
+    straight, dead = (
+        fork_script("train_pp.py", 2, before, output_dir=tmp_path / before.__name__, **flags)
+        for before in (drop_in_all_layers, kill)
+    )
+    assert dead.code == -9
+    resumed = fork_script("train_pp.py", 2, drop_in_all_layers, output_dir=dead.output_dir, **flags)
+    assert "from epoch 1, step 2" in resumed.stdout
+    assert same_bits(weights(resumed), weights(straight))
+
+
+def test_run_moves_between_scripts(tmp_path):
+    flags = FIVE_STEPS | VIT | {"epochs": 3}
+    flags.pop("micro_batches")
+    reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)
+    flags |= {"output_dir": tmp_path / "moved"}
+    legs = [
+        ("train_1gpu.py", None, (0, 2), {}),
+        ("train_pp.py", 2, (1, 2), {"micro_batches": 3}),
+        ("train_ddp.py", 2, (1, 4), {}),
+        ("train_pp.py", 3, (2, 2), {"schedule": "Interleaved1F1B", "micro_batches": 6}),
+        ("train_mp.py", None, None, {"micro_batches": 6}),
+    ]
+    for script, nproc, end, others in legs:
+        run = fork_script(script, nproc, end and killed_at(*end), **flags | others)
+        assert run.code == (-9 if end else 0), run.stderr
+    assert largest_difference(weights(run), weights(reference)) < ROUNDING
+    for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
+        assert row | {"world_size": 1} == pytest.approx(other, rel=ROUNDING)
+
+
+def test_weights_of_any_stage_that_are_not_finite_are_never_saved(tmp_path):
+    def spoil():
+        import utils.rungs.pipeline
+
+        real = utils.rungs.pipeline.Pipeline.step
+
+        def step(pipeline, *arguments):
+            outputs = real(pipeline, *arguments)
+            if dist.get_rank() == 1:
+                next(pipeline.parameters()).data.fill_(float("nan"))
+            return outputs.nan_to_num()
+
+        utils.rungs.pipeline.Pipeline.step = step
+
+    run = fork_script("train_pp.py", 2, spoil, output_dir=tmp_path / "run", **FIVE_STEPS | VIT)
+    assert run.code == 1 and "the model is no longer finite" in run.stderr
+    assert not os.path.exists(tmp_path / "run" / "last.pt")

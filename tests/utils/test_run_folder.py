@@ -1,0 +1,192 @@
+"""The output folder: one run at a time, and what --resume never does to an earlier one."""
+
+import errno
+import fcntl
+import os
+import re
+import time
+
+import pytest
+
+from tests.forked import FORK
+from tests.processes import run_ranks
+from tests.utils.test_checkpoint import checkpointer, make_state, outcome, save
+from utils.config import Config
+from utils.errors import PeerError, UserError
+from utils.run_folder import lock_folder, lock_output_dir, write_text
+
+
+def start(folder, resume="auto"):
+    """What a script does when it starts. Returns the epochs done."""
+    lock_folder(folder, resume)
+    return checkpointer(folder, resume=resume).load()
+
+
+def test_started_over_run_keeps_the_files_of_the_one_before(tmp_path):
+    save(tmp_path, make_state())
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "previous-epoch-0012.pt").touch()
+    assert start(tmp_path) == 1
+    assert start(tmp_path, "never") == 0
+    (aside,) = tmp_path.glob("previous-*")
+    names = {"last.pt", "epoch-0001.pt", "metrics.jsonl", "previous-epoch-0012.pt"}
+    assert names <= set(os.listdir(aside))
+    assert not (tmp_path / "last.pt").exists() and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch):
+    """As after someone has deleted the checkpoints to free space."""
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
+    lock_folder(tmp_path, "auto")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    lock_folder(tmp_path, "always")  # which fails without a checkpoint
+    assert (tmp_path / "metrics.jsonl").exists()
+    lock_folder(tmp_path, "auto")
+    (kept,) = tmp_path.glob("previous-*/metrics.jsonl")
+    assert kept.read_text() == "{}" and not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "metrics.jsonl").touch()  # as a run does that is about to start
+    lock_folder(tmp_path, "auto")
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_settings_that_a_person_wrote_are_kept(tmp_path, capsys):
+    """--config may be a file in the output folder, in which a run writes a config.yaml."""
+    path = tmp_path / "config.yaml"
+    path.write_text(Config().dump())
+    lock_folder(tmp_path, "auto")
+    assert capsys.readouterr().err == "" and path.exists()
+    path.write_text("lr: 0.1  # not 0.2: it diverges\n")
+    lock_folder(tmp_path, "auto")
+    (kept,) = tmp_path.glob("config-*.yaml")
+    assert "it diverges" in kept.read_text() and str(kept) in capsys.readouterr().err
+
+
+def test_two_starts_in_one_second_keep_both_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "previous-20261126-000000")
+    for text in ("first", "second"):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        lock_folder(tmp_path, "never")
+    found = {path.read_text() for path in tmp_path.glob("previous-*/metrics.jsonl")}
+    assert found == {"first", "second"}
+
+
+def test_two_configs_of_one_second_are_both_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "config-20261126-000000.yaml")
+    for text in ("lr: 0.1  # first", "lr: 0.1  # second"):
+        (tmp_path / "config.yaml").write_text(text)
+        lock_folder(tmp_path, "auto")
+    kept = [path.read_text() for path in tmp_path.glob("config-*.yaml")]
+    assert sorted(kept) == ["lr: 0.1  # first", "lr: 0.1  # second"]
+
+
+def test_text_is_on_the_disk_or_the_file_stays_as_it_was(tmp_path, monkeypatch):
+    """A file that a power failure has emptied would be taken for one without rows."""
+    flushed, path = [], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    write_text(path, "one")
+    assert flushed == [3] and path.read_text() == "one"
+
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: Input/output error"):
+        write_text(path, "two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_main_process_claims_the_folder_for_all(tmp_path):
+    def body(rank, name):
+        return outcome(lambda: lock_output_dir(Config(output_dir=str(tmp_path / name))))
+
+    assert run_ranks(body, 2, "run") == [(None, "")] * 2
+    (tmp_path / "file").touch()
+    assert [kind for kind, _ in run_ranks(body, 2, "file")] == [UserError, PeerError]
+
+
+@pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_restarted_job_resumes_even_a_run_that_started_over(count, tmp_path, monkeypatch):
+    """--resume never under --max-restarts or --requeue: a restart is part of the same job."""
+    assert start(tmp_path, "never") == 0
+    save(tmp_path, make_state())
+    monkeypatch.setenv(count, "1")
+    assert start(tmp_path, "never") == 1
+    monkeypatch.setenv(count, "0")
+    assert start(tmp_path, "never") == 0
+
+
+def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
+    """As with --output-dir . --resume never in someone's project."""
+    theirs = ("thesis.tex", "draft.tmp", "weights.pt", "epochs.txt", ".git/HEAD")
+    (tmp_path / ".git").mkdir()
+    for name in theirs:
+        (tmp_path / name).write_text("theirs")
+    save(tmp_path, make_state(), is_best=True)
+    ours = {path.name for path in tmp_path.glob("*.pt")} - {"weights.pt"}
+    killed = ("epoch-0002.pt.tmp", "metrics.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
+    for name in killed:
+        (tmp_path / name).write_text("of a killed run")
+    lock_folder(tmp_path, "never")
+    assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
+    assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
+    assert not any((tmp_path / name).exists() for name in killed)
+
+
+def test_one_run_per_folder(tmp_path):
+    claimed = FORK.Event()
+
+    def other_run():
+        lock_folder(tmp_path, "auto")
+        claimed.set()
+        time.sleep(60)
+
+    process = FORK.Process(target=other_run)
+    process.start()
+    assert claimed.wait(30)
+    with pytest.raises(UserError, match=rf"process {process.pid} on \S+ is writing to"):
+        lock_folder(tmp_path, "auto")
+    process.kill()
+    process.join()
+    lock_folder(tmp_path, "auto")
+
+
+def test_folder_that_cannot_be_created(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Not a directory"):
+        lock_folder(tmp_path / "file" / "run", "auto")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, capsys):
+    """Such as Lustre without the mount option flock."""
+
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_folder(tmp_path / "run", "auto")
+    assert re.fullmatch(
+        rf"warning: the file system of .*/run has no locks \({os.strerror(number)}\): make sure "
+        "that no other run uses this --output-dir\n",
+        capsys.readouterr().err,
+    )
+
+
+def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Input/output error"):
+        lock_folder(tmp_path / "run", "auto")
+
+
+def test_text_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left"):
+        write_text(tmp_path / "metrics.jsonl", "{}")
+    assert not list(tmp_path.iterdir())

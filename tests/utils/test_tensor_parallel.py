@@ -1,0 +1,370 @@
+"""Tensor parallelism: together, the ranks' slices of a ViT's blocks compute the whole blocks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import tasks.images
+from tasks.images.models import build_classifier
+from tasks.images.small_models import ResNet20, vit_tiny
+from tests.forked import (
+    FIVE_STEPS,
+    ROUNDING,
+    assert_resumes,
+    fork_script,
+    killed_at,
+    largest_difference,
+    without_seconds,
+)
+from tests.processes import run_ranks
+from utils.checkpoint_file import read_checkpoint
+from utils.errors import UserError
+from utils.rungs.tensor_parallel import (
+    clip_grad_norm_,
+    divide_layers,
+    dropout_mask,
+    head_order,
+    init_mesh,
+)
+
+CPU = torch.device("cpu")
+VIT = {"model": "vit_tiny", "dtype": "float64"}
+DROP = FIVE_STEPS | VIT | {"lr": 0.1, "epochs": 1}
+ADAMW = {"optimizer": "adamw", "lr": 0.001}
+
+
+def make_pair(dropout=0.0, attention_dropout=0.0):
+    """A ViT with random weights, and a copy of it that is split over all ranks."""
+    torch.manual_seed(0)
+    whole = vit_tiny(10, image_size=8).double()
+    nn.init.normal_(whole.heads.head.weight)  # zeros would leave the layers before without gradient
+    for module in whole.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = attention_dropout
+            nn.init.normal_(module.in_proj_bias)
+    split = copy.deepcopy(whole)
+    divide(split)
+    return whole, split
+
+
+def divide(model):
+    """As train_tp.py does."""
+    mesh = init_mesh(CPU, data=1)["tensor"]
+    divide_layers(tasks.images.tensor_parallel_plan(model, mesh.size()), mesh)
+
+
+def whole_tensors(model, gradients=False):
+    """{name: full tensor} of parameters or their gradients, rows in PyTorch's order."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+            if "in_proj" in name:
+                attention = model.get_submodule(name.rpartition(".")[0])
+                tensor = tensor[head_order(attention).argsort()]
+        tensors[name] = tensor
+    return tensors
+
+
+def test_split_model_computes_the_whole_one():
+    """Also with dropout: the ranks draw the masks of a run on one rank, and keep their parts."""
+
+    def compare(dropouts):
+        models, results = make_pair(*dropouts), []
+        assert largest_difference(*map(whole_tensors, models)) == 0
+        torch.manual_seed(1)
+        images = torch.randn(5, 3, 8, 8, dtype=torch.float64)
+        for model in models:
+            torch.manual_seed(2)
+            outputs = model(images)
+            outputs.square().sum().backward()
+            results.append((outputs, whole_tensors(model, gradients=True)))
+            model.eval()
+            results[-1] += (model(images),)
+        (outputs, gradients, evaluated), (others, other_gradients, other_evaluated) = results
+        torch.testing.assert_close(outputs, others)
+        torch.testing.assert_close(evaluated, other_evaluated)
+        return largest_difference(gradients, other_gradients)
+
+    def body(rank):
+        return max(compare(dropouts) for dropouts in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.3)))
+
+    for difference in run_ranks(body, 2):
+        assert difference < ROUNDING
+
+
+def test_each_rank_holds_its_slices():
+    def body(rank):
+        whole, split = make_pair()
+        block, local = split.encoder.layers[0], {}
+        for name, parameter in block.named_parameters():
+            tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            full = whole.encoder.layers[0].get_parameter(name)
+            local[name] = full.numel() / tensor.numel()
+        return local
+
+    for local in run_ranks(body, 4):
+        sliced = {name for name, part in local.items() if part == 4}
+        assert sliced == {
+            "self_attention.in_proj_weight",
+            "self_attention.in_proj_bias",
+            "self_attention.out_proj.weight",
+            "mlp.0.weight",
+            "mlp.0.bias",
+            "mlp.3.weight",
+        }
+        assert {part for name, part in local.items() if name not in sliced} == {1}
+
+
+def test_masks_differ_between_slices_and_agree_with_the_whole():
+    def body(rank):
+        mesh = init_mesh(CPU, data=1)["tensor"]
+        torch.manual_seed(3)
+        mask = dropout_mask(torch.zeros(2, 3), -1, 0.5, mesh)
+        return mask, torch.rand(1)
+
+    (first, after), (second, also_after) = run_ranks(body, 2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.cat([first, second], 1), nn.functional.dropout(torch.ones(2, 6), 0.5))
+    assert torch.equal(after, also_after) and torch.equal(after, torch.rand(1))
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
+    def compare(max_norm):
+        whole, split = make_pair()
+        images = torch.randn(5, 3, 8, 8, dtype=torch.float64, generator=torch.manual_seed(1))
+        for model in (whole, split):
+            model(images).square().sum().backward()
+            model.class_token.grad = None  # as of a frozen parameter
+        nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+        clip_grad_norm_(split.parameters(), max_norm)
+        pair = [whole_tensors(model, gradients=True) for model in (whole, split)]
+        assert all(gradients.pop("class_token") is None for gradients in pair)
+        return largest_difference(*pair)
+
+    for clipped, unchanged in run_ranks(lambda rank: [compare(1.0), compare(1e6)], 2):
+        assert clipped < ROUNDING and unchanged < ROUNDING
+
+
+def test_models_that_cannot_be_split_are_refused():
+    plan = tasks.images.tensor_parallel_plan
+    with pytest.raises(UserError, match=r"a ResNet20 has no transformer .* --model vit_tiny"):
+        plan(ResNet20(10), 2)
+    model = vit_tiny(10, image_size=8)
+    text = r"4 attention heads and {} MLP columns cannot both be divided evenly among {} ranks"
+    with pytest.raises(UserError, match=text.format(128, 3)):
+        plan(model, 3)
+    model.encoder.layers[1].mlp[0] = nn.Linear(64, 127)
+    with pytest.raises(UserError, match=text.format(127, 2)):
+        plan(model, 2)
+    with pytest.raises(UserError, match=r"tensor_parallel_plan\(\) names no module to divide"):
+        divide_layers([], mesh=None)
+
+
+def test_all_ranks_get_the_same_bits_of_cudnn():
+    """For the layers that each of them computes whole."""
+
+    def body(rank):
+        cudnn = torch.backends.cudnn
+        cudnn.benchmark = True  # --cudnn-benchmark
+        divide(vit_tiny(10, image_size=8))
+        return cudnn.deterministic, cudnn.benchmark
+
+    assert run_ranks(body, 2) == [(True, False)] * 2
+
+
+def test_frozen_weights_stay_frozen():
+    def body(rank):
+        model = vit_tiny(10, image_size=8).requires_grad_(False)
+        divide(model)
+        return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    assert run_ranks(body, 2) == [[], []]
+
+
+def test_mesh_divides_batches_along_one_dimension(capfd):
+    def body(rank):
+        mesh = init_mesh(CPU, data=2)
+        return mesh["data"].size(), mesh.get_local_rank("data"), mesh["tensor"].size()
+
+    assert run_ranks(body, 4) == [(2, 0, 2), (2, 0, 2), (2, 1, 2), (2, 1, 2)]
+    assert capfd.readouterr().out == "ranks: 4 = 2 data x 2 tensor\n"
+
+
+# Runs
+
+
+@pytest.mark.parametrize("model", ["resnet20", "vit_tiny"])
+def test_mistake_is_one_message(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)
+    run = fork_script("train_tp.py", 3, output_dir=tmp_path / "run", model=model)
+    assert run.code == 1 and run.stderr.count("error") == 1 and "Traceback" not in run.stderr
+    assert {"resnet20": "has no transformer blocks", "vit_tiny": "among 3 ranks"}[
+        model
+    ] in run.stderr
+
+
+def test_run_says_what_the_ranks_do(tmp_path):
+    run = fork_script("train_tp.py", 2, output_dir=tmp_path / "run", epochs=1, **VIT)
+    assert (run.code, run.stderr) == (0, "")
+    assert run.stdout.startswith("ranks: 2 = 1 data x 2 tensor\nmodel: VisionTransformer, 138,954 ")
+    assert "batch: 12 = 1 replicas x 12 on cpu" in run.stdout
+    (row,) = run.rows
+    assert (row["world_size"], row["train_samples"], row["val_samples"]) == (2, 96, 24)
+
+
+def drop_in_all_layers():
+    """For fork_script(before=...): dropout everywhere in the ViT."""
+    import tasks.images.small_models
+
+    real = tasks.images.small_models.vit_tiny
+
+    def build(num_classes, image_size):
+        model = real(num_classes, image_size)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.1
+        return model
+
+    tasks.images.small_models.vit_tiny = build
+
+
+@pytest.fixture(scope="module")
+def without_dropout(tmp_path_factory):
+    run = fork_script("train_1gpu.py", output_dir=tmp_path_factory.mktemp("plain") / "run", **DROP)
+    return read_checkpoint(run.output_dir / "last.pt")["model"]
+
+
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        [("train_1gpu.py", None, {}), ("train_tp.py", 2, {})],
+        [("train_ddp.py", 2, {}), ("train_fsdp_tp.py", 4, {"fsdp_size": 2})],
+    ],
+    ids=["tp", "fsdp_tp"],
+)
+def test_dropout_is_that_of_a_run_with_one_rank_per_replica(scripts, without_dropout, tmp_path):
+    runs = [
+        fork_script(name, nproc, drop_in_all_layers, output_dir=tmp_path / name, **DROP | sizes)
+        for name, nproc, sizes in scripts
+    ]
+    assert [run.stderr for run in runs] == ["", ""]
+    ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
+    assert largest_difference(ours, theirs) < ROUNDING
+    assert largest_difference(without_dropout, theirs) > 1e-4
+
+
+def add_batchnorm():
+    """For fork_script(before=...): BatchNorm behind the ViT's first convolution."""
+    import tasks.images.small_models
+
+    real = tasks.images.small_models.vit_tiny
+
+    def build(num_classes, image_size):
+        model = real(num_classes, image_size)
+        model.conv_proj = nn.Sequential(model.conv_proj, nn.BatchNorm2d(model.hidden_dim))
+        return model
+
+    tasks.images.small_models.vit_tiny = build
+
+
+def test_batchnorm_counts_the_samples_of_a_replica_once(tmp_path):
+    """Its unbiased variance depends on their number."""
+    runs = [
+        fork_script(name, nproc, add_batchnorm, output_dir=tmp_path / name, **DROP | sizes)
+        for name, nproc, sizes in (
+            ("train_1gpu.py", None, {}),
+            ("train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        )
+    ]
+    assert [run.stderr for run in runs] == ["", ""]
+    ours, theirs = (read_checkpoint(run.output_dir / "last.pt")["model"] for run in runs)
+    assert "conv_proj.1.running_var" in ours
+    assert largest_difference(ours, theirs) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "flags"),
+    [
+        ("train_tp.py", 2, {"clip_norm": 0.5} | ADAMW),
+        ("train_tp.py", 2, {"save_sharded": True, "audit": True}),
+        pytest.param(
+            "train_fsdp_tp.py",
+            4,
+            {"clip_norm": 0.5, "save_sharded": True, "audit": True} | ADAMW,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flags, tmp_path):
+    sizes = {"fsdp_size": 2} if script == "train_fsdp_tp.py" else {}
+    assert_resumes(tmp_path, script, nproc, model="vit_tiny", epochs=1, **sizes, **flags)
+
+
+def test_bfloat16_and_offload_differ_by_rounding(tmp_path):
+    flags = FIVE_STEPS | {"model": "vit_tiny", "lr": 0.1, "epochs": 1, "fsdp_size": 1}
+    lower = flags | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}
+    full, mixed = (
+        fork_script("train_fsdp_tp.py", 2, output_dir=tmp_path / name, **settings)
+        for name, settings in (("full", flags), ("mixed", lower))
+    )
+    assert (full.stderr, mixed.stderr) == ("", "")
+    assert 0 < abs(mixed.rows[0]["train_loss"] / full.rows[0]["train_loss"] - 1) < 2**-5
+    model = read_checkpoint(mixed.output_dir / "last.pt")["model"]
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_run_moves_between_scripts(tmp_path):
+    flags = FIVE_STEPS | VIT | {"epochs": 3, "lr": 0.1}
+    reference = fork_script("train_1gpu.py", output_dir=tmp_path / "straight", **flags)
+    flags |= {"output_dir": tmp_path / "moved"}
+    legs = [
+        ("train_1gpu.py", None, (0, 2), {}),
+        ("train_tp.py", 2, (1, 2), {}),
+        ("train_ddp.py", 2, (1, 4), {}),
+        ("train_tp.py", 4, (2, 1), {"save_sharded": True}),
+        ("train_fsdp_tp.py", 4, (2, 2), {"fsdp_size": 2}),
+        ("train_fsdp.py", 2, (2, 3), {"save_sharded": True}),
+        ("train_fsdp_tp.py", 4, (2, 4), {"fsdp_size": 2, "save_sharded": True}),
+        ("train_mp.py", None, None, {}),
+    ]
+    for script, nproc, end, others in legs:
+        run = fork_script(script, nproc, end and killed_at(*end), **flags | others)
+        assert run.code == (-9 if end else 0), run.stderr
+    ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (run, reference))
+    assert largest_difference(ours["model"], theirs["model"]) < ROUNDING
+    for row, other in zip(without_seconds(run.rows), without_seconds(reference.rows), strict=True):
+        assert row | {"world_size": 1} == pytest.approx(other, rel=ROUNDING)
+
+
+def test_ranks_with_other_seeds_are_refused(tmp_path):
+    """The slices would come from rank 0; layers that all ranks hold, such as LayerNorm, differ."""
+
+    def reseed():
+        real = torch.manual_seed
+        torch.manual_seed = lambda seed: real(seed + dist.get_rank())
+
+    run = fork_script("train_tp.py", 2, reseed, output_dir=tmp_path / "run", **FIVE_STEPS | VIT)
+    assert run.code == 1 and "the ranks no longer hold the same model" in run.stderr
+
+
+def test_build_model_is_not_changed_by_the_split():
+    """The file's names are those of build_model()."""
+    cfg = tasks.images.Settings(model="vit_tiny", image_size=8)
+    names = build_classifier(cfg, 10).state_dict().keys()
+
+    def body(rank):
+        return list(make_pair()[1].state_dict())
+
+    assert run_ranks(body, 2) == [list(names)] * 2
