@@ -17,7 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, available_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-    os.sched_setaffinity(0, cores[number * share :][:share] or cores)
+    first = number * share % len(cores)
+    os.sched_setaffinity(0, cores[first:][:share])
 
 
 def pytest_configure(config):
@@ -28,9 +29,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """For `-n auto`: one process per core; most tests wait for processes that they start."""
+    """For `-n auto`: one process per core, and four on two or three cores, where tests wait half of
+    the time for processes that start or end."""
     count = available_cores()
-    return count if count > 1 else 0
+    return max(count, 4) if count > 1 else 0
 
 
 @pytest.fixture(autouse=True)
