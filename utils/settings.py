@@ -119,6 +119,11 @@ def _check_fields(kind, types):
     for cls in kind.__mro__:
         if get_annotations(cls) and "__dataclass_params__" not in vars(cls):
             raise ConfigError(f"the class {cls.__name__} needs the line @dataclass(frozen=True)")
+        for name in sorted(types.keys() & vars(cls).keys() - get_annotations(cls).keys()):
+            raise ConfigError(
+                f"{name} of the class {cls.__name__} needs its type, or it sets nothing: "
+                f"{name}: {types[name].__name__} = {vars(cls)[name]!r}"
+            )
     for f in fields(kind):
         known_type = types[f.name] in (bool, int, float, str)
         if not known_type or rules_of(kind, f.name)["help"] is None:
@@ -193,7 +198,7 @@ def _hint(text, kind, argv):
 
 
 def _closest(name, names):
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

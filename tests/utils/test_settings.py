@@ -226,13 +226,20 @@ def test_names_that_other_trainers_use():
         assert_refused([flag, "1"], flag, f"--{ours.replace('_', '-')}", kind=Config)
 
 
+def test_setting_that_is_gone_leads_to_none_with_a_different_meaning():
+    with pytest.raises(ConfigError, match="--per-process-batch-size=8") as error:
+        parse_settings(Config, ["--per-process-batch-size=8"])
+    assert "did you mean" not in str(error.value)
+
+
 def test_flag_is_checked_even_where_the_file_is_right(yaml_file):
     assert_refused([yaml_file("loaves: 2"), "--loaves=x"], "--loaves: loaves must be a whole")
     assert_refused([yaml_file("haet: 2"), "--loaves=3"], "a.yaml:1: unknown key 'haet'")
 
 
 def test_field_that_cannot_be_set_is_named():
-    """Its type or its declaration, and a class that is no dataclass, which would have no effect."""
+    """Its type or its declaration, and what would have no effect: a class that is no dataclass,
+    and a default without a type."""
 
     @dataclass(frozen=True)
     class Plain(Base):
@@ -245,10 +252,17 @@ def test_field_that_cannot_be_set_is_named():
     class Forgotten(Base):
         loaves: int = setting(3, "how many")
 
+    @dataclass(frozen=True)
+    class Untyped(Base):
+        loaves = 3
+
     for kind in (Plain, Maybe):
         text = f"crumbs of the class {kind.__name__} must be declared as a setting of type bool,"
         assert_refused([], text, kind=kind)
     assert_refused([], "the class Forgotten needs the line @dataclass(frozen=True)", kind=Forgotten)
+    assert_refused(
+        [], "loaves of the class Untyped needs its type", "loaves: int = 3", kind=Untyped
+    )
 
 
 def test_field_that_is_declared_again_keeps_its_rules():
