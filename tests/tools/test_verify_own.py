@@ -8,6 +8,7 @@ import pytest
 from tests.docs.test_own_task import blocks
 from tools.copy import texts
 from tools.lib.ladder import ROOT
+from tools.lib.prune import GUARDS, without
 from tools.verify.own import ACCUMULATED, CannotVerify, merge, own_task, parse_flags, verify_own
 
 SETTINGS = ["--optimizer", "adamw", "--lr=3e-3"]
@@ -79,12 +80,14 @@ def test_flags_of_a_script():
     }
 
 
-def test_accumulation_is_merged_into_an_edited_script():
-    base, accumulated = ROOT / "train_ddp.py", ROOT / ACCUMULATED
+@pytest.mark.parametrize("guards", [[], [*GUARDS]])
+def test_accumulation_is_merged_into_an_edited_script(guards):
+    """Also into one of a plain copy."""
+    names = "train_ddp.py", ACCUMULATED
+    files = without({name: (ROOT / name).read_bytes() for name in names}, guards)
+    base, accumulated = (files[name].decode() for name in names)
     edit = "build_optimizer(model, cfg)", "torch.optim.SGD(model.parameters(), cfg.lr)"
-    merged = merge(base.read_text().replace(*edit), base, accumulated)
-    assert merged == accumulated.read_text().replace(*edit) != accumulated.read_text()
-    rewritten = base.read_text().replace(
-        "        loss.backward()\n", "        (2 * loss).backward()\n"
-    )
-    assert merge(rewritten, base, accumulated) is None
+    merged = merge(base.replace(*edit), files, *names)
+    assert merged == accumulated.replace(*edit) != accumulated
+    rewritten = base.replace("        loss.backward()\n", "        (2 * loss).backward()\n")
+    assert merge(rewritten, files, *names) is None

@@ -62,7 +62,10 @@ def parse_arguments():
         names = ", ".join(case.name for case in args.suite.cases)
         parser.error(f"no case contains {args.only!r}: there are {names}")
     if args.flags and not args.own:
-        parser.error("flags behind -- are for a script with a task of its own (--script)")
+        parser.error(
+            "flags behind -- are for a script with a task of its own (--script): cases of the "
+            "project's tasks have settings of their own"
+        )
     if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")
     return args

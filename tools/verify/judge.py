@@ -88,7 +88,11 @@ def judge(suite, case, run, reference=None):
     if keeps_best and run.best != values.index(best_of(values)) + 1:
         problems.append((Problem.BEST, f"{run.best} epochs done, {metric} {values}"))
     if problems:
-        row = replace(row, problem=problems[0][0], details=problems[0][1])
+        problem, details = problems[0]
+        losses = [text for other, text in problems if other is Problem.LOSS]
+        if problem is Problem.WEIGHTS and losses:  # Adam hides the factor of a loss from weights
+            details += f", {losses[0]}"
+        row = replace(row, problem=problem, details=details)
     return row
 
 
@@ -115,6 +119,8 @@ def _compare(suite, case, run, reference, row):
         for name in ours:
             split, _, metric = name.partition("_")
             if split not in ("train", "val") or metric in ("samples", "seconds"):
+                continue
+            if name not in theirs:  # the script is a copy with a metric more
                 continue
             difference = abs(ours[name] / theirs[name] - 1) if theirs[name] else abs(ours[name])
             kind = exact_metrics if metric in suite.exact else metrics

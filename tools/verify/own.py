@@ -10,11 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tools.copy import TASK_LINE, TASKS
 from tools.lib import update
 from tools.lib.ladder import ONE_PROCESS, ROOT
+from tools.lib.prune import without
 from tools.lib.runs import last_line
 from tools.verify.cases import SAVED, Case, Suite
 from tools.verify.run import Verifier
@@ -143,7 +145,11 @@ def write_overlay(script, like, task, folder):
     (folder / like).write_text(text, encoding="utf-8")
     left_out = {}
     if like == "train_ddp.py":
-        merged = merge(text, ROOT / like, ROOT / ACCUMULATED)
+        record = update.new_record(None)
+        with suppress(update.CannotUpdate):  # it is damaged
+            record = update.read_record(script.parent) or record
+        ours = {name: (ROOT / name).read_bytes() for name in (like, ACCUMULATED)}
+        merged = merge(text, without(ours, record["without"]), like, ACCUMULATED)
         if merged is None:
             left_out["accumulation"] = (
                 f"your changes meet those of {ACCUMULATED}, or git is missing"
@@ -155,14 +161,12 @@ def write_overlay(script, like, task, folder):
     return folder, left_out
 
 
-def merge(text, base, other):
-    """The text, a changed form of the file `base`, with what the file `other` changes in `base`.
-    None where the changes meet, or without git."""
-    names = "yours", base.name, other.name
+def merge(text, files, base, other):
+    """The text, a changed form of files[base], with what files[other] changes in that. None where
+    the changes meet, or without git."""
+    names = "yours", base, other
     try:
-        merged, conflicts = update.merge(
-            text.encode(), base.read_bytes(), other.read_bytes(), names
-        )
+        merged, conflicts = update.merge(text.encode(), files[base], files[other], names)
     except FileNotFoundError:
         return None
     return None if conflicts else merged.decode()
