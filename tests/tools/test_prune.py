@@ -77,6 +77,11 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     copied = copy("train_ddp.py", tmp_path / "mine", "--plain")
     assert copied.returncode == 0, copied.stderr
     assert all(f"  {name}: {guard.purpose}" in copied.stdout for name, guard in GUARDS.items())
+    table = tmp_path / "mine/utils/options/__init__.py"  # without rows whose files were not copied
+    lines = table.read_text().splitlines(keepends=True)
+    rows = [line for line in lines if '"utils.options.' in line]
+    table.write_text("".join(line for line in lines if line not in rows))
+    assert len(rows) == 7 and [*table.parent.glob("[a-z]*.py")] == []
     run = run_alone(
         tmp_path / "mine", "train_ddp.py", small_flags(tmp_path / "mine/train_ddp.py", tmp_path)
     )
