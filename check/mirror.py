@@ -233,10 +233,12 @@ def changes(before, after, is_protected):
 def put_back(before, changed):
     """Give files their modes, owners and times again."""
     for path in changed:
-        old, _ = before[path]
-        os.chown(path, old.st_uid, old.st_gid)
-        os.chmod(path, old.st_mode & 0o7777)
-        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+        old, crc = before[path]
+        with contextlib.suppress(OSError):  # a file of somebody else
+            os.chown(path, old.st_uid, old.st_gid)
+            os.chmod(path, old.st_mode & 0o7777)
+            if crc is not None:  # or somebody else may have written something of the same size
+                os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
 def _differing(values):

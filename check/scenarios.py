@@ -18,7 +18,7 @@ IDLE = 60.0  # seconds without an event or output, after which a run is taken to
 GRACE = 3.0
 DENIED = "[Pp]ermission denied|cannot be opened|readonly database|unable to open database"
 NO_DATA = "Dataset not found|urlopen error|Error downloading|Hugging Face Hub|[Nn]ame resolution"
-PUT_BACK = "Only modes, owners or times were changed, which are now as before."
+PUT_BACK = "Modes and owners are now as before, and times where the contents are known to be."
 CHANGED = "Files of yours were changed while the check ran, by the script or by something else:"
 UNUSED = "Expected to have finished reduction in the prior iteration"
 

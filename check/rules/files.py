@@ -130,7 +130,25 @@ def resumed(checked):
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )
         return
-    yield from _lost(before, after, index, place)
+    found = list(_lost(before, after, index, place))
+    yield from found or _lost_on_other_ranks(killed, again, index, place)
+
+
+def _lost_on_other_ranks(killed, again, index, place):
+    """What only rank 0 has restored: of ranks that had the same model before, as replicas have."""
+    one, first = killed.ranks[0].steps[index], again.ranks[0].steps[0]
+    for number, (before, after) in enumerate(_pairs(killed.ranks[1:], again.ranks[1:]), 1):
+        if len(before.steps) <= index or not after.steps:
+            continue
+        if before.steps[index]["parameters"] != one["parameters"]:
+            continue
+        found = list(_lost(before, after, index, place))
+        if after.steps[0]["parameters"] != first["parameters"]:
+            text = "the parameters after the load are those of rank 0 alone"
+            found = [Finding("model-not-restored", place, text)]
+        for finding in found[:1]:
+            yield Finding(finding.rule, finding.place, f"on rank {number}: {finding.observed}")
+            return
 
 
 def _epoch_of(rank, index):

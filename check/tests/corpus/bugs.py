@@ -219,6 +219,30 @@ BUGS = [
         also=("scheduler-not-restored",),
     ),
     Bug(
+        "optimizer restored on rank 0 alone",
+        "tutorial",
+        "optimizer-not-restored",
+        (
+            (
+                '        self.optimizer.load_state_dict(snapshot["optimizer"])\n',
+                '        if self.gpu_id == 0:\n            self.optimizer.load_state_dict(snapshot["optimizer"])\n',
+            ),
+        ),
+        also=("scheduler-not-restored",),
+    ),
+    Bug(
+        "model restored on rank 0 alone",
+        "hand_all_reduce",
+        "model-not-restored",
+        (
+            (
+                '        model.load_state_dict(saved["model"])\n',
+                '        if rank == 0:\n            model.load_state_dict(saved["model"])\n',
+            ),
+        ),
+        also=("optimizer-not-restored",),
+    ),
+    Bug(
         "scheduler lost",
         "tutorial",
         "scheduler-not-restored",
