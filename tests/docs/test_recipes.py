@@ -108,6 +108,26 @@ def test_averages_of_parameters_without_gradients(tmp_path):
         assert len(recipe.averages_of(optimizer)) == averaged
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_skipped_step_moves_no_average(fused, tmp_path):
+    """A fused optimizer is told to skip by found_inf; others have no gradients then."""
+    recipe = load_script(applied("ema", tmp_path / "copy") / "train_ddp.py")
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=fused)
+    optimizer.register_step_post_hook(recipe.update_averages)
+    for is_skipped in (False, True):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 1)).sum().backward()
+        if is_skipped and fused:
+            optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+        elif is_skipped:
+            optimizer.zero_grad()
+        before = {p: a.clone() for p, a in recipe.averages_of(optimizer).items()}
+        optimizer.step()
+        after = recipe.averages_of(optimizer)
+        assert all(torch.equal(before[p], after[p]) for p in before) == is_skipped
+
+
 @pytest.mark.slow
 def test_unused_parameters(tmp_path):
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
