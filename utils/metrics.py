@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.batches import on_device_of
+from utils.checkpoint_file import with_plain_numbers
 from utils.distributed import (
     all_gather_object,
     all_reduce,
@@ -233,6 +234,7 @@ class MetricLogger:
             row |= {f"{split}_{name}": value for name, value in result.items()}
         for hook in self.hooks:
             hook.before_row(row)
+        row = with_plain_numbers(row)
         self.rows.append(row)
         self._write()
         if is_main_process():

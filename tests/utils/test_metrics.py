@@ -9,6 +9,7 @@ import time
 from itertools import product
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -540,11 +541,11 @@ def test_best_so_far_is_known_without_the_file(damage, tmp_path, capsys):
 def test_hooks_add_to_a_row_before_it_is_written(tmp_path):
     class Adds(Hook):
         def before_row(self, row):
-            row["seen"] = row["val_loss"]
+            row["seen"] = numpy.float32(row["val_loss"])  # which JSON does not know
 
     MetricLogger(config(tmp_path), hooks=[Adds()]).log(0, RESULT, RESULT, lr=0.1)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert row["seen"] == RESULT["loss"]
+    assert row["seen"] == pytest.approx(RESULT["loss"])
 
 
 def test_closed_pipe_does_not_lose_the_epoch(tmp_path, monkeypatch):
