@@ -2,7 +2,8 @@
 
 Writes output_dir/audit.jsonl, one row per epoch: "epoch"; the number of samples that were used
 for training ("samples"), were not ("dropped") and were used more than once ("repeated");
-"resumed_at_step": the step at which a resumed run continued the epoch, or 0.
+"resumed_at_step": the step at which a resumed run continued the epoch, or 0. Samples of steps that
+were skipped (--max-skipped-steps, or float16) count as used.
 """
 
 import json

@@ -33,6 +33,7 @@ class SkippedSteps(Hook):
         """Start to look at gradients; the state to go back to is that which has been loaded."""
         self.flat = {key: _flatten(buffers) for key, buffers in self._buffers().items()}
         self._remember()
+        self.samples = self.loader.start_samples  # where the loader will begin
         self.optimizer.register_step_pre_hook(self._before)
         self.optimizer.register_step_post_hook(self._after)
 
