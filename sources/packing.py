@@ -44,7 +44,9 @@ class Packed(Dataset[Tensor]):
         stop = min(start + self.size + 1, int(self.ends[-1]))
         first = int(numpy.searchsorted(self.ends, start, side="right"))
         last = int(numpy.searchsorted(self.ends, stop, side="left"))
-        parts = [self._document(number) for number in range(first, last + 1)]
+        numbers = range(first, last + 1)
+        sizes = numpy.diff(self.ends[first : last + 1], prepend=0)  # that of an empty one is 0
+        parts = [self._document(n) for n, size in zip(numbers, sizes, strict=True) if size]
         skipped = start - int(self.ends[first]) + len(parts[0])
         return torch.cat(parts)[skipped:][: stop - start]
 

@@ -93,6 +93,8 @@ def main():
     parser.add_argument("--image-size", metavar="N", type=int, default=32, help="of --synthetic")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
     args = parser.parse_args()
+    if args.per_shard < 1:
+        parser.error("--per-shard must be at least 1")
     args.folder.mkdir(parents=True, exist_ok=True)
     if found := next(args.folder.glob("train-*"), None):
         raise UserError(f"{found} exists: remove it, or name a different folder")

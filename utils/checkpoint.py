@@ -73,8 +73,9 @@ class Checkpointer:
     def __init__(self, cfg: Any, state: Mapping[str, Any], hooks: Iterable[Any] = ()) -> None:
         self.cfg, self.state, self.hooks = cfg, state, list(hooks)
         names = [type(hook).__name__ for hook in self.hooks]  # of their states in a checkpoint
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise UserError(f"two hooks are of classes named {twice}: rename one of the classes")
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(f"two hooks are of classes named {name}: rename one of the classes")
         self.forms = [hook for hook in self.hooks if isinstance(hook, FileForm)]
         self.folder = Path(cfg.output_dir)
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]

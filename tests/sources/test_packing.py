@@ -26,6 +26,13 @@ def test_pieces_are_those_of_the_whole_text(lengths, size):
         packed[len(packed)]
 
 
+def test_empty_document_changes_no_dtype():
+    """torch.tensor([]) is float32, which torch.cat() would make of all, rounded."""
+    documents = [torch.tensor([2**24 + 1, 1]), torch.tensor([]), torch.tensor([3])]
+    piece = Packed(documents, torch.tensor([2, 0, 1]), 4)[0]
+    assert piece.dtype == torch.int64 and piece.tolist() == [2**24 + 1, 1, 3]
+
+
 def test_wrong_lengths_are_refused():
     documents = [torch.arange(3), torch.arange(4)]
     with pytest.raises(UserError, match="document 1 has 4 elements, but its length is given as 5"):

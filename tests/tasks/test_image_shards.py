@@ -147,3 +147,10 @@ def test_runs_train_the_same_weights(tmp_path, monkeypatch):
     changed = RUN | flags | {"output_dir": tmp_path / "two", "epochs": 3}
     run = fork_script("train_ddp.py", 2, **changed)
     assert run.code == 1 and "train_shards" in run.stderr
+
+
+def test_shards_without_samples_are_refused(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        make(monkeypatch, tmp_path / "tars", "--synthetic", 8, "--per-shard", 0)
+    assert "--per-shard must be at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "tars").exists()

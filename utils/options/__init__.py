@@ -1,8 +1,8 @@
 """What a setting switches on, in one table: what watches a run, and options.
 
-To add an option, add a row, its module, and its setting in utils/config.py; to leave one out,
-delete these three. A module is imported only if its setting selects it; if it is missing, the
-error names the setting and the file.
+To add an option, add a row, its module, and its setting in utils/config.py. To leave one out,
+delete the row and the module; the setting then does nothing: delete that, too, and what reads it. A
+module is imported only if its setting selects it; if it is missing, the error names both.
 """
 
 from collections.abc import Mapping

@@ -56,7 +56,7 @@ class StepLog(Hook):
         """Drop the rows of the steps that the run is about to repeat."""
         here = checkpoint.epoch, self.loader.start
         rows = read_metrics(self.path)
-        write_rows(self.path, [row for row in rows if (row["epoch"], row["step"]) <= here])
+        write_rows(self.path, [row for row in rows if (row["epoch"], row.get("step", 0)) <= here])
         self.last_step, self.last_time = self.loader.start, None
 
     def after_step(self, checkpoint: Checkpoint) -> None:
