@@ -84,6 +84,12 @@ def loaded_block():
     return markdown_table(head, rows)
 
 
+def purpose_without_setting(path):
+    """The first line of a module's docstring, without the setting in front of it."""
+    text = re.sub(r"^(?:--|dataset=).*?: ", "", purpose(path))
+    return text[0].upper() + text[1:]
+
+
 def options_block():
     """The modules that only a setting, or a function of a task, needs."""
     by_path = {}
@@ -95,7 +101,7 @@ def options_block():
         [
             f"`{option.path.relative_to(ROOT)}`",
             f"`{option.setting}`",
-            purpose(option.path),
+            purpose_without_setting(option.path),
             str(size(option.path).lines),
         ]
         for option in sorted(by_path.values())
@@ -116,7 +122,7 @@ def removable(script):
 
 
 def guards_block():
-    """The modules that only watch a run, which a copy can be without."""
+    """The modules that do not affect the trained weights, which a copy can be without."""
     rows = []
     for name, guard in GUARDS.items():
         scripts = [script for script in RUNGS if guard.path in copied(script)]

@@ -1,4 +1,4 @@
-"""--weights and --freeze: start from pretrained weights, and train only the last layer."""
+"""--weights: start from pretrained weights, and with --freeze, train only the last layer."""
 
 import difflib
 import socket

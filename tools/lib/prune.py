@@ -30,14 +30,18 @@ class Guard(NamedTuple):
 
 GUARDS = {
     "contract": Guard(
-        "utils.contract", "tries the task on a few samples before the first epoch, names mistakes"
+        "utils.contract",
+        "tries the task on a few samples before the first epoch; refuses missing names, a loss or "
+        "a metric that is a mean, and samples that differ between ranks or after a resume",
     ),
     "preemption": Guard(
         "utils.preemption", "saves every few minutes, and on SIGTERM or Ctrl-C before the run stops"
     ),
     "progress": Guard("utils.progress", "shows the step, the loss and the time left"),
     "replicas": Guard(
-        "utils.replicas", "compares the code, settings, data, weights and optimizers of all ranks"
+        "utils.replicas",
+        "refuses to start if ranks differ in code, settings or data, and to go on or to save if "
+        "their weights, buffers or optimizers differ",
     ),
     "watchdog": Guard(
         "utils.watchdog", "names the rank that hangs, or the host that is lost, and where"

@@ -1,4 +1,4 @@
-"""--profile FIRST:LAST: traces of these steps, by PyTorch's profiler, and a summary of them.
+"""--profile FIRST:LAST: traces of the steps FIRST to LAST, by PyTorch's profiler, and a summary.
 
 Steps count from 1, from the start of the process on. Each rank writes a trace to
 output_dir/profile/rankN.json.gz, which https://ui.perfetto.dev shows; the main process prints the
