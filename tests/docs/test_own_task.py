@@ -42,11 +42,11 @@ def apply(diff, text):
 
 
 def shell(command, folder, *flags):
-    """Run a line of the page, with this Python in place of `python` and `torchrun`."""
-    python = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    """Run a line of the page, with this Python."""
     program, *arguments = command.split()
+    assert program == "python", command
     result = subprocess.run(
-        [sys.executable, *python[program], *arguments, *flags],
+        [sys.executable, *arguments, *flags],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -62,8 +62,8 @@ def project(tmp_path):
     """my_project as the page builds it, but for my_task.py; and the page's command to train."""
     first, training, *_ = (block.replace("\\\n", "") for block in blocks("sh"))
     copying, entering = first.splitlines()
-    assert copying.endswith(" my_project") and entering == "cd my_project"
-    shell(copying.replace("my_project", str(tmp_path / "my_project")), ROOT)
+    assert copying.endswith(" ../my_project") and entering == "cd ../my_project"
+    shell(copying.replace("..", str(tmp_path)), ROOT)
     script = tmp_path / "my_project" / "train_ddp.py"
     (diff,) = blocks("diff")
     script.write_text(apply(diff, script.read_text()))
