@@ -50,7 +50,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
         optimizer.step()
         scheduler.step()
 
-        hooks.after_step(checkpoint)  # calls what looks on, which may ask for a save
+        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
         checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 
@@ -95,7 +95,7 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state, CompareReplicas)  # compares what the ranks run and hold
+    hooks = build_hooks(cfg, state, CompareReplicas)  # compares the ranks' code, data and weights
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -55,7 +55,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
         scheduler.step()
 
         meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
-        hooks.after_step(checkpoint)  # calls what looks on, which may ask for a save
+        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
         checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 
@@ -101,7 +101,7 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state, CompareReplicas)  # compares what the ranks run and hold
+    hooks = build_hooks(cfg, state, CompareReplicas)  # compares the ranks' code, data and weights
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -45,7 +45,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
         scheduler.step()
 
         meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
-        hooks.after_step(checkpoint)  # calls what looks on, which may ask for a save
+        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
         checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
 

@@ -1,4 +1,4 @@
-"""Hooks: what looks on while a run trains, and what changes the form of its files.
+"""Base classes of hooks: called after steps and around saves, or to change the form of files.
 
 Needs no other module.
 """
@@ -56,7 +56,7 @@ class Checkpoint(Protocol):
 
 
 class Hook:
-    """Base class of what looks on. These methods are called on all ranks together, so they may
+    """Base class of hooks. These methods are called on all ranks together, so they may
     communicate. `checkpoint` is the Checkpointer. By default, each does nothing."""
 
     def __init__(self, cfg: Any = None, state: Mapping[str, Any] | None = None) -> None:
@@ -73,7 +73,7 @@ class Hook:
         """The run is about to start or to continue. May raise UserError."""
 
     def after_step(self, checkpoint: Checkpoint) -> None:
-        """After each optimizer step. May ask for a save by checkpoint.request_save(), before hooks
+        """After each optimizer step. May request a save by checkpoint.request_save(), before hooks
         that ask checkpoint.is_due(). Unless it is due, a hook may read values on the device in its
         next call, to avoid blocking the host."""
 

@@ -29,7 +29,7 @@ def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
     about the data, in the number of steps per epoch, in the version of torch, or in the code of the
     script or of a module in its folder. All ranks call it together.
 
-    Collectives of ranks that differ may silently combine numbers that do not belong together.
+    If ranks differ, collectives may silently combine unrelated values.
     """
     refuse_unreadable(with_plain_numbers(state["data"]))  # nor could arrays be compared
     code = _checksums_of_code()

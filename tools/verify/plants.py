@@ -277,7 +277,7 @@ BUGS = [
         "accum x2",
         (Problem.WEIGHTS, ""),
         "Each micro-batch's loss is the mean over its own targets. The means are averaged, so "
-        "that targets of a micro-batch with few of them count for more.",
+        "that each target weighs more in a micro-batch that has fewer of them.",
         "A loss that looks right and gradients that are slightly wrong, in every step: the bug "
         "that widely used trainers had until October 2024 (huggingface/transformers#34191).",
         "The sum of the losses is divided by the number of targets in the global batch, which is "
@@ -292,7 +292,7 @@ BUGS = [
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
-        "the means, so that the targets of a rank with few of them count for more.",
+        "the means, so that each target weighs more on a rank that has fewer of them.",
         "Results change slightly with the number of GPUs. With the same number of targets on each "
         "rank, as for images, there is no difference.",
         "Each rank divides by the mean number of targets per rank (`mean_over_replicas`).",
