@@ -207,7 +207,9 @@ BEYOND = {
         "preemption",
         "signals",
     ),
-    "the ranks compare all that they hold, bit for bit, before each save": ("replicas",),
+    "the ranks compare their weights and optimizer state, bit for bit, before each save": (
+        "replicas",
+    ),
     "one error for all ranks on all nodes, as the last line": ("errors",),
     "BatchNorm over all ranks, on CPUs too": ("sync_batchnorm",),
     "one run at a time in a folder; `--resume never` keeps the files of the run before": (

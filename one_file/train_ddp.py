@@ -6,7 +6,7 @@
 It needs torch and torchvision, and downloads CIFAR-10. To train something else, edit the part "What
 is trained", and the accuracy in evaluate(). The weights do not depend on the number of processes,
 on --micro-batches, on workers or on restarts, except for rounding: every global batch holds the
-same samples, transformed alike. (A model with dropout drops different elements.)
+same samples with the same augmentation. (A model with dropout drops different elements.)
 """
 
 import argparse
@@ -32,8 +32,8 @@ from torchvision.datasets import CIFAR10
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
-STEPS_BETWEEN_LOOKS = 10  # at whether a rank has received a signal; each look waits for the device
-SECONDS_BETWEEN_LINES = 10  # of output within an epoch
+SIGNAL_CHECK_INTERVAL = 10  # steps between two checks for signals, which wait for the device
+LOG_INTERVAL_SECONDS = 10  # between two lines of output within an epoch
 received_signals = []  # a threading.Event has a lock: a second signal could wait for it forever
 
 
@@ -125,25 +125,25 @@ def count_targets(labels):
 
 
 def remember_signal(number, frame):
-    """Nothing else: all ranks have to stop after the same step."""
+    """Only records the signal: all ranks must stop after the same step."""
     received_signals.append(number)
 
 
-def outlive_signal(number, frame):
+def ignore_signal_in_worker(number, frame):
     """In a loader process: torchrun signals these, too, but their batches are needed until the run
     stops. torchrun kills all that is left after 30 seconds."""
     signal.alarm(30)
 
 
 def handle_signals(handler):
-    """Call the handler on SIGTERM, a scheduler's, and SIGHUP, that of a terminal that is closed."""
+    """Call the handler on SIGTERM, which schedulers send, and on SIGHUP, of a closed terminal."""
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGHUP, handler)
 
 
 def start_worker(worker):
-    """What each new loader process calls first."""
-    handle_signals(outlive_signal)
+    """Called first in each new loader process."""
+    handle_signals(ignore_signal_in_worker)
 
 
 def any_rank_stops(device):
@@ -153,7 +153,7 @@ def any_rank_stops(device):
     return stop.item() > 0
 
 
-def say(text):
+def print_rank0(text):
     """Write a line on rank 0. On a full disk, or to a terminal that is gone, print() would end the
     run with an error, or with exit code 120 for what is left in its buffer."""
     if dist.get_rank() == 0:
@@ -196,8 +196,8 @@ class Run:
 
 
 class EpochSampler(DistributedSampler):
-    """Yields (epoch, index), because a loader process that lives longer than an epoch learns the
-    epoch from the key only. After a restart, it begins with this rank's sample number `start`."""
+    """Yields (epoch, index), because a persistent worker only sees the epoch through the index.
+    After a restart, it begins with this rank's sample number `start`."""
 
     start = 0
 
@@ -247,19 +247,19 @@ def train_one_epoch(model, loader, optimizer, scheduler, run, args):
         scheduler.step()
         run.step += 1
 
-        if time.monotonic() - shown > SECONDS_BETWEEN_LINES:
+        if time.monotonic() - shown > LOG_INTERVAL_SECONDS:
             shown = time.monotonic()
             mean = run.loss / run.targets
             place = f"epoch {run.epoch}, step {run.step} of {run.steps_per_epoch}"
-            say(f"{place}: loss {mean.item():.4f} (rank 0)")
-        if run.step % STEPS_BETWEEN_LOOKS == 0 and any_rank_stops(device):
+            print_rank0(f"{place}: loss {mean.item():.4f} (rank 0)")
+        if run.step % SIGNAL_CHECK_INTERVAL == 0 and any_rank_stops(device):
             return
 
 
 @torch.no_grad()
 def evaluate(model, dataset, batch_size, device, args):
     """(mean loss, accuracy) over the dataset, in which each sample counts once. DistributedSampler
-    would repeat samples to give all ranks equally many."""
+    would repeat samples to give all ranks the same number."""
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     own = range(rank, len(dataset), world_size)
@@ -312,7 +312,7 @@ def save(path, model, optimizer, scheduler, run):
 
 
 def load(path, model, optimizer, scheduler, run):
-    """Continue where the checkpoint was written, if there is one."""
+    """Resume from the checkpoint, if there is one."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, path.exists())
     if not any(found):
@@ -322,7 +322,9 @@ def load(path, model, optimizer, scheduler, run):
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     settings = checkpoint["settings"]
     if settings != run.settings:
-        raise ValueError(f"{path} is of a run with {settings}, not {run.settings}")
+        raise ValueError(
+            f"{path} was saved with settings {settings}, but this run has {run.settings}"
+        )
     model.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     scheduler.load_state_dict(checkpoint["scheduler"])
@@ -332,7 +334,7 @@ def load(path, model, optimizer, scheduler, run):
         loss, targets = checkpoint["sums"].tolist()
         run.loss += loss
         run.targets += targets
-    say(f"continues at epoch {run.epoch}, step {run.step}, of {path}")
+    print_rank0(f"continues at epoch {run.epoch}, step {run.step}, of {path}")
 
 
 def main(args):
@@ -349,7 +351,10 @@ def main(args):
     parts = dist.get_world_size() * args.micro_batches
     batch_size = args.global_batch // parts
     if steps_per_epoch == 0 or args.global_batch % parts != 0:
-        raise ValueError("--global-batch: too large, or no multiple of processes x --micro-batches")
+        raise ValueError(
+            "--global-batch must not exceed the dataset and must be a multiple of "
+            "processes x --micro-batches"
+        )
     loader = DataLoader(
         train_set,
         batch_size,
@@ -408,7 +413,7 @@ def main(args):
         train_loss = (loss / targets).item()
         val_loss, accuracy = evaluate(model, val_set, batch_size, device, args)
         text = f"train loss {train_loss:.4f}, val loss {val_loss:.4f}, accuracy {accuracy:.4f}"
-        say(f"epoch {run.epoch}: {text}")
+        print_rank0(f"epoch {run.epoch}: {text}")
         run.start_next_epoch()
 
 

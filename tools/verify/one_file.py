@@ -29,12 +29,12 @@ NAMES = ("train_loss", "val_loss", "val_accuracy")
 
 def with_task(path):
     """The text of a script that trains one_file_task, as a user would edit it, prints all digits,
-    and looks for signals after each step."""
+    and checks for signals after each step."""
     changes = {
         "class EpochSampler(": f"{TASK}class EpochSampler(",
         "        scheduler.step()\n": "        one_file_task.end_step(run.epoch, run.step)\n"
         "        scheduler.step()\n",
-        "STEPS_BETWEEN_LOOKS = 10": "STEPS_BETWEEN_LOOKS = 1",
+        "SIGNAL_CHECK_INTERVAL = 10": "SIGNAL_CHECK_INTERVAL = 1",
     }
     text = changed(path.read_text(encoding="utf-8"), changes.items(), path)
     return text.replace(":.4f}", ":.17g}")
