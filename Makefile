@@ -39,7 +39,7 @@ train: $(env)  ## train: NPROC=2 CONFIG=configs/quickstart.yaml SCRIPT=train_ddp
 	OMP_NUM_THREADS=1 $(python) -m tools.launch --standalone --nproc_per_node=$(NPROC) \
 	    $(SCRIPT) --config $(CONFIG) $(ARGS)
 ifeq ($(CONFIG) $(ARGS),configs/quickstart.yaml )
-	@echo 'Next: `$(python) -m tools.report runs/train_ddp` draws the curves, `make diff` shows what' \
+	@echo 'Next: `$(python) -m tools.report runs/quickstart` draws the curves, `make diff` shows what' \
 	    'train_ddp.py adds to train_1gpu.py, and docs/own-task.md is about a task of your own.'
 endif
 

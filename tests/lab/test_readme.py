@@ -4,6 +4,7 @@ import re
 from functools import cache
 
 import pytest
+import yaml
 
 from lab import readme
 from tools.lib.ladder import LADDER, ROOT
@@ -45,6 +46,12 @@ def test_traps_have_an_entry_per_bug():
     assert len(entries) == len(BUGS)
     for bug, entry in zip(BUGS, entries, strict=True):
         assert bug.name in entry and bug.row in entry and bug.file in entry
+
+
+def test_make_train_names_the_folder_of_its_run():
+    config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"-m tools.report {config['output_dir']}`" in makefile
 
 
 PAGES = [*ROOT.glob("*.md"), *(p for room in ROOT.iterdir() for p in room.glob("**/*.md"))]
