@@ -1,8 +1,9 @@
 """A small GPT that predicts the next byte of a text. The loss is a mean over bytes, whose number
 differs from batch to batch and from rank to rank.
 
-The model is GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")
-without dropout, on the 256 values of a byte: any file is a text, and no tokenizer is needed.
+The model is GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"),
+without dropout of attention weights, on the 256 values of a byte: any file is a text, and no
+tokenizer is needed.
 """
 
 import math
@@ -42,6 +43,7 @@ class Settings(Config):
     layers: int = setting(4, "transformer blocks", low=1)
     heads: int = setting(4, "attention heads per block", low=1)
     width: int = setting(128, "features per byte; a multiple of heads", low=1)
+    dropout: float = setting(0.0, "fraction of the features that is dropped, below 1")
     padding: str = free_setting(
         "context",
         "of every batch to this length, as a pipeline and a CUDA graph need; longest: to that of "
@@ -58,6 +60,8 @@ class Settings(Config):
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.width % self.heads:
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.dropout >= 1:
+            raise ConfigError(f"dropout must be below 1, not {self.dropout}")
         return super().resolved()
 
 
@@ -151,11 +155,14 @@ class GPT(nn.Module):
     """GPT-2's architecture: embeddings, pre-norm transformer blocks, a norm, and an output layer
     whose weight is the embedding's. width must be a multiple of heads."""
 
-    def __init__(self, context: int, layers: int, heads: int, width: int) -> None:
+    def __init__(
+        self, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(heads, width) for _ in range(layers))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
@@ -176,7 +183,7 @@ class GPT(nn.Module):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """int64 (n, length) -> (n, length, width)."""
-        return self.embedding(inputs) + self.positions.weight[: inputs.shape[1]]
+        return self.dropout(self.embedding(inputs) + self.positions.weight[: inputs.shape[1]])
 
     def predict(self, hidden: Tensor) -> Tensor:
         """(n, length, width) -> (n, length, 256)."""
@@ -187,20 +194,22 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention and an MLP, each added to its input."""
 
-    def __init__(self, heads: int, width: int) -> None:
+    def __init__(self, heads: int, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(heads, width)
+        self.dropout = nn.Dropout(dropout)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width),
             nn.GELU(),
             nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(n, length, width) -> the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -234,7 +243,12 @@ class Attention(nn.Module):
 
 def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
-    return GPT(cfg.context, cfg.layers, cfg.heads, cfg.width)
+    model = GPT(cfg.context, cfg.layers, cfg.heads, cfg.width, cfg.dropout)
+    if cfg.dropout:
+        with required_by("--dropout"):
+            from utils.sample_random import convert_dropout
+        convert_dropout(model)  # the same elements on any number of ranks
+    return model
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Machine(Saving):
     sync_bn: bool = setting(True, "BatchNorm statistics over all ranks; off: per rank")
     compile: str = setting(
         "none",
-        "mode of torch.compile (changes rounding, and which elements dropout drops)",
+        "mode of torch.compile (changes rounding, and which elements nn.Dropout drops)",
         choices=("none", "default", "reduce-overhead", "max-autotune"),
     )
     cudnn_benchmark: bool = setting(

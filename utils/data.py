@@ -30,7 +30,7 @@ from utils.batches import as_pair, collate, dtype_for, map_tensors, tensors_of
 from utils.distributed import all_gather_object, cores_per_rank, dp_rank, dp_world_size
 from utils.errors import UserError
 from utils.resident import make_resident
-from utils.seeds import SampleSeeds, seed_step
+from utils.seeds import SampleSeeds, seed_step, start_batch
 from utils.signals import shield_worker
 
 
@@ -280,6 +280,7 @@ class Loader:
             self.indices = torch.as_tensor(indices)
             if self.train:
                 seed_step(self.seed, self.epoch, self.step, dp_rank())
+            start_batch(self.seed, self.epoch, self.indices)
             self.counts = self.train or self.step * self.batch_size < self.own_samples
             if self.counts:
                 self.samples += len(self.indices)

@@ -1,12 +1,17 @@
 """Seeds of random numbers that depend on nothing but settings and positions. Needs only torch."""
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import numpy
 import torch
+from torch import Tensor
 
 _MASK = 2**64 - 1
+on_batch: list[Callable[[int, int, Tensor], None]] = []  # called by start_batch()
+parts: list[tuple[int, int]] = []  # see part_of_batch()
 
 
 def set_seed(seed: int) -> None:
@@ -30,6 +35,13 @@ def derive_seed(*numbers: int) -> int:
     return seed >> 1
 
 
+def start_batch(seed: int, epoch: int, indices: Tensor) -> None:
+    """Tell whoever draws random numbers by sample (utils/sample_random.py) which samples follow.
+    indices: int64 (n,), on the CPU."""
+    for listener in on_batch:
+        listener(seed, epoch, indices)
+
+
 def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     """Seed the random numbers in the model (dropout): different on each rank and in each step, but
     the same in a run that resumes within an epoch."""
@@ -46,6 +58,17 @@ def _seed_cpu(mixed):
     torch.default_generator.manual_seed(mixed)  # torch.manual_seed checks for CUDA: 50 times slower
     random.seed(mixed)
     numpy.random.seed(mixed % 2**32)
+
+
+@contextmanager
+def part_of_batch(number: int, count: int) -> Iterator[None]:
+    """A context for the forward or backward pass of one of `count` micro-batches, where these do
+    not run one after another."""
+    parts.append((number, count))
+    try:
+        yield
+    finally:
+        parts.pop()
 
 
 class SampleSeeds:

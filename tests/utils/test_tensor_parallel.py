@@ -127,7 +127,7 @@ def test_masks_differ_between_slices_and_agree_with_the_whole():
     def body(rank):
         mesh = init_mesh(CPU, data=1)["tensor"]
         torch.manual_seed(3)
-        mask = dropout_mask(torch.zeros(2, 3), -1, 0.5, mesh)
+        mask = dropout_mask(torch.zeros(2, 3), -1, nn.Dropout(0.5), mesh)
         return mask, torch.rand(1)
 
     (first, after), (second, also_after) = run_ranks(body, 2)

@@ -237,6 +237,9 @@ IMAGES = Suite(
 SAME_SHAPE = {"padding": "context"}
 PACKED = {"text_file": "FOLDER"}  # the Verifier writes it: shards that hold as many pieces
 PACKED_KILLED = Case("packed killed", "train_ddp.py", 2, PACKED | SAVED)
+DROPOUT = {"dropout": 0.2}
+DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
+TO_DROPOUT = {"reference": "1gpu, dropout"}
 TEXT = Suite(
     task="text",
     base=COMMON
@@ -303,11 +306,32 @@ TEXT = Suite(
             {},
             reference="1gpu, length buckets",
         ),
+        Case("ddp x2, dropout", "train_ddp.py", 2, DROPOUT, **TO_DROPOUT),
+        Case(
+            "mp, micro-batches, dropout",
+            "train_mp.py",
+            None,
+            DROPOUT | STAGED | {"micro_batches": 3},
+            **TO_DROPOUT,
+        ),
+        Case(
+            "fsdp_tp x4, dropout", "train_fsdp_tp.py", 4, DROPOUT | {"fsdp_size": 2}, **TO_DROPOUT
+        ),
+        Case("pp x2, dropout", "train_pp.py", 2, DROPOUT | SAME_SHAPE | STAGES, **TO_DROPOUT),
+        Case(
+            "dropout killed, resumed by accum x2",
+            "train_ddp_accum.py",
+            2,
+            DROPOUT | {"micro_batches": 3},
+            resumes=DROPOUT_KILLED,
+            **TO_DROPOUT,
+        ),
     ],
     references=[
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
         Case("1gpu, packed shards", "train_1gpu.py", None, PACKED),
+        Case("1gpu, dropout", "train_1gpu.py", None, DROPOUT),
         Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},

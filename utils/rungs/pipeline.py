@@ -24,7 +24,7 @@ from utils.distributed import (
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
 from utils.options.sharded import part_of
-from utils.seeds import derive_seed
+from utils.seeds import derive_seed, part_of_batch
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -113,6 +113,18 @@ class Stage(nn.Module):
         return x.contiguous()  # gloo sends nothing else
 
 
+class NumberedStage(PipelineStage):
+    """Tells random numbers by sample (utils/sample_random.py) which micro-batch it computes."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with part_of_batch(fwd_chunk_id, self.chunks):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with part_of_batch(bwd_chunk_id, self.chunks):  # for activation checkpointing
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 class Pipeline(Wrapper):
     """A model of which this rank holds one or two stages, under the names of the whole model.
 
@@ -198,7 +210,7 @@ class Pipeline(Wrapper):
     def _build_schedule(self, held, count, cfg):
         numbers = self._numbers(cfg.schedule, self.rank)
         stages = [
-            PipelineStage(module, number, count, self.device)
+            NumberedStage(module, number, count, self.device)
             for module, number in zip(held, numbers, strict=True)
         ]
         try:

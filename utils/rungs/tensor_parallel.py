@@ -1,8 +1,9 @@
 """Tensor parallelism: each rank computes some attention heads and some columns of each MLP."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class SplitAttention(nn.MultiheadAttention):
         queries, keys, values = heads.permute(3, 0, 2, 1, 4)
         if self.training and self.dropout:
             weights = (queries @ keys.mT * self.head_dim**-0.5).softmax(-1)
-            outputs = (weights * dropout_mask(weights, 1, self.dropout, self.mesh)) @ values
+            drop = partial(nn.functional.dropout, p=self.dropout)
+            outputs = (weights * dropout_mask(weights, 1, drop, self.mesh)) @ values
         else:
             outputs = nn.functional.scaled_dot_product_attention(queries, keys, values)
         # In PyTorch's memory layout, in which dropout draws its mask.
@@ -91,22 +93,28 @@ class ColwiseDropout(ParallelStyle):
     """For parallelize_module(): an nn.Dropout of columns that are divided among the ranks."""
 
     def _apply(self, module, device_mesh):
+        drop_whole = module.forward
+
         def drop(columns):
-            active = module.training and module.p
-            return columns * dropout_mask(columns, -1, module.p, device_mesh) if active else columns
+            if not module.training or not module.p:
+                return columns
+            return columns * dropout_mask(columns, -1, drop_whole, device_mesh)
 
         module.forward = drop
         return module
 
 
-def dropout_mask(values: Tensor, dim: int, p: float, mesh: DeviceMesh) -> Tensor:
-    """This rank's part of a dropout mask, whose dimension `dim` is divided among the ranks.
+def dropout_mask(
+    values: Tensor, dim: int, drop: Callable[[Tensor], Tensor], mesh: DeviceMesh
+) -> Tensor:
+    """This rank's part of a dropout mask, whose dimension `dim` is divided among the ranks. drop:
+    such as the forward() of nn.Dropout.
 
     Every rank draws the whole mask: it is the mask of a run on one rank, and the generators of all
     ranks advance alike, so that dropout of what all ranks hold stays the same on all.
     """
     whole = torch.cat([torch.ones_like(values)] * mesh.size(), dim)
-    return nn.functional.dropout(whole, p).chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return drop(whole).chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:

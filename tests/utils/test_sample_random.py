@@ -1,0 +1,167 @@
+"""utils/sample_random.py: random numbers that depend on the sample, not on ranks or batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from utils import sample_random
+from utils.errors import UserError
+from utils.sample_random import Dropout, convert_dropout, draws_named, normal, uniform
+from utils.seeds import derive_seed, part_of_batch, start_batch
+
+CPU = torch.device("cpu")
+INDICES = torch.tensor([5, 3, 9, 1, 0, 7])
+
+
+@pytest.fixture(autouse=True)
+def no_step(monkeypatch):
+    """Other tests of this process are before their first step, too."""
+    yield
+    sample_random._step.keys = None
+
+
+def draw(indices, name="draw", epoch=1, seed=0, shape=(4, 5), function=uniform):
+    start_batch(seed, epoch, torch.as_tensor(indices))
+    return function(name, (len(indices), *shape), CPU)
+
+
+def test_numbers_belong_to_the_sample():
+    numbers = draw(INDICES)
+    assert torch.equal(draw(INDICES.flip(0)), numbers.flip(0))
+    assert torch.equal(draw([9]), numbers[2:3])
+    longer = draw(INDICES, shape=(6, 5))  # as of a batch that is padded to another length
+    assert torch.equal(longer[:, :4], numbers)
+    others = [draw(INDICES, name="other"), draw(INDICES, epoch=2), draw(INDICES, seed=1)]
+    others.append(draw([0, 1, 2, 4, 6, 8]))
+    for other in others:
+        assert (other != numbers).float().mean() > 0.9
+
+
+def test_micro_batches_have_the_numbers_of_the_batch():
+    numbers = draw(INDICES)
+    start_batch(0, 1, INDICES)
+    parts = [uniform("draw", (count, 4, 5), CPU) for count in (2, 3, 1)]
+    assert torch.equal(torch.cat(parts), numbers)
+    start_batch(0, 1, INDICES)
+    for number in (2, 0, 1, 0):  # a pipeline computes them in an order of its own
+        with part_of_batch(number, 3):
+            assert torch.equal(uniform("draw", (2, 4, 5), CPU), numbers.split(2)[number])
+
+
+def test_numbers_are_uniform_and_normal():
+    numbers = draw(torch.arange(20_000), shape=(50,))
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = torch.histc(numbers, 100)
+    assert (counts / counts.mean() - 1).abs().max() < 0.05  # 5 standard deviations
+    numbers = draw(torch.arange(20_000), shape=(50,), function=normal)
+    assert abs(numbers.mean()) < 0.005 and abs(numbers.std() - 1) < 0.005
+    assert abs((numbers**4).mean() - 3) < 0.05
+    for lag in (1, 50):  # of a sample, and of neighbours
+        product = (numbers.flatten()[lag:] * numbers.flatten()[:-lag]).mean()
+        assert abs(product) < 0.005
+
+
+def test_both_implementations_are_philox():
+    """The known answer for key 0 and counter 0 (Random123, kat_vectors, philox4x32 10)."""
+    known = torch.tensor([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]) & 0xFFFFFF
+    zeros = torch.zeros(1, 2, dtype=torch.int64)
+    keys = torch.tensor([derive_seed(n) - 2**62 for n in range(12)]).view(6, 2)
+    for philox in (sample_random._philox_of_int64, sample_random._philox):
+        assert torch.equal(philox(zeros, (1, 4))[0], known / 2**24)
+        assert torch.equal(philox(keys, (6, 5, 7)), sample_random._philox(keys, (6, 5, 7)))
+
+
+def test_name_that_is_used_twice_in_a_step_is_refused():
+    model = convert_dropout(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))).train()
+    start_batch(0, 1, INDICES)
+    inputs = torch.ones(6, 3)
+    first = model(inputs)
+    with pytest.raises(UserError, match="the draw '1' takes 12 samples in a step of 6"):
+        model(inputs)
+    with draws_named("second"):
+        assert not torch.equal(model(inputs), first)
+    with pytest.raises(UserError, match="the first dimension must be that of the batch"):
+        uniform("flattened", (6 * 4, 3), CPU)
+
+
+def test_before_the_first_step_numbers_come_from_the_generator():
+    torch.manual_seed(0)
+    assert torch.equal(uniform("draw", (2, 3), CPU), torch.manual_seed(0) and torch.rand(2, 3))
+
+
+def test_recomputed_activations_drop_the_same_elements():
+    layer = Dropout(0.5, "layer").train()
+    gradients = []
+    for run in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        start_batch(0, 1, INDICES)
+        inputs = torch.ones(6, 100, requires_grad=True)
+        for part in inputs.split(3):
+            (run(part) ** 2).sum().backward()
+        gradients.append(inputs.grad)
+    assert torch.equal(*gradients) and (gradients[0] == 0).float().mean() == pytest.approx(
+        0.5, abs=0.1
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d])
+def test_dropout_is_that_of_pytorch(kind):
+    """The same shape of the mask, and the same mean."""
+    shape = {nn.Dropout: (200, 30), nn.Dropout1d: (200, 30, 4)}.get(kind, (200, 30, 4, 4))
+    shape = (200, 30, 4, 4, 2) if kind is nn.Dropout3d else shape
+    layer, values = convert_dropout(kind(0.2)), torch.ones(shape, dtype=torch.float64)
+    start_batch(0, 1, torch.arange(200))
+    dropped = layer.train()(values)
+    assert dropped.unique().tolist() == pytest.approx([0, 1.25])
+    assert abs(dropped.mean() - 1) < 0.05
+    if len(shape) > 2:
+        assert (dropped.flatten(2).amin(2) == dropped.flatten(2).amax(2)).all()
+    assert layer.eval()(values) is values
+    assert torch.equal(Dropout(1.0, "all").train()(values), torch.zeros_like(values))
+
+
+def test_converted_model_keeps_its_parameters():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layers = nn.Dropout(0.1), nn.ModuleList([nn.Linear(2, 2)])
+            self.again = self.first
+
+    model = Model().eval()
+    names = [*model.state_dict()]
+    assert convert_dropout(model) is model and [*model.state_dict()] == names
+    assert isinstance(model.first, Dropout) and model.again is model.first
+    assert (model.first.p, model.first.name, model.first.training) == (0.1, "first", False)
+    depth = pytest.importorskip("torchvision").ops.StochasticDepth(0.5, "row")
+    start_batch(0, 1, INDICES)
+    rows = convert_dropout(nn.Sequential(depth)).train()(torch.ones(6, 3, 2))
+    assert (rows.flatten(1).amin(1) == rows.flatten(1).amax(1)).all()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1),
+        nn.LSTM(2, 2, 2, dropout=0.1),
+        nn.AlphaDropout(),
+        nn.RReLU(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_that_cannot_be_given_their_numbers_are_refused(layer):
+    with pytest.raises(UserError, match="draws random numbers that cannot belong to samples"):
+        convert_dropout(nn.Sequential(layer))
+    assert convert_dropout(nn.Sequential(nn.MultiheadAttention(4, 2)))
+
+
+@pytest.mark.slow
+def test_compiled_model_drops_the_same_elements():
+    model = convert_dropout(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5))).train()
+    compiled = torch.compile(model, fullgraph=True)
+    inputs = torch.randn(6, 8)
+    for epoch in range(2):
+        start_batch(0, epoch, INDICES)
+        expected = model(inputs)
+        start_batch(0, epoch, INDICES)
+        torch.testing.assert_close(compiled(inputs), expected)

@@ -1,0 +1,230 @@
+"""Random numbers that belong to samples: dropout, stochastic depth, and noise of one's own.
+
+A number is a function of (seed, epoch, index of the sample, name of the draw, place in it). So a
+sample has the same on any rank, in any micro-batch, pipeline stage or rank of tensor parallelism,
+and after a resume; PyTorch's generators would give it others for each number of ranks. The Loader
+tells which samples a step holds.
+
+The generator is Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+doi 10.1145/2063384.2063405): a key per sample, and a range of counters per name. On PyTorch 2.14
+and later, torch.func._random computes it in one kernel; before that, the same bits take about 100.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from utils import seeds
+from utils.errors import UserError
+
+_LOW = 0xFFFFFFFF  # the lower half of 64 bits
+
+
+class _Step:
+    """The samples of the current step, and how many of them each draw has used.
+
+    A forward pass may see the samples in parts, in their order: micro-batches, each of which draws
+    under the same names. `used` says where the next part begins.
+    """
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None  # int64 (n,); None before the first step
+        self.on_device: dict[torch.device, Tensor] = {}
+        self.used: dict[str, int] = {}
+        self.prefix = ""
+
+    def start(self, seed: int, epoch: int, indices: Tensor) -> None:
+        """A step with the samples `indices` begins. Does not wait for a device."""
+        self.keys = _keys(seeds.derive_seed(seed, epoch), indices)
+        self.used = {}
+        for device, held in self.on_device.items():
+            if held.shape == self.keys.shape:  # in place, where a CUDA graph reads it
+                held.copy_(_pinned(self.keys, device), non_blocking=True)
+            else:
+                self.on_device[device] = self._copy(device)
+
+    def _copy(self, device):
+        return _pinned(self.keys, device).to(device, non_blocking=True)
+
+    def take(self, name: str, count: int, device: torch.device) -> Tensor:
+        """Keys, int64 (count,), of the next `count` samples for a draw. Raises UserError."""
+        keys = self.keys
+        if device not in self.on_device:
+            self.on_device[device] = self._copy(device)
+        if seeds.parts:
+            number, parts = seeds.parts[-1]
+            return self.on_device[device].tensor_split(parts)[number]
+        start = self.used.get(name, 0)
+        if _is_backward():  # which recomputes the last part, for activation checkpointing
+            start -= count
+        end = start + count
+        if end > len(keys):
+            raise UserError(
+                f"the draw {name!r} takes {end} samples in a step of {len(keys)}: the first "
+                f"dimension must be that of the batch, and a module or name that is used several "
+                f"times in a step needs a name for each: `with draws_named('second'):`"
+            )
+        self.used[name] = end
+        return self.on_device[device][start:end]
+
+
+def _keys(seed, indices):
+    """int64 (n,): a key for each index, by the mixing function of SplitMix64, as in derive_seed."""
+    mixed = indices.numpy().astype(numpy.uint64) + numpy.uint64(seed)  # wraps around
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(factor)
+    return torch.from_numpy((mixed ^ (mixed >> numpy.uint64(31))).view(numpy.int64))
+
+
+def _is_backward():
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
+
+
+def _pinned(tensor, device):
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+_step = _Step()
+seeds.on_batch.append(_step.start)
+
+
+@contextmanager
+def draws_named(prefix: str) -> Iterator[None]:
+    """A context in which all draws have names of their own: for a second forward pass of the same
+    modules in one step."""
+    before, _step.prefix = _step.prefix, f"{_step.prefix}{prefix}/"
+    try:
+        yield
+    finally:
+        _step.prefix = before
+
+
+def uniform(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers in [0, 1), float32 of this shape. shape[0]: the number of samples, all of the step or
+    the next of its micro-batches. name: a different one for each draw of a step.
+
+    Before the first step, as where the task is checked, they come from PyTorch's generator. Raises
+    UserError if the name has been used for these samples.
+    """
+    if _step.keys is None:
+        return torch.rand(shape, device=device)
+    name = _step.prefix + name
+    keys = _step.take(name, shape[0], device)
+    keys = torch.stack([keys, torch.full_like(keys, _first_counter(name))], -1)
+    return _philox(keys, shape)
+
+
+def normal(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers with mean 0 and standard deviation 1, float32. See uniform()."""
+    centered = uniform(name, shape, device) + 2.0**-25  # not 0
+    return torch.special.ndtri(centered.clamp(max=1 - 2.0**-24))
+
+
+@torch.compiler.assume_constant_result
+def _first_counter(name):
+    """The names divide the 2**64 counters of a key into ranges of 2**30, each of 2**32 numbers."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 31 << 30
+
+
+def _philox(keys, shape):
+    """Uniform numbers of this shape; keys: int64 (shape[0], 2), a key and its first counter."""
+    if hasattr(torch.ops.aten, "_philox_uniform_"):
+        batched = keys.view(torch.uint64).view(shape[0], *[1] * (len(shape) - 1), 2)
+        result = torch.empty(shape, device=keys.device)
+        return torch.ops.aten._philox_uniform_(result, batched, 0.0, 1.0)
+    return _philox_of_int64(keys, shape)
+
+
+def _philox_of_int64(keys, shape):
+    """The same in int64 arithmetic, whose products wrap around as those of uint64."""
+    numbers = torch.Size(shape[1:]).numel()
+    blocks = torch.arange(-(-numbers // 4), device=keys.device)
+    key, counter = keys[:, :1], keys[:, 1:] + blocks
+    words = [counter & _LOW, counter >> 32 & _LOW, *[torch.zeros_like(counter)] * 2]
+    low, high = key & _LOW, key >> 32 & _LOW
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [
+            second >> 32 & _LOW ^ words[1] ^ low,
+            second & _LOW,
+            first >> 32 & _LOW ^ words[3] ^ high,
+            first & _LOW,
+        ]
+        low, high = low + 0x9E3779B9 & _LOW, high + 0xBB67AE85 & _LOW
+    bits = torch.stack(words, -1).flatten(1)[:, :numbers] & 0xFFFFFF
+    return (bits.float() / 2**24).view(shape)
+
+
+class Dropout(nn.Module):
+    """nn.Dropout, by sample: sets values to 0 with probability p, and divides the rest by 1 - p.
+
+    kept_dims: the mask has one number for each place in so many leading dimensions, all by default;
+    1 drops whole samples (stochastic depth, Huang et al. 2016, arXiv 1603.09382), 2 whole channels.
+    name: of the draw; convert_dropout() takes the module's.
+    """
+
+    def __init__(self, p: float = 0.5, name: str = "", kept_dims: int | None = None) -> None:
+        super().__init__()
+        self.p, self.name, self.kept_dims = p, name, kept_dims
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, name={self.name!r}, kept_dims={self.kept_dims}"
+
+    def forward(self, values: Tensor) -> Tensor:
+        """values: (n, ...), a row per sample -> the same shape. Raises UserError."""
+        if not self.training or self.p == 0:
+            return values
+        if getattr(self, "_is_replica", False):
+            raise UserError(
+                "nn.DataParallel runs forward passes in threads, which share the samples of a "
+                "step: use DistributedDataParallel"
+            )
+        dims = values.ndim if self.kept_dims is None else self.kept_dims
+        shape = [*values.shape[:dims], *[1] * (values.ndim - dims)]
+        scale = 0.0 if self.p == 1 else 1 / (1 - self.p)
+        kept = uniform(self.name, shape, values.device) >= self.p
+        return values * kept.to(values.dtype).mul(scale)
+
+
+# {class: the dimensions of its mask}
+_CHANNELS = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+_OTHERS = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d)
+
+
+def convert_dropout(model: nn.Module) -> nn.Module:
+    """The model with a Dropout of this module in place of each nn.Dropout (1d to 3d, too) and
+    torchvision.ops.StochasticDepth. The names of parameters stay the same.
+
+    Raises UserError for layers whose random numbers cannot be given by sample: dropout inside of
+    nn.MultiheadAttention or nn.LSTM, for example. Compute softmax(scores), Dropout and the product
+    with the values yourself there. Calls of torch.nn.functional.dropout() are not seen.
+    """
+    replaced: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module not in replaced:
+            replaced[module] = _converted(name, module)
+        if replaced[module] is not module:
+            if not name:
+                return replaced[module]
+            model.set_submodule(name, replaced[module])
+    return model
+
+
+def _converted(name, module):
+    if type(module) in _CHANNELS:
+        return Dropout(module.p, name, _CHANNELS[type(module)]).train(module.training)
+    if type(module).__name__ == "StochasticDepth" and module.mode == "row":
+        return Dropout(module.p, name, 1).train(module.training)
+    hidden: Any = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout
+    if hidden or isinstance(module, _OTHERS) or type(module).__name__ == "StochasticDepth":
+        raise UserError(
+            f"{name or 'the model'}, a {type(module).__name__}, draws random numbers that cannot "
+            f"belong to samples: set its dropout to 0, or use a layer without"
+        )
+    return module
