@@ -34,6 +34,7 @@ from tools.lib.update import (
     plan,
     read,
     read_record,
+    require_resolved,
     stale_imports,
     write_record,
 )
@@ -311,6 +312,7 @@ def update(args):
     elif record is None or record["commit"] is None:
         record = guessed_record(folder, find_commit(folder))
         print(f"by its contents, {folder} is a copy of commit {record['commit'][:12]}")
+    require_resolved(folder, record["files"])
     old_commit = resolve(record["commit"])
     if old_commit != new_commit and is_ancestor(new_commit, old_commit):
         raise CannotUpdate(f"{folder} is newer than this clone: run git pull here")

@@ -179,6 +179,25 @@ def test_conflicts_are_marked_as_git_marks_them(tmp_path):
     assert merged.decode().splitlines() == [*marks, ">>>>>>> new (new)"]
 
 
+def test_update_waits_until_conflicts_are_resolved(clone, tmp_path):
+    copy, newer = tmp_path / "copy", tmp_path / "newer"
+    assert tools_copy(clone, "train_1gpu.py", copy, "--task", "text").returncode == 0
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    for folder, line in ((copy, "# ours\n"), (newer, "# new\n")):
+        with open(folder / "utils" / "seeds.py", "a") as file:
+            file.write(line)
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    first = tools_copy(newer, "--update", copy)
+    assert first.returncode == 1 and "conflicts in utils/seeds.py" in first.stdout, first.stderr
+    marked = (copy / "utils" / "seeds.py").read_bytes()
+    for options in ([], ["--dry-run"], ["--from", "HEAD~1"]):
+        again = tools_copy(newer, "--update", copy, *options)
+        assert again.returncode == 1 and "conflicts in utils/seeds.py" in again.stderr
+        assert (copy / "utils" / "seeds.py").read_bytes() == marked
+    (copy / "utils" / "seeds.py").write_text("# both\n")
+    assert tools_copy(newer, "--update", copy).returncode == 0
+
+
 def test_damaged_record_is_named(tmp_path):
     assert read_record(tmp_path) is None
     for text in ("{", "[]", '{"commit": "a"}'):

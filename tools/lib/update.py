@@ -89,6 +89,17 @@ def merge(mine, base, theirs, names):
     return done.stdout, done.returncode
 
 
+def require_resolved(folder, paths):
+    """Raise CannotUpdate if files of a copy still have conflicts that merge() has marked."""
+    marked = re.compile(rb"^<<<<<<< yours$.*^>>>>>>> new ", re.MULTILINE | re.DOTALL)
+    texts = {path: read(Path(folder) / path) or b"" for path in sorted(paths)}
+    left = [path for path, text in texts.items() if marked.search(text.replace(b"\r\n", b"\n"))]
+    if left:
+        raise CannotUpdate(
+            f"resolve the conflicts in {', '.join(left)} first: <<<<<<< yours ... >>>>>>> new"
+        )
+
+
 def base_of(record, commit, of_task):
     """{path: bytes as they were copied} of the files of a record, from the history.
 
