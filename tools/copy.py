@@ -34,6 +34,7 @@ from tools.lib.update import (
     plan,
     read,
     read_record,
+    require_not_undone,
     require_resolved,
     stale_imports,
     write_record,
@@ -306,7 +307,7 @@ def update(args):
     folder, new_commit = args.update, resolve("HEAD")
     if folder.resolve() == ROOT:
         raise CannotUpdate(f"{folder} is this clone: git pull updates it")
-    record = read_record(folder)
+    record = None if args.commit else read_record(folder)
     if args.commit:
         record = guessed_record(folder, resolve(args.commit))
     elif record is None or record["commit"] is None:
@@ -316,6 +317,7 @@ def update(args):
     old_commit = resolve(record["commit"])
     if old_commit != new_commit and is_ancestor(new_commit, old_commit):
         raise CannotUpdate(f"{folder} is newer than this clone: run git pull here")
+    require_not_undone(folder, record)
     moved = renamed(old_commit, new_commit)
     had, wanted, every = set(record["without"]), set(args.options), {}
     guards, wanted = had.union(args.without) - wanted, wanted - had

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -198,6 +199,36 @@ def test_update_waits_until_conflicts_are_resolved(clone, tmp_path):
     assert tools_copy(newer, "--update", copy).returncode == 0
 
 
+def test_update_that_was_undone_is_noticed(clone, tmp_path):
+    """git brings the files back, but not a record that it does not know."""
+    copy, newer = tmp_path / "copy", tmp_path / "newer"
+    assert tools_copy(clone, "train_1gpu.py", copy, "--task", "text").returncode == 0
+    (copy / RECORD).unlink()
+    with open(copy / "utils" / "optim.py", "a") as file:
+        file.write("# ours\n")
+    git(copy, "init", "--quiet")
+    git(copy, "add", "--all")
+    git(copy, "commit", "--quiet", "--message=ours")
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    for name in ("optim", "seeds"):
+        text = (newer / "utils" / f"{name}.py").read_text()
+        (newer / "utils" / f"{name}.py").write_text(f"# new\n{text}")
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    old, new = (git(folder, "rev-parse", "HEAD")[:12] for folder in (clone, newer))
+    assert tools_copy(newer, "--update", copy).returncode == 0
+    git(copy, "checkout", "--quiet", ".")
+    for options in ([], ["--dry-run"]):
+        again = tools_copy(newer, "--update", copy, *options)
+        assert again.returncode == 1, again.stdout
+        assert again.stderr.startswith("error: utils/seeds.py ")  # optim.py is of no commit
+        assert f"--from {old}" in again.stderr and f"--from {new}" in again.stderr
+    redone = tools_copy(newer, "--update", copy, "--from", old)
+    assert redone.returncode == 0 and (copy / "utils" / "seeds.py").read_text()[:5] == "# new"
+    assert (copy / "utils" / "optim.py").read_text()[:5] == "# new"
+    git(copy, "stash", "--include-untracked")  # as docs/copy.md says
+    assert "by its contents" in tools_copy(newer, "--update", copy, "--dry-run").stdout
+
+
 def test_damaged_record_is_named(tmp_path):
     assert read_record(tmp_path) is None
     for text in ("{", "[]", '{"commit": "a"}'):
@@ -318,7 +349,8 @@ def test_option_is_added_to_an_edited_copy(clone, tmp_path):
 
 
 def test_updates_that_are_refused_are_one_line(clone, tmp_path):
-    copy, shallow, archive = tmp_path / "copy", tmp_path / "shallow", tmp_path / "archive"
+    copy, damaged = tmp_path / "copy", tmp_path / "damaged"
+    shallow, archive = tmp_path / "shallow", tmp_path / "archive"
     assert tools_copy(clone, "train_1gpu.py", copy).returncode == 0
     git(clone, "clone", "--quiet", "--depth=1", clone.as_uri(), str(shallow))
     archive.mkdir()
@@ -327,9 +359,12 @@ def test_updates_that_are_refused_are_one_line(clone, tmp_path):
     (tmp_path / "empty").mkdir()
     record = json.loads((copy / RECORD).read_text())
     (copy / RECORD).write_text(json.dumps(record | {"commit": "0" * 40}))
+    shutil.copytree(copy, damaged)
+    (damaged / RECORD).write_text("{")
     for project, target, options, words in (
         (clone, clone, [], ["git pull"]),
         (clone, copy, [], ["000000", "not in this clone", "--from"]),
+        (clone, damaged, [], ["cannot be read", "--from"]),
         (clone, copy, ["--from", "no-such-commit"], ["no-such-commit"]),
         (shallow, copy, [], ["git fetch --unshallow"]),
         (archive, copy, [], ["no history", "clone the repository"]),
@@ -340,6 +375,8 @@ def test_updates_that_are_refused_are_one_line(clone, tmp_path):
         assert refused.returncode == 1, refused.stdout
         assert refused.stderr.count("\n") == 1 and refused.stderr.startswith("error: ")
         assert all(word in refused.stderr for word in words), refused.stderr
+    done = tools_copy(clone, "--update", damaged, "--from", "HEAD")
+    assert done.returncode == 0 and read_record(damaged)["scripts"] == {"train_1gpu.py": "images"}
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def renamed(old, new):
     return dict(zip(fields[1::3], fields[2::3], strict=False))
 
 
-def commits():
-    """All commits of this clone's branch, the newest first."""
+def commits(newest="HEAD"):
+    """A commit and all its ancestors, the newest first."""
     require()
-    return git("rev-list", "HEAD").split()
+    return git("rev-list", newest).split()

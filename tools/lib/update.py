@@ -289,20 +289,55 @@ def find_commit(folder):
     for name in FOLDERS:
         for path in folder.glob(f"{name}/**/*"):
             if path.is_file() and path.stat().st_size < 1 << 20 and path.stat().st_size:
-                data = path.read_bytes()
-                blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-                blobs[path.relative_to(folder).as_posix()] = blob
-    best, candidates = 0, []
-    for commit in history.commits():
-        entries = history.tree(commit)
-        same = sum(entries.get(SOURCES.get(path, path)) == blob for path, blob in blobs.items())
+                blobs[path.relative_to(folder).as_posix()] = _blob(path.read_bytes())
+    commit = _most_alike(folder, blobs, history.commits())
+    if not commit:
+        raise CannotUpdate(f"{folder} has no file of any commit of this clone: pass --from COMMIT")
+    return commit
+
+
+def require_not_undone(folder, record):
+    """Raise CannotUpdate if files that differ from the record of a copy are those of an older
+    commit: git has brought them back, but not the record."""
+    recorded, blobs = record["commit"], {}
+    for path, expected in record["files"].items():
+        text = (read(Path(folder) / path) or b"").replace(b"\r\n", b"\n")
+        if text and expected not in (None, checksum(text)):
+            blobs[path] = _blob(text)
+    blobs = dict(blobs.items() - _blobs(blobs, recorded).items())
+    commit = _most_alike(Path(folder), blobs, history.commits(recorded))
+    if commit:
+        same = dict(blobs.items() & _blobs(blobs, commit).items())
+        raise CannotUpdate(
+            f"{', '.join(sorted(same))} are not from commit {recorded[:12]}, which {RECORD} names, "
+            f"but from {commit[:12]}: pass --from {commit[:12]} if you have undone an update, and "
+            f"--from {recorded[:12]} if not"
+        )
+
+
+def _blob(contents):
+    """The id that git gives to contents."""
+    return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
+
+
+def _blobs(paths, commit):
+    """{path in a copy: the id of its contents at a commit} of those that were there."""
+    entries = history.tree(commit)
+    return {p: entries[SOURCES.get(p, p)] for p in paths if SOURCES.get(p, p) in entries}
+
+
+def _most_alike(folder, blobs, commits):
+    """The commit that has most of `blobs`, {path: id}, and of equals the one with the fewest edits
+    in the folder; None if no commit has any."""
+    best, candidates = 1, []
+    for commit in commits:
+        same = len(blobs.items() & _blobs(blobs, commit).items())
         if same > best:
             best, candidates = same, []
         if same == best:
             candidates.append(commit)
-    if not best:
-        raise CannotUpdate(f"{folder} has no file of any commit of this clone: pass --from COMMIT")
-    return min(candidates, key=lambda commit: _edits(folder, commit))  # the newest of equals
+    # of several, the newest
+    return min(candidates, key=lambda commit: _edits(folder, commit), default=None)
 
 
 def _edits(folder, commit):
