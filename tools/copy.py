@@ -21,6 +21,7 @@ from tools.lib.closure import Option, closure, options, purpose, size, total
 from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
+from tools.lib.stale import stale_imports
 from tools.lib.update import (
     SOURCES,
     CannotUpdate,
@@ -32,11 +33,12 @@ from tools.lib.update import (
     guessed_record,
     new_record,
     plan,
+    project_files,
+    python_files,
     read,
     read_record,
     require_not_undone,
     require_resolved,
-    stale_imports,
     write_record,
 )
 
@@ -253,7 +255,7 @@ def make_copy(args):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(new[path])
     sums = record["files"] | {path: checksum(text) for path, text in new.items()}
-    write_record(folder, record["commit"], scripts, chosen, guards, sums)
+    write_record(folder, record["commit"], record["since"], scripts, chosen, guards, sums)
     options = [option for name, option in known.items() if name in chosen]
     files = files_to_copy(ROOT / args.script, args.task, options)
     files = [file for file in files if str(file.relative_to(ROOT)) in new]
@@ -341,7 +343,10 @@ def update(args):
         place = f"{change.old_path} -> {change.path}" if change.old_path else change.path
         print(f"{change.kind:12}  {place}" + f"  ({change.conflicts})" * bool(change.conflicts))
     conflicts = [change.path for change in changes if change.conflicts]
-    stale = stale_imports(folder, changes, moved)
+    since = resolve(record["since"] or old_commit)
+    after = python_files(folder, changes)
+    then, now = project_files(since), project_files(new_commit)
+    stale = stale_imports(after, then, now, renamed(since, new_commit))
     print("".join(f"{line}\n" for line in stale), end="")
     if args.diff:
         print(as_diff(folder, changes), end="")
@@ -350,7 +355,8 @@ def update(args):
     apply(folder, changes)
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}
     sums = {path: checksum(text) for path, text in new.items() if path not in ignored}
-    write_record(folder, new_commit, record["scripts"], options, guards, sums)
+    since = since if conflicts or stale else None  # the next update looks at all of this again
+    write_record(folder, new_commit, since, record["scripts"], options, guards, sums)
     print(f"{folder} is up to date with {new_commit[:12]}, from {old_commit[:12]}")
     if conflicts:
         print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")

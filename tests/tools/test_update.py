@@ -12,6 +12,7 @@ from tests.tools.test_copy import run_alone
 from tools.copy import texts, with_more
 from tools.lib.closure import small_flags
 from tools.lib.ladder import ROOT
+from tools.lib.stale import stale_imports
 from tools.lib.update import (
     RECORD,
     CannotUpdate,
@@ -20,8 +21,8 @@ from tools.lib.update import (
     checksum,
     merge,
     plan,
+    python_files,
     read_record,
-    stale_imports,
 )
 
 LABELS = "old", "new"
@@ -130,21 +131,41 @@ def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "utils").mkdir()
     for name in ("moved", "gone", "stays"):
-        (tmp_path / "utils" / f"{name}.py").write_text("a\n")
-    (tmp_path / "tasks" / "own.py").write_text("from utils.moved import x\nimport utils.stays\n")
+        (tmp_path / "utils" / f"{name}.py").write_text("a = b = 1\n")
+    (tmp_path / "tasks" / "own.py").write_text(
+        "from utils.moved import x\nimport utils.stays\nimport utils.option\n"
+    )
     (tmp_path / "research").mkdir()
     (tmp_path / "research" / "own.py").write_text(
         "try:\n    from utils import (\n        stays,\n        gone,\n    )\nfinally:\n    pass\n"
         "from utils.stays import a, b\n"
     )
-    base = {f"utils/{name}.py": b"a\n" for name in ("moved", "gone", "stays")}
-    new = {"sources/new.py": b"a\n", "utils/stays.py": b"a = 1\n"}
+    then = {f"utils/{name}.py": b"a = b = 1\n" for name in ("moved", "gone", "stays", "option")}
+    now = {f"{name}.py": b"a = 1\n" for name in ("sources/new", "utils/stays", "utils/option")}
+    base = then.keys() - {"utils/option.py"}
+    new = now.keys() - {"utils/option.py"}  # not copied
     moved = {"utils/moved.py": "sources/new.py"}
+    base, new = ({p: files[p] for p in paths} for files, paths in ((then, base), (now, new)))
     changes = plan(tmp_path, base, new, moved, LABELS)
-    assert stale_imports(tmp_path, changes, moved) == [
+    lines = [
         "research/own.py imports b, which utils/stays.py no longer has: change that",
         "research/own.py imports utils/gone.py, which is gone: change the import",
         "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
+    ]
+    assert stale_imports(python_files(tmp_path, changes), then, now, moved) == lines
+    apply(tmp_path, changes)
+    assert stale_imports(python_files(tmp_path, []), then, now, moved) == lines
+
+
+def test_names_of_a_file_with_conflicts_are_known(tmp_path):
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "x.py").write_text("a = 0\nb = 3\nd = 1\n")
+    (tmp_path / "own.py").write_text("from utils.x import a, b, c, d\n")
+    then, now = {"utils/x.py": b"a = 0\nb = 1\nc = 1\n"}, {"utils/x.py": b"a = 0\nb = 2\n"}
+    changes = plan(tmp_path, then, now, {}, LABELS)
+    assert changes[0].conflicts == 1
+    assert stale_imports(python_files(tmp_path, changes), then, now, {}) == [
+        "own.py imports c, which utils/x.py no longer has: change that"
     ]
 
 
@@ -336,6 +357,11 @@ def test_option_that_has_moved_stays(clone, tmp_path):
     assert not (copy / "tasks" / "text_folder.py").exists()
     assert (copy / "sources" / "texts.py").read_text().endswith("# ours\n")
     assert json.loads((copy / RECORD).read_text())["options"] == ["texts"]
+    again = tools_copy(newer, "--update", copy)  # until it is changed
+    assert again.returncode == 1 and "which is sources/texts.py now" in again.stdout
+    (copy / "tasks" / "own.py").write_text("from sources.texts import packed_splits\n")
+    assert tools_copy(newer, "--update", copy).returncode == 0
+    assert json.loads((copy / RECORD).read_text())["since"] is None
 
 
 def test_option_is_added_to_an_edited_copy(clone, tmp_path):

@@ -5,7 +5,6 @@ each file. A file that its owner has not edited is replaced; an edited one is me
 with the version that was copied. Nothing is written before all of this has been computed.
 """
 
-import ast
 import difflib
 import hashlib
 import json
@@ -45,15 +44,19 @@ def checksum(contents):
 
 
 def new_record(commit):
-    """The record of a copy that holds nothing yet."""
-    return {"commit": commit, "scripts": {}, "options": [], "without": [], "files": {}}
+    """The record of a copy that holds nothing yet.
+
+    since: None, or an older commit, if what it had and `commit` has not is still used.
+    """
+    record = {"commit": commit, "since": None, "scripts": {}, "options": [], "without": []}
+    return record | {"files": {}}
 
 
 def read_record(folder):
     """The record of a copy as a dict, or None. Raises CannotUpdate if it is damaged."""
     path = Path(folder) / RECORD
     try:
-        record = {"without": []} | json.loads(path.read_text(encoding="utf-8"))
+        record = {"without": [], "since": None} | json.loads(path.read_text(encoding="utf-8"))
         if record.keys() != new_record(None).keys():
             raise ValueError("it has other entries")
         if unknown := set(record["without"]) - GUARDS.keys():
@@ -65,10 +68,10 @@ def read_record(folder):
     return record
 
 
-def write_record(folder, commit, scripts, options, guards, sums):
-    """scripts: {name: task}; options: names; guards: names of those that are left out; sums: {path:
-    checksum of what was copied}."""
-    record = new_record(commit) | {"scripts": scripts, "options": sorted(options)}
+def write_record(folder, commit, since, scripts, options, guards, sums):
+    """since: see new_record(); scripts: {name: task}; options: names; guards: names of what is left
+    out; sums: {path: checksum of what was copied}."""
+    record = new_record(commit) | {"since": since, "scripts": scripts, "options": sorted(options)}
     record |= {"without": sorted(guards), "files": dict(sorted(sums.items()))}
     text = json.dumps(record, indent=1) + "\n"
     (Path(folder) / RECORD).write_text(text, encoding="utf-8")
@@ -196,61 +199,20 @@ def apply(folder, changes):
             (folder / change.old_path).unlink()
 
 
-def stale_imports(folder, changes, moved):
-    """Lines about the files of a copy, its owner's included, that import a module which Changes
-    remove or move, or a name that they take out of one. moved: {old path: new path}."""
-    folder, lines = Path(folder), []
-    new = {change.path: change.contents for change in changes if change.contents is not None}
-    gone = {change.path for change in changes if change.kind == "removed"}
-    gone |= {change.old_path for change in changes if change.old_path} - new.keys()
+def python_files(folder, changes):
+    """{path: bytes} of the Python files of a copy after Changes, its owner's included."""
+    folder = Path(folder)
     found = {file.relative_to(folder) for file in folder.rglob("*.py")}
     found = {p.as_posix() for p in found if not any(map(_is_not_ours, p.parts))}
-    for path in sorted((found | {p for p in new if p.endswith(".py")}) - gone):
-        text = new.get(path) or read(folder / path) or b""
-        reported = set()
-        for module, name in _imports(text):
-            file = f"{module.replace('.', '/')}.py"
-            old = next((p for p in (file, f"{file[:-3]}/{name}.py") if p in gone), None)
-            if old and old != path and old not in reported:
-                reported.add(old)
-                place = f"{moved[old]} now" if old in moved else "gone"
-                lines.append(f"{path} imports {old}, which is {place}: change the import")
-            elif file in new and name and name not in _names(new[file]):
-                lines.append(f"{path} imports {name}, which {file} no longer has: change that")
-    return lines
+    found -= {change.path for change in changes if change.kind == "removed"}
+    found -= {change.old_path for change in changes}
+    files = {path: read(folder / path) or b"" for path in found}
+    new = {change.path: change.contents for change in changes if change.contents is not None}
+    return files | {path: text for path, text in new.items() if path.endswith(".py")}
 
 
 def _is_not_ours(part):
     return part.startswith(".") or part in ("site-packages", "runs")
-
-
-def _imports(text):
-    """(module, imported name or None) of what a Python file imports; none if it has conflicts."""
-    for node in ast.walk(_parsed(text)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-def _names(text):
-    """The names that a Python file defines or imports, anywhere in it; also "*"."""
-    names = {"*"}
-    for node in ast.walk(_parsed(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name)
-    return names
-
-
-def _parsed(text):
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
 
 
 def as_diff(folder, changes):
@@ -268,6 +230,16 @@ def as_diff(folder, changes):
     return "".join(lines)
 
 
+def project_files(commit):
+    """{path: bytes} of the Python files of the project at a commit, of which copies are made."""
+    known = history.tree(commit)
+    return {p: history.read(commit, p) for p in known if p.endswith(".py") and _is_copied(p)}
+
+
+def _is_copied(path):
+    return path in RUNGS or path.partition("/")[0] in FOLDERS
+
+
 # Copies without a record
 
 
@@ -276,8 +248,7 @@ def files_in(folder, commit):
     known, found = history.tree(commit), []
     for path in sorted([*folder.glob("train_*.py"), *folder.glob("[a-z]*/**/*")]):
         name = path.relative_to(folder).as_posix()
-        is_ours = name in RUNGS or name.partition("/")[0] in FOLDERS
-        if path.is_file() and is_ours and SOURCES.get(name, name) in known:
+        if path.is_file() and _is_copied(name) and SOURCES.get(name, name) in known:
             found.append(name)
     return found
 

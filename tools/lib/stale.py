@@ -1,0 +1,74 @@
+"""What files of a copy use of the project, and what it no longer has.
+
+Python files are {path: bytes}: `after`, those of the copy after an update, its owner's included;
+`then` and `now`, those of the project before and after.
+"""
+
+import ast
+import re
+from functools import cache
+
+# A conflict, as git merge-file marks it: the owner's lines, and all lines behind them.
+CONFLICT = re.compile(
+    rb"^<<<<<<< yours\r?\n(.*?)(^\|\|\|\|\|\|\| .*?^>>>>>>> new [^\n]*\n)", re.M | re.S
+)
+
+
+def stale_imports(after, then, now, moved):
+    """Lines about imports of modules that are gone or have moved, and of names that are gone from a
+    module. moved: {old path: new path}."""
+    lines = []
+    for path, text in sorted(after.items()):
+        reported = set()
+        for module, name in _imports(text):
+            module = module if _file(f"{module}.{name}", then) is None else f"{module}.{name}"
+            old = _file(module, then)
+            new = _file(module, after) or _file(module, now)  # an option may not be copied
+            if old is None or old == path or old in reported:
+                continue
+            known = _names(after.get(new, b"")) | _names(now.get(new, b""))
+            if new is None:
+                reported.add(old)
+                place = f"{moved[old]} now" if old in moved else "gone"
+                lines.append(f"{path} imports {old}, which is {place}: change the import")
+            elif name in _names(then[old]) - known:
+                lines.append(f"{path} imports {name}, which {new} no longer has: change that")
+    return lines
+
+
+def _file(module, files):
+    """The path of a module, among files; None if it is not there."""
+    stem = module.replace(".", "/")
+    return next((path for path in (f"{stem}.py", f"{stem}/__init__.py") if path in files), None)
+
+
+def _imports(text):
+    """(module, imported name or None) of what a Python file imports."""
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _names(text):
+    """The names that a Python file defines or imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+@cache
+def _parsed(text):
+    """The syntax tree, of the owner's lines where there are conflicts; empty if it fails."""
+    text = CONFLICT.sub(lambda match: b"\n" + match[1] + b"\n" * match[2].count(b"\n"), text)
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
