@@ -21,7 +21,7 @@ from tools.lib.closure import Option, closure, options, purpose, size, total
 from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
-from tools.lib.stale import stale_imports
+from tools.lib.stale import stale_imports, stale_overrides
 from tools.lib.update import (
     SOURCES,
     CannotUpdate,
@@ -304,7 +304,7 @@ def with_more(new, paths):
 
 
 def update(args):
-    """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that import
+    """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that use
     what is gone; otherwise 0."""
     folder, new_commit = args.update, resolve("HEAD")
     if folder.resolve() == ROOT:
@@ -347,6 +347,7 @@ def update(args):
     after = python_files(folder, changes)
     then, now = project_files(since), project_files(new_commit)
     stale = stale_imports(after, then, now, renamed(since, new_commit))
+    stale += stale_overrides(after, then, now)
     print("".join(f"{line}\n" for line in stale), end="")
     if args.diff:
         print(as_diff(folder, changes), end="")

@@ -12,7 +12,7 @@ from tests.tools.test_copy import run_alone
 from tools.copy import texts, with_more
 from tools.lib.closure import small_flags
 from tools.lib.ladder import ROOT
-from tools.lib.stale import stale_imports
+from tools.lib.stale import stale_imports, stale_overrides
 from tools.lib.update import (
     RECORD,
     CannotUpdate,
@@ -155,6 +155,35 @@ def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
     assert stale_imports(python_files(tmp_path, changes), then, now, moved) == lines
     apply(tmp_path, changes)
     assert stale_imports(python_files(tmp_path, []), then, now, moved) == lines
+
+
+def test_overrides_of_methods_that_are_gone_are_named():
+    """Nothing would call them. The base class may have moved, or be the base of the owner's."""
+    hook = "class Hook:\n    def __init__(self): ...\n    def after_step(self): ...\n"
+    then = {
+        "utils/options/__init__.py": f"{hook}    def is_due(self): ...\n    def write(self): ...\n",
+        "utils/timing.py": "class Timing(Hook):\n    def is_due(self): ...\n",
+    }
+    timing = "class Timing(FileForm):\n    def write(self): ...\n"  # a method of its own
+    now = {
+        "utils/hooks.py": f"{hook}class FileForm(Hook):\n    def to_file(self): ...\n",
+        "utils/timing.py": timing,
+    }
+    own = {
+        "own.py": "from utils import hooks\n"
+        "class Mine(hooks.Hook):\n    def __init__(self): ...\n    def is_due(self): ...\n"
+        "class Other:\n    def is_due(self): ...\n",
+        "team/more.py": "class More(Mine):\n    def after_step(self): ...\n"
+        "    def write(self): ...\n",
+        "utils/timing.py": f"{timing}    def is_due(self): ...\n",
+    }
+    then, now, own = ({p: t.encode() for p, t in files.items()} for files in (then, now, own))
+    end = "is not called any more: utils/hooks.py no longer has Hook"
+    assert stale_overrides(now | own, then, now) == [
+        f"own.py: Mine.is_due {end}.is_due",
+        f"team/more.py: More.write {end}.write",
+        f"utils/timing.py: Timing.is_due {end}.is_due",
+    ]
 
 
 def test_names_of_a_file_with_conflicts_are_known(tmp_path):

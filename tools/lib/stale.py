@@ -36,6 +36,46 @@ def stale_imports(after, then, now, moved):
     return lines
 
 
+def stale_overrides(after, then, now):
+    """Lines about methods that override one which the project's class no longer has."""
+    lines, old, new, every = [], _classes(then), _classes(now), _classes(after)
+    for path, text in sorted(after.items()):
+        ours = _classes({path: now.get(path, b"")})
+        for name, (_, bases, methods) in _classes({path: text}).items():
+            methods = methods - ours.get(name, (path, set(), set()))[2]
+            ancestors = {a for base in bases for a in _line(base, every)}
+            for base in sorted(ancestors & old.keys() & new.keys()):
+                lost = old[base][2].difference(*(new[a][2] for a in _line(base, new) if a in new))
+                lines += [
+                    f"{path}: {name}.{method} is not called any more: {new[base][0]} no longer has "
+                    f"{base}.{method}"
+                    for method in sorted(methods & lost)
+                    if not method.startswith("__")
+                ]
+    return lines
+
+
+def _classes(files):
+    """{name: (path, names of its bases, names of its methods)} of all classes, those with the same
+    name as one."""
+    found = {}
+    for path, text in files.items():
+        for node in ast.walk(_parsed(text)):
+            if isinstance(node, ast.ClassDef):
+                _, bases, methods = found.setdefault(node.name, (path, set(), set()))
+                bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                methods |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def _line(name, classes, seen=()):
+    """The names of a class and of those that it inherits from."""
+    if name not in seen:
+        yield name
+        for base in classes.get(name, ("", ()))[1]:
+            yield from _line(base, classes, (*seen, name))
+
+
 def _file(module, files):
     """The path of a module, among files; None if it is not there."""
     stem = module.replace(".", "/")
