@@ -21,7 +21,7 @@ from tools.lib.closure import Option, closure, options, purpose, size, total
 from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
-from tools.lib.stale import stale_imports, stale_overrides
+from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
     SOURCES,
     CannotUpdate,
@@ -347,7 +347,7 @@ def update(args):
     after = python_files(folder, changes)
     then, now = project_files(since), project_files(new_commit)
     stale = stale_imports(after, then, now, renamed(since, new_commit))
-    stale += stale_overrides(after, then, now)
+    stale += stale_overrides(after, then, now) + stale_settings(after, then, now)
     print("".join(f"{line}\n" for line in stale), end="")
     if args.diff:
         print(as_diff(folder, changes), end="")

@@ -12,7 +12,7 @@ from tests.tools.test_copy import run_alone
 from tools.copy import texts, with_more
 from tools.lib.closure import small_flags
 from tools.lib.ladder import ROOT
-from tools.lib.stale import stale_imports, stale_overrides
+from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
     RECORD,
     CannotUpdate,
@@ -183,6 +183,24 @@ def test_overrides_of_methods_that_are_gone_are_named():
         f"own.py: Mine.is_due {end}.is_due",
         f"team/more.py: More.write {end}.write",
         f"utils/timing.py: Timing.is_due {end}.is_due",
+    ]
+
+
+def test_lines_that_read_settings_that_are_gone_are_named():
+    head = "@dataclass(frozen=True)\nclass Config:\n"
+    options = f"{head}    lr: float = 1.0\n    audit: bool = False\n    ours: int = 0\n"
+    peak = "    @property\n    def peak_lr(self): ...\n"
+    then = {"utils/options/__init__.py": (options + peak).encode()}
+    now = {"utils/config.py": f"{head}    lr: float = 1.0\n".encode()}
+    own = {
+        "own.py": b"lr = min(cfg.lr, cfg.peak_lr)\nother.audit\n",
+        "tasks/own.py": f"{head}    ours: int = 1\n".encode(),
+        "train.py": b"<<<<<<< yours\n1\n||||||| copied\n2\n=======\n3\n>>>>>>> new (x)\n"
+        b"self.cfg.audit + cfg.ours\n",
+    }
+    assert stale_settings(now | own, then, now) == [
+        "own.py:1 reads cfg.peak_lr, a setting that is gone: change that",
+        "train.py:8 reads cfg.audit, a setting that is gone: change that",
     ]
 
 

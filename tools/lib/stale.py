@@ -55,6 +55,31 @@ def stale_overrides(after, then, now):
     return lines
 
 
+def stale_settings(after, then, now):
+    """Lines about code that reads a setting, an attribute of `cfg`, which no class declares now."""
+    gone = _settings(then) - _settings(now) - _settings(after)
+    return [
+        f"{path}:{node.lineno} reads cfg.{node.attr}, a setting that is gone: change that"
+        for path, text in sorted(after.items())
+        for node in ast.walk(_parsed(text))
+        if isinstance(node, ast.Attribute) and node.attr in gone
+        if ast.unparse(node.value).rpartition(".")[2] == "cfg"
+    ]
+
+
+def _settings(files):
+    """The names of the fields and properties of all dataclasses."""
+    return {
+        each.target.id if isinstance(each, ast.AnnAssign) else each.name
+        for text in files.values()
+        for node in ast.walk(_parsed(text))
+        if isinstance(node, ast.ClassDef)
+        and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign | ast.FunctionDef)
+    }
+
+
 def _classes(files):
     """{name: (path, names of its bases, names of its methods)} of all classes, those with the same
     name as one."""
