@@ -352,6 +352,8 @@ def update(args):
     if args.diff:
         print(as_diff(folder, changes), end="")
     if args.dry_run or args.diff:
+        if not any(c.contents is not None or c.kind == "removed" for c in changes):
+            print(f"{folder} is up to date with {new_commit[:12]}")
         return 1 if conflicts or stale else 0
     apply(folder, changes)
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}

@@ -81,7 +81,7 @@ def clone(tmp_path_factory):
         ("a\n", "a\n", "a\n", None, "a\n"),
         ("mine\n1\n2\n3\n", "a\n1\n2\n3\n", "a\n1\n2\nb\n", "merged", "mine\n1\n2\nb\n"),
         ("b\n", "a\n", "b\n", None, "b\n"),  # the same edit on both sides
-        (None, "a\n", "b\n", "left out", None),
+        (None, "a\n", "b\n", "deleted by you: not restored", None),
         ("a\n", "a\n", None, "removed", None),
         ("mine\n", "a\n", None, "kept, although it is gone", "mine\n"),
         (None, None, "b\n", "added", "b\n"),
@@ -333,6 +333,12 @@ def test_copy_that_is_updated(clone, tmp_path):
         assert shown.returncode == 0, shown.stderr
         assert re.search(r"^merged +utils/optim.py", shown.stdout, re.M)
         assert ("+# new" in shown.stdout) == (option == "--diff")
+        assert "is up to date" not in shown.stdout
+        nothing = tools_copy(clone, "--update", copy, option)
+        assert nothing.returncode == 0, nothing.stderr
+        deleted, last = nothing.stdout.splitlines()
+        assert deleted == "deleted by you: not restored  utils/watchdog.py"
+        assert last == f"{copy} is up to date with {record['commit'][:12]}"
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
     assert refused.returncode == 1 and "--update" in refused.stderr

@@ -145,7 +145,7 @@ def plan(folder, base, new, moved, labels):
         mine_on_disk = read(folder / old_path)
         if mine_on_disk is None:
             if path in new:
-                changes.append(Change(path, "left out"))
+                changes.append(Change(path, "deleted by you: not restored"))
             continue
         mine = mine_on_disk.replace(b"\r\n", b"\n")
         if path not in new:
