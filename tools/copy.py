@@ -2,15 +2,16 @@
 
     python -m tools.copy train_ddp.py DEST
     python -m tools.copy train_ddp.py DEST --task text
-    python -m tools.copy train_ddp.py DEST --with sharded weights
+    python -m tools.copy train_ddp.py DEST --with sharded,weights
     python -m tools.copy train_ddp.py DEST --without watchdog,progress
     python -m tools.copy --update DEST
 
 Modules that only a setting or a task of your own needs, and commands such as tools.report, are
 copied only if --with names them (or --all). --without leaves out modules that only watch the run,
-with the lines that call them; --plain leaves out all of these. This prints what was copied, and
-what was not. --update merges what has changed in this clone since then: files that you have edited
-keep your edits, conflicts are marked as git marks them, and files that you have deleted stay away.
+with the lines that call them; --plain leaves out all that the script does not need. This prints
+what was copied, and what was not. --update merges what has changed in this clone since then: files
+that you have edited keep your edits, conflicts are marked as git marks them, and files that you
+have deleted are not restored.
 """
 
 import argparse
@@ -153,13 +154,15 @@ def parse_arguments():
     )
     parser.add_argument("destination", nargs="?", type=Path, metavar="DEST", help="a folder")
     parser.add_argument("--task", choices=TASKS, default="images", help="what the script trains")
-    listed = dict(metavar="NAME", action="extend", nargs="+", default=[])
+    listed = dict(metavar="NAME,...", action="append", default=[])
     parser.add_argument(
-        "--with", dest="options", help="modules that a setting needs, or commands", **listed
+        "--with", dest="options", help="also copy these modules, listed in docs/copy.md", **listed
     )
-    parser.add_argument("--without", help=f"of {', '.join(GUARDS)}", **listed)
-    parser.add_argument("--plain", action="store_true", help="without all of these")
-    parser.add_argument("--all", action="store_true", help="all of these modules")
+    parser.add_argument("--all", action="store_true", help="--with all modules that it can name")
+    parser.add_argument("--without", help=f"leave out some of {','.join(GUARDS)}", **listed)
+    parser.add_argument(
+        "--plain", action="store_true", help="--without all of them that the script does not need"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--update", type=Path, metavar="DEST", help="merge what is new into a copy")
     parser.add_argument("--dry-run", action="store_true", help="with --update: list the changes")

@@ -1,6 +1,7 @@
 """tools.copy: a script runs its own default command in an empty folder, with each task."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_a_copied_task_brings_nothing_of_the_others():
     assert task_module("text") in files
     parts = {part for path in files for part in path.relative_to(ROOT).parts}
     assert not parts & {"images", "segmentation"}
+
+
+def test_names_are_separated_by_commas_everywhere():
+    shown = copy("--help").stdout
+    assert "--with NAME,..." in shown and "NAME ..." not in shown
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    text = "\n".join([shown, *(page.read_text(encoding="utf-8") for page in pages)])
+    assert "--with sharded,weights" in text
+    assert (
+        re.findall(r"tools\.copy .*--with(?:out)? [\w,]+ \w+|`--with(?:out)? \w+ .*`", text) == []
+    )
 
 
 def test_copy_brings_what_a_task_of_ones_own_may_import():
