@@ -168,7 +168,7 @@ def parse_arguments():
     parser.add_argument("--dry-run", action="store_true", help="with --update: list the changes")
     parser.add_argument("--diff", action="store_true", help="with --update: print the changes")
     parser.add_argument(
-        "--from", dest="commit", help="with --update: the commit of a copy without a record"
+        "--from", dest="commit", help="with --update: the commit whose files DEST has"
     )
     args = parser.parse_args()
     args.options, args.without = (
