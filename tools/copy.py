@@ -48,9 +48,8 @@ TASK_LINE = "import tasks.{} as task"
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
 COMMANDS = ["tools/report.py"]  # what the pages run after the training
 OF_IMAGES = [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")]
-FOR_TASKS = [
-    f"sources/{name}.py" for name in ("packing", "parquet", "samplers", "shards", "streams")
-]  # what a task of one's own may import
+SOURCES_FOR_TASKS = ("packing", "parquet", "samplers", "shards", "streams")
+FOR_TASKS = ["utils/sample_random.py", *(f"sources/{name}.py" for name in SOURCES_FOR_TASKS)]
 NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
 
@@ -94,8 +93,8 @@ def options_and_commands(script, task="images"):
         module = name.removesuffix(".py").replace("/", ".")
         known[path.stem] = Option(path.stem, path, f"python -m {module}")
     for name in FOR_TASKS:  # images has an option "shards", which brings the module
-        path = ROOT / name
-        known.setdefault(path.stem, Option(path.stem, path, f"import sources.{path.stem}"))
+        path, module = ROOT / name, name.removesuffix(".py").replace("/", ".")
+        known.setdefault(path.stem, Option(path.stem, path, f"import {module}"))
     return known
 
 
@@ -210,18 +209,21 @@ def texts(scripts, options, guards=()):
 def make_copy(args):
     """Copy a script. Raises CannotUpdate if the folder already has something different."""
     folder = args.destination
+    if folder.is_file():
+        raise CannotUpdate(f"{folder} is a file: name a folder")
     record = read_record(folder) or new_record(head())
     if record["commit"] != head():
         raise CannotUpdate(
             f"{folder} is a copy of a different commit: run python -m tools.copy --update {folder}"
         )
     known = options_and_commands(ROOT / args.script, args.task)
-    options = choose(known if args.all else args.options, known)
+    kept = GUARDS.keys() & set(args.options)  # of what --plain would leave out
+    options = choose(known if args.all else set(args.options) - kept, known)
     script, guards = {args.script: args.task}, set(args.without)
     scripts = record["scripts"] | script
     chosen = {*record["options"], *(option.name for option in options)}
     if args.plain:
-        guards = set(can_leave_out(texts(script, chosen)))
+        guards = set(can_leave_out(texts(script, chosen))) - kept
     if record["scripts"]:  # the scripts share their modules
         if more := guards.difference(record["without"]):
             raise CannotUpdate(
@@ -229,7 +231,13 @@ def make_copy(args):
                 f"--without leaves them out"
             )
         guards = set(record["without"])
-    new = texts(scripts, chosen, guards)
+    try:
+        new = texts(scripts, chosen, guards)
+    except CannotLeaveOut as error:
+        raise CannotUpdate(
+            f"{error}: leave out less, or bring it back by python -m tools.copy --update {folder} "
+            f"--with NAME"
+        ) from None
     for name in sorted({path.partition("/")[0] for path in new if "/" in path}):
         if (folder / f"{name}.py").exists():
             raise CannotUpdate(
@@ -325,7 +333,8 @@ def update(args):
     require_not_undone(folder, record)
     moved = renamed(old_commit, new_commit)
     had, wanted, every = set(record["without"]), set(args.options), {}
-    guards, wanted = had.union(args.without) - wanted, wanted - had
+    kept = GUARDS.keys() & wanted
+    guards, wanted = had.union(args.without) - kept, wanted - kept
     for script, task in record["scripts"].items():
         if script not in RUNGS:
             raise CannotUpdate(f"{script} is no longer a script of the project")
@@ -334,7 +343,7 @@ def update(args):
     options = options_of(record, every, moved) | wanted
     chosen = sorted(every if args.all else options)
     if args.plain:
-        guards |= set(can_leave_out(texts(record["scripts"], chosen)))
+        guards |= set(can_leave_out(texts(record["scripts"], chosen))) - kept
     new = texts(record["scripts"], chosen, guards)
     new = with_more(new, {moved.get(path, path) for path in record["files"]})
     if dirty := dirty_files(new):

@@ -33,7 +33,7 @@ class _Step:
     """
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None  # int64 (n,); None before the first step
+        self.keys: Any = None  # int64 (n,); None before the first step
         self.on_device: dict[torch.device, Tensor] = {}
         self.used: dict[str, int] = {}
         self.prefix = ""
@@ -53,7 +53,6 @@ class _Step:
 
     def take(self, name: str, count: int, device: torch.device) -> Tensor:
         """Keys, int64 (count,), of the next `count` samples for a draw. Raises UserError."""
-        keys = self.keys
         if device not in self.on_device:
             self.on_device[device] = self._copy(device)
         if seeds.parts:
@@ -63,9 +62,9 @@ class _Step:
         if _is_backward():  # which recomputes the last part, for activation checkpointing
             start -= count
         end = start + count
-        if end > len(keys):
+        if end > len(self.keys):
             raise UserError(
-                f"the draw {name!r} takes {end} samples in a step of {len(keys)}: the first "
+                f"the draw {name!r} takes {end} samples in a step of {len(self.keys)}: the first "
                 f"dimension must be that of the batch, and a module or name that is used several "
                 f"times in a step needs a name for each: `with draws_named('second'):`"
             )

@@ -89,6 +89,13 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     assert "epoch 0: train loss" in run.stdout
     unknown = copy("train_ddp.py", tmp_path / "other", "--without", "watchdog,progres")
     assert unknown.returncode == 2 and "cannot leave out progres: choose" in unknown.stderr
+    kept = copy("train_1gpu.py", tmp_path / "kept", "--plain", "--with", "preemption")
+    assert kept.returncode == 0, kept.stderr
+    names = {path.stem for path in (tmp_path / "kept/utils").iterdir()}
+    assert "preemption" in names and not names & {"contract", "progress", "watchdog"}
+    needs = copy("train_pp.py", tmp_path / "mine")
+    assert needs.returncode == 1 and "utils/contract.py" in needs.stderr
+    assert f"--update {tmp_path / 'mine'} --with NAME" in needs.stderr
     more = copy("train_1gpu.py", tmp_path / "mine")  # the modules are those of the first script
     assert more.returncode == 0 and not (tmp_path / "mine" / "utils" / "contract.py").exists()
     assert "contract" not in (tmp_path / "mine" / "train_1gpu.py").read_text()

@@ -117,11 +117,11 @@ class NumberedStage(PipelineStage):
     """Tells random numbers by sample (utils/sample_random.py) which micro-batch it computes."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with part_of_batch(fwd_chunk_id, self.chunks):
+        with part_of_batch(fwd_chunk_id, self.chunks or 1):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with part_of_batch(bwd_chunk_id, self.chunks):  # for activation checkpointing
+        with part_of_batch(bwd_chunk_id, self.chunks or 1):  # for activation checkpointing
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
