@@ -115,10 +115,10 @@ def _leave(checkpoint, fault):
 
 
 def _nan(checkpoint, fault):
-    parameter = next(checkpoint.model.parameters())
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    with torch.no_grad():
-        local.fill_(float("nan"))
+    parameters = checkpoint.model.parameters()
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in parameters)
+    with torch.no_grad():  # a rank's shard of a small tensor may be empty
+        next(part for part in parts if part.numel()).fill_(float("nan"))
 
 
 def _full_disk(checkpoint, fault):

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import utils.checkpoint
 import utils.data
 import utils.distributed
+from lab.chaos import plant
 from lab.chaos.__main__ import main
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.log import SAME, report, write
@@ -199,6 +201,13 @@ def test_log_counts_what_each_script_has_had(tmp_path):
     *lines, table = report(json.loads((tmp_path / "log.json").read_text())).split("\n\n")
     assert lines[0].count("2 faults, 1 ended") == lines[0].count("1 of 2 scripts") == 2
     assert table.splitlines()[2:] == ["| full disk | 4 | 4 | 1, 75 | 3.0 |"]
+
+
+def test_nan_is_planted_where_a_rank_holds_something():
+    """A shard of a small tensor may be empty."""
+    weights = [torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.zeros(2))]
+    plant._nan(SimpleNamespace(model=torch.nn.ParameterList(weights)), None)
+    assert weights[1].isnan().all()
 
 
 @pytest.mark.parametrize("page", ["reliability.md", "results/faults-2026-11.md"])
