@@ -1,7 +1,7 @@
 """Copy a script, its task and all modules that they need into your own folder, where it runs.
 
     python -m tools.copy train_ddp.py DEST
-    python -m tools.copy train_ddp.py DEST --task text
+    python -m tools.copy train_ddp.py DEST --task text     or own: my_task.py, which you write
     python -m tools.copy train_ddp.py DEST --with sharded,weights
     python -m tools.copy train_ddp.py DEST --without watchdog,progress
     python -m tools.copy --update DEST
@@ -44,6 +44,7 @@ from tools.lib.update import (
 )
 
 TASKS = ("images", "text", "segmentation")
+OWN = "own"  # in place of a task: the user's module
 TASK_LINE = "import tasks.{} as task"
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
 COMMANDS = ["tools/report.py"]  # what the pages run after the training
@@ -62,10 +63,11 @@ def with_task(script, task):
 
 
 def of_task(text, task):
-    """The text of a script as a copy has it that trains a task of the project."""
+    """The text of a script as a copy of it has that trains a task, or one of the user's own."""
     if task == "images":
         return text
-    text = text.replace(TASK_LINE.format("images"), TASK_LINE.format(task))
+    line = "import my_task as task" if task == OWN else TASK_LINE.format(task)
+    text = text.replace(TASK_LINE.format("images"), line)
     return text.replace(" --model vit_tiny", "")  # in the command of the docstring
 
 
@@ -77,15 +79,17 @@ def task_module(task):
 
 def files_to_copy(script, task="images", chosen=()):
     """The script, the modules that it and the task import, and the chosen Options with theirs."""
-    images, start = task_module("images"), task_module(task)
+    images = task_module("images")
     shared = [path for path in closure(script) if images.parent not in (path.parent, path)]
     added = [LAUNCHER, *(option.path for option in chosen)]
-    return [script, *sorted({*shared, start, *closure(start), *closure(*added), *added})]
+    if task != OWN:
+        added.append(task_module(task))
+    return [script, *sorted({*shared, *closure(*added), *added})]
 
 
 def options_and_commands(script, task="images"):
     """{name: Option} of what is copied only if it is named."""
-    known = options(task_module(task)) | options(script)
+    known = options(script) if task == OWN else options(task_module(task)) | options(script)
     if task != "images":
         known = {n: o for n, o in known.items() if "images" not in o.path.parts}
     for name in COMMANDS + (OF_IMAGES if task == "images" else []):
@@ -137,8 +141,11 @@ def report(files, left_out, guards):
     if guards:
         lines += ["", "Left out, with the lines that call them:"]
         lines += [f"  {name}: {GUARDS[name].purpose}" for name in sorted(guards)]
-    needed = ", ".join((ROOT / "requirements.txt").read_text(encoding="utf-8").split())
-    lines += ["", f"These files need {needed}."]
+    needed = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    if not any("tasks" in file.parts for file in files):
+        needed = [name for name in needed if not name.startswith("torchvision")]
+        lines += ["", "Write my_task.py: docs/own-task.md says how."]
+    lines += ["", f"These files need {', '.join(needed)}."]
     lines.append("They are MIT licensed: keep the license, utils/LICENSE, with them.")
     return "\n".join(lines)
 
@@ -152,7 +159,12 @@ def parse_arguments():
         "script", nargs="?", type=lambda path: Path(path).name, choices=names, metavar="SCRIPT"
     )
     parser.add_argument("destination", nargs="?", type=Path, metavar="DEST", help="a folder")
-    parser.add_argument("--task", choices=TASKS, default="images", help="what the script trains")
+    parser.add_argument(
+        "--task",
+        choices=(*TASKS, OWN),
+        default="images",
+        help="what the script trains; own: the module my_task, which you write",
+    )
     listed = dict(metavar="NAME,...", action="append", default=[])
     parser.add_argument(
         "--with", dest="options", help="also copy these modules, listed in docs/copy.md", **listed

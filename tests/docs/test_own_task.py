@@ -21,26 +21,6 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def apply(diff, text):
-    """`text` with the lines of a diff replaced; added lines go where the last known line was."""
-    lines, at = text.splitlines(), None
-    additions = []
-    for line in diff.splitlines():
-        sign, line = line[0], line[1:]
-        if sign == "+" and at is None:
-            additions.append(line)
-        elif sign == "+":
-            lines.insert(at, line)
-            at += 1
-        else:
-            assert lines.count(line) == 1, line
-            at = lines.index(line)
-            lines[at : at + 1] = [*additions, *([line] if sign == " " else [])]
-            at += len(additions) + (sign == " ")
-            additions = []
-    return "\n".join([*lines, ""])
-
-
 def shell(command, folder, *flags):
     """Run a line of the page, with this Python."""
     program, *arguments = command.split()
@@ -62,12 +42,12 @@ def project(tmp_path):
     """my_project as the page builds it, but for my_task.py; and the page's command to train."""
     first, training, *_ = (block.replace("\\\n", "") for block in blocks("sh"))
     copying, entering = first.splitlines()
-    assert copying.endswith(" ../my_project") and entering == "cd ../my_project"
-    shell(copying.replace("..", str(tmp_path)), ROOT)
-    script = tmp_path / "my_project" / "train_ddp.py"
-    (diff,) = blocks("diff")
-    script.write_text(apply(diff, script.read_text()))
-    return script.parent, training
+    assert " ../my_project " in copying and entering == "cd ../my_project"
+    printed = shell(copying.replace("..", str(tmp_path)), ROOT)
+    assert "Write my_task.py" in printed and "torchvision" not in printed
+    folder = tmp_path / "my_project"
+    assert not (folder / "tasks").exists() and not (folder / "configs").exists()
+    return folder, training
 
 
 def test_losses_of_dicts():
@@ -88,7 +68,7 @@ def test_losses_of_dicts():
 @pytest.mark.slow
 def test_own_task_trains_on_two_processes(project):
     folder, training = project
-    _, task, _, settings = blocks("python")
+    _, task, _, _, settings = blocks("python")
     (folder / "my_task.py").write_text(task)
     shell(training, folder, "--device", "cpu", "--num-workers", "1")
     rows = read_metrics(folder / "runs" / "train_ddp" / "metrics.jsonl")

@@ -148,5 +148,14 @@ def test_copy_brings_what_a_task_of_ones_own_may_import():
     assert "tasks/images/shards.py" in texts({"train_ddp.py": "images"}, ["shards"])
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_copy_for_a_task_of_ones_own_has_no_other(script):
+    files = texts({script: "own"}, ["streams"])
+    assert b"\nimport my_task as task" in files[script]
+    folders = {path.partition("/")[0] for path in files} - {script}
+    assert folders == {"utils", "tools", "sources"}
+    assert not any(b"import torchvision" in text for text in files.values())
+
+
 def test_every_script_is_a_rung():
     assert RUNGS.keys() == {path.name for path in ROOT.glob("train_*.py")}
