@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.processes import free_port
 from tools.copy import TASKS, files_to_copy, task_module, texts
@@ -155,6 +156,14 @@ def test_copy_for_a_task_of_ones_own_has_no_other(script):
     folders = {path.partition("/")[0] for path in files} - {script}
     assert folders == {"utils", "tools", "sources"}
     assert not any(b"import torchvision" in text for text in files.values())
+
+
+def test_example_of_the_help_needs_no_option_that_a_copy_lacks():
+    files = texts({"train_ddp.py": "images"}, [])
+    given = [option.setting for option in options(ROOT / "train_ddp.py").values()]
+    names = {setting.removeprefix("--").replace("-", "_") for setting in given}
+    assert "log_steps" in names
+    assert not names & yaml.safe_load(files["configs/quickstart.yaml"]).keys()
 
 
 def test_every_script_is_a_rung():
