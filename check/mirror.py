@@ -235,9 +235,12 @@ def put_back(before, changed):
     for path in changed:
         old, crc = before[path]
         with contextlib.suppress(OSError):  # a file of somebody else
+            new = os.stat(path)
             os.chown(path, old.st_uid, old.st_gid)
             os.chmod(path, old.st_mode & 0o7777)
-            if crc is not None:  # or somebody else may have written something of the same size
+            # Where there is no checksum, somebody else may have written something of the same size,
+            # which sets both times alike.
+            if crc is not None or new.st_mtime_ns != new.st_ctime_ns:
                 os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
 
 
