@@ -1,5 +1,7 @@
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,11 @@ pytest.register_assert_rewrite("tests.forked", "tests.processes", "tests.namespa
 
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the forks of run_ranks()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks, so that torchrun does not warn
+# The cache of torch.compile does not know ATEN_CPU_CAPABILITY: with code that has been compiled for
+# a different one, torch 2.14 computes wrong numbers, or crashes.
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+CACHE = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{CAPABILITY}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 
 # With pytest-xdist, each process has cores of its own.
 if "PYTEST_XDIST_WORKER" in os.environ:
