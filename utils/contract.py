@@ -1,7 +1,8 @@
 """Does a task keep its part of the contract with the scripts? See docs/own-task.md."""
 
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Number
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset
 
-from utils.batches import describe, map_tensors, on_device_of
-from utils.distributed import is_main_process
+from utils.batches import collate, describe, map_tensors, on_device_of, tensors_of
+from utils.data import BatchDataset, fetch_samples
+from utils.distributed import all_gather_object, is_main_process
 from utils.errors import UserError, warn
+from utils.hooks import Checkpoint, Hook
 
 NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
@@ -26,8 +30,8 @@ def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None)
     loader, val_loader: utils.data.Loader, of the training and of the validation.
     Raises UserError if the task lacks a name that every script uses, if what loss() or measure()
     returns is not a sum, if a function does not return what it must, or if ranks have different
-    samples. Warns if the loss of a sample depends on the others in its batch, unless the function
-    says so: loss.compares_samples = True.
+    validation samples. Warns if the loss of a sample depends on the others in its batch, unless the
+    function says so: loss.compares_samples = True.
     """
     if missing := [name for name in NAMES if not hasattr(task, name)]:
         raise UserError(f"the task {_name(task)} does not define {', '.join(missing)}")
@@ -46,8 +50,101 @@ def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None)
         _check_summary(task, _try(task, model, loader))
         for batch in val_loader.examples([0, 0]) if val_loader else ():
             _sums(task, model, batch)
-    for each in (loader, val_loader) if val_loader else (loader,):
-        each.compare_samples()
+    if val_loader:  # those of the training are compared by a hook, which knows the checkpoint
+        compare_samples(val_loader)
+
+
+class CompareSamples(Hook):
+    """Compares the ranks' training samples at the start, and those of a resumed run with those
+    before. contents: what has been compared."""
+
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        self.loader, self.may_change = state["loader"], cfg.allow_config_change
+        self.contents: list[list[Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"contents": self.contents}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.contents = state["contents"]
+
+    def after_load(self, checkpoint: Checkpoint) -> None:
+        """Raises UserError, on all ranks, if a rank or the checkpoint has different samples."""
+        saved, self.contents = self.contents, compare_samples(self.loader)
+        within_epoch = self.loader.start > 0
+        if within_epoch or not self.may_change:
+            remedy = "" if within_epoch else ", or pass --allow-config-change"
+            _refuse_different(self.loader, self.contents, "the checkpoint has", saved, remedy)
+
+
+def compare_samples(loader: Any) -> list[list[Any]]:
+    """Raise UserError, on all ranks, if a rank has different samples under the same indices.
+    Returns what was compared: of the first, the middle and the last sample.
+
+    All ranks call it together. Samples of a stream are not compared: see sources.streams.
+    """
+    source = loader.source
+    if isinstance(source, BatchDataset) and source.in_order:
+        return []
+    keys = [torch.tensor([index], device=loader.source_device) for index in _compared(loader)]
+    contents = list(loader.read_apart(_Contents(source), keys))
+    for rank, theirs in enumerate(all_gather_object(contents)):
+        _refuse_different(loader, contents, f"rank {rank} has", theirs)
+    return contents
+
+
+def _compared(loader):
+    last = len(loader.dataset) - 1
+    return [0, last // 2, last]
+
+
+def _refuse_different(loader, contents, who, others, remedy=""):
+    for index, mine, theirs in zip(_compared(loader), contents, others, strict=False):
+        for one, other in zip(mine, theirs, strict=False):
+            if not _are_alike(one, other):
+                kind = "training" if loader.train else "validation"
+                raise UserError(
+                    f"{who} different {kind} samples: {theirs}, not {mine}, in number {index}. "
+                    f"Sort what set(), os.listdir() or glob() return, whose order may differ "
+                    f"in each process{remedy}"
+                )
+
+
+class _Contents(Dataset[list[Any]]):
+    """What tells a sample from others: a summary of each tensor, and None for one that differs when
+    it is read again, such as an image whose transform has random numbers of its own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, index):
+        try:
+            first, again = (tensors_of(self._read(index)) for _ in range(2))
+            pairs = zip(first, again, strict=True)
+            return [_summary_of(one) if one.equal(other) else None for one, other in pairs]
+        except Exception:  # it cannot be combined, or read, of which the epoch will tell
+            return []
+
+    def _read(self, index):
+        if isinstance(self.dataset, BatchDataset):
+            return self.dataset.get_batch(index, 0, 0)
+        return fetch_samples(self.dataset, index, 0, 0, collate)
+
+
+def _summary_of(tensor):
+    """The mean size of pixels and floating-point numbers, an integer, or a checksum of several."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8:
+        return tensor.abs().double().mean().item()
+    if tensor.numel() == 1:
+        return int(tensor.item())
+    return f"{zlib.crc32(tensor.cpu().contiguous().numpy().data):08x}"
+
+
+def _are_alike(one, other):
+    """Whether two summaries may be of one tensor: a different machine may round differently."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=0.05) or one != one
+    return one == other or None in (one, other)
 
 
 @contextmanager

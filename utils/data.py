@@ -5,7 +5,6 @@ workers: the sampler decides the order, and random transforms are seeded for eac
 is part of the checkpoint: a resumed run continues with the next global batch.
 """
 
-import math
 import multiprocessing
 import time
 import weakref
@@ -27,7 +26,7 @@ from torch.utils.data import (
 )
 
 from utils.batches import as_pair, collate, dtype_for, map_tensors, tensors_of
-from utils.distributed import all_gather_object, cores_per_rank, dp_rank, dp_world_size
+from utils.distributed import cores_per_rank, dp_rank, dp_world_size
 from utils.errors import UserError
 from utils.resident import make_resident
 from utils.seeds import SampleSeeds, seed_step, start_batch
@@ -205,8 +204,7 @@ class Loader:
     ) -> None:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
-        self.global_batch, self.may_change = cfg.global_batch_size, cfg.allow_config_change
-        self.contents: list[list[Any]] = []  # of a few samples, once they have been compared
+        self.global_batch = cfg.global_batch_size
         self.step = self.start = self.samples = self.start_samples = 0
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
@@ -307,7 +305,7 @@ class Loader:
                 f"--timeout"
             ) from None
 
-    def _read_apart(self, dataset, keys):
+    def read_apart(self, dataset: Any, keys: Sequence[Any]) -> Iterator[Any]:
         """dataset[key] for each key, in a process of its own if the loader has any: a file that the
         dataset opens when it is first read would otherwise be open before these are forked, which
         would share its position, and read each other's samples."""
@@ -320,37 +318,8 @@ class Loader:
         """The inputs and the targets of the samples with these indices, for each of the batches, on
         the device, to see what a model and a task make of them."""
         source = _Batches(self.source, self.seed, self.train)
-        for contents, _ in self._read_apart(source, [(0, self._tensor(b)) for b in batches]):
+        for contents, _ in self.read_apart(source, [(0, self._tensor(b)) for b in batches]):
             yield self._prepare(contents)
-
-    def compare_samples(self) -> None:
-        """Raise UserError, on all ranks, if a rank has different samples under the same indices.
-        A checkpoint then holds what was compared, and a resumed run is compared with it.
-
-        Of the first, the middle and the last sample. All ranks call it together. Samples of a
-        stream are not compared: see sources.streams.
-        """
-        if isinstance(self.source, BatchDataset) and self.source.in_order:
-            return
-        keys = [self._tensor([index]) for index in self._compared()]
-        self.contents = list(self._read_apart(_Contents(self.source), keys))
-        for rank, contents in enumerate(all_gather_object(self.contents)):
-            self._refuse_different(f"rank {rank} has", contents)
-
-    def _compared(self):
-        last = len(self.dataset) - 1
-        return [0, last // 2, last]
-
-    def _refuse_different(self, who, contents, remedy=""):
-        for index, mine, theirs in zip(self._compared(), self.contents, contents, strict=False):
-            for one, other in zip(mine, theirs, strict=False):
-                if not _are_alike(one, other):
-                    kind = "training" if self.train else "validation"
-                    raise UserError(
-                        f"{who} different {kind} samples: {theirs}, not {mine}, in number {index}. "
-                        f"Sort what set(), os.listdir() or glob() return, whose order may differ "
-                        f"in each process{remedy}"
-                    )
 
     def discount(self, samples: int) -> None:
         """Take back a number of samples, which do not count after all."""
@@ -374,22 +343,17 @@ class Loader:
         discounted = self.step * self.batch_size - self.samples
         if self.step and discounted:
             state["discounted"] = discounted * dp_world_size()
-        if self.contents:
-            state["contents"] = self.contents
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
-        global batch size has changed within the epoch, or if the samples are different ones."""
+        global batch size has changed within the epoch."""
         if state["step"] and state["global_batch"] != self.global_batch:
             raise UserError(
                 f"the run stopped within an epoch, after {state['step']} global batches of "
                 f"{state['global_batch']}: finish that epoch with the same batch size, not "
                 f"{self.global_batch}"
             )
-        if state["step"] or not self.may_change:
-            remedy = "" if state["step"] else ", or pass --allow-config-change"
-            self._refuse_different("the checkpoint has", state.get("contents", []), remedy)
         self.start = state["step"]
         counted = self.start * self.global_batch - state.get("discounted", 0)
         self.start_samples = counted // dp_world_size()
@@ -460,43 +424,6 @@ class _Batches(Dataset[Any]):
             if get_worker_info() is not None and not _can_be_sent(type(error)):
                 raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
             raise
-
-
-class _Contents(Dataset[list[Any]]):
-    """What tells a sample from others: a summary of each tensor, and None for one that differs when
-    it is read again, such as an image whose transform has random numbers of its own."""
-
-    def __init__(self, dataset):
-        self.dataset = dataset
-
-    def __getitem__(self, index):
-        try:
-            first, again = (tensors_of(self._read(index)) for _ in range(2))
-            pairs = zip(first, again, strict=True)
-            return [_summary_of(one) if one.equal(other) else None for one, other in pairs]
-        except Exception:  # it cannot be combined, or read, of which the epoch will tell
-            return []
-
-    def _read(self, index):
-        if isinstance(self.dataset, BatchDataset):
-            return self.dataset.get_batch(index, 0, 0)
-        return fetch_samples(self.dataset, index, 0, 0, collate)
-
-
-def _summary_of(tensor):
-    """The mean size of pixels and floating-point numbers, an integer, or a checksum of several."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8:
-        return tensor.abs().double().mean().item()
-    if tensor.numel() == 1:
-        return int(tensor.item())
-    return f"{zlib.crc32(tensor.cpu().contiguous().numpy().data):08x}"
-
-
-def _are_alike(one, other):
-    """Whether two summaries may be of one tensor: a different machine may round differently."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=0.05) or one != one
-    return one == other or None in (one, other)
 
 
 def _as_array(indices):

@@ -20,11 +20,13 @@ from torchvision.datasets import FakeData
 from torchvision.transforms import v2
 
 import tasks.images
+import utils.contract
 import utils.data
 from tasks.images.arrays import ArrayDataset
 from tests.any_batch import CASES, COUNT, Boxes, Numbered, Rows, as_rank, noise, samples_of
 from utils.batches import as_pair, collate, map_tensors
 from utils.config import load_config
+from utils.contract import CompareSamples, compare_samples
 from utils.data import BatchDataset, build_loader, describe_datasets
 from utils.errors import UserError
 from utils.sampler import EpochSampler
@@ -312,11 +314,10 @@ def test_what_is_tried_and_compared_is_read_by_a_loader_process():
     loader = make_loader(dataset, flags=["--num-workers=1"])
     one, two = loader.examples([3], [3, 7])
     assert one[1].tolist() == [3] and two[1].tolist() == [3, 7]
-    loader.compare_samples()
-    assert len(loader.contents) == 3 and dataset.file is None
+    contents = compare_samples(loader)
+    assert len(contents) == 3 and dataset.file is None
     without = make_loader(OpenedAtFirstAccess())
-    without.compare_samples()
-    assert without.contents == loader.contents and without.source.file is not None
+    assert compare_samples(without) == contents and without.source.file is not None
     without.source.file.close()
 
 
@@ -378,29 +379,41 @@ class Labeled(Numbered):
         return self.change(index + noise()), label, f"/node-{id(self)}/{index}.png"
 
 
-def compared(*args, flags=(), **options):
+def comparison(*args, flags=(), step=0, **options):
+    """The hook of a run that starts at this step."""
     loader = make_loader(Labeled(*args, **options), flags=flags)
-    loader.compare_samples()
-    return loader
+    loader.start = step
+    return CompareSamples(load_config(argv=flags), {"loader": loader})
+
+
+def resume(hook, state):
+    hook.load_state_dict(state)
+    hook.after_load(None)
+
+
+def state_of_a_run():
+    hook = comparison("a", "b", "c")
+    hook.after_load(None)
+    return hook.state_dict()
 
 
 def test_ranks_and_runs_with_different_samples_are_refused(monkeypatch):
     """As of classes = list(set(names)), or of files in the order of os.listdir()."""
-    one, other = compared("a", "b", "c"), compared("b", "a", "c")
+    state, other = state_of_a_run(), comparison("b", "a", "c")
     text = r"different training samples: .* Sort what set\(\), os.listdir\(\) or glob"
-    monkeypatch.setattr(utils.data, "all_gather_object", lambda mine: [one.contents, mine])
-    with pytest.raises(UserError, match=f"^rank 0 has {text}"):
-        other.compare_samples()
-    state = one.state_dict()
+    ranks = lambda mine: [state["contents"], mine]  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(utils.contract, "all_gather_object", ranks)
+        with pytest.raises(UserError, match=f"^rank 0 has {text}"):
+            other.after_load(None)
     with pytest.raises(UserError, match=f"^the checkpoint has {text}.*, or pass --allow-config-ch"):
-        other.load_state_dict(state)
-    monkeypatch.undo()
-    changed = compared("b", "a", "c", flags=["--allow-config-change"])
-    changed.load_state_dict(state)
+        resume(other, state)
+    flags = ["--allow-config-change"]
+    resume(comparison("b", "a", "c", flags=flags), state)
     with pytest.raises(UserError, match=text):  # within an epoch, they would be mixed
-        changed.load_state_dict(state | {"step": 1})
+        resume(comparison("b", "a", "c", flags=flags, step=1), state)
     with pytest.raises(UserError, match=text):  # in another order
-        compared("a", "b", "c", change=lambda pixels: 40 - pixels).load_state_dict(state)
+        resume(comparison("a", "b", "c", change=lambda pixels: 40 - pixels), state)
 
 
 @pytest.mark.parametrize(
@@ -415,18 +428,16 @@ def test_ranks_and_runs_with_different_samples_are_refused(monkeypatch):
     ids=["decoded", "random numbers of its own", "flipped at random", "no tensors", "unreadable"],
 )
 def test_samples_that_may_differ_are_not_compared(change):
-    state = compared("a", "b", "c").state_dict()
+    state = state_of_a_run()
     for _ in range(5):
-        compared("a", "b", "c", change=change).load_state_dict(state)
+        resume(comparison("a", "b", "c", change=change), state)
 
 
-def test_older_checkpoints_and_streams_have_no_samples_to_compare():
-    loader = compared("a", "b", "c")
-    loader.load_state_dict({"step": 0, "global_batch": BATCH})
-    loader.source = type("Stream", (BatchDataset,), {"in_order": True})()
-    loader.contents = []
-    loader.compare_samples()
-    assert "contents" not in loader.state_dict()
+def test_streams_have_no_samples_to_compare():
+    hook = comparison("a", "b", "c")
+    hook.loader.source = type("Stream", (BatchDataset,), {"in_order": True})()
+    resume(hook, {"contents": []})
+    assert hook.state_dict() == {"contents": []}
 
 
 # BatchDataset

@@ -36,7 +36,7 @@ def make_state():
 def test_settings_select_hooks(flags, names, module, monkeypatch):
     cfg = load_config(argv=flags)
     hooks = build_hooks(cfg, make_state())
-    assert [type(hook).__name__ for hook in hooks] == ["History", *names]
+    assert [type(hook).__name__ for hook in hooks] == ["History", "CompareSamples", *names]
     if module:  # as in a copy without it
         monkeypatch.setitem(sys.modules, f"utils.options.{module}", None)
         text = rf"^{flags[-1].split('=')[0]}.* needs utils/options/{module}\.py, which is missing"

@@ -14,7 +14,8 @@ from utils.hooks import Hook, Hooks
 from utils.metrics import History
 
 HOOKS = (  # setting, its value that means off (no setting: always on), module, class
-    ("save_minutes", 0, "utils.preemption", "Interrupts"),  # first: others ask if a save is due
+    ("", None, "utils.contract", "CompareSamples"),
+    ("save_minutes", 0, "utils.preemption", "Interrupts"),  # before those that ask is_due()
     ("audit", False, "utils.options.audit", "Audit"),
     ("max_skipped_steps", -1, "utils.options.skipped_steps", "SkippedSteps"),
     ("log_steps", 0, "utils.options.step_log", "StepLog"),
