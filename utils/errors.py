@@ -65,7 +65,8 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def wrapper(*args, **kwargs):
         if isinstance(sys.stdout, io.TextIOWrapper):  # not that of a notebook
-            sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
+            with suppress(OSError):  # what has been printed before cannot be written
+                sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
         try:
             return function(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:

@@ -47,6 +47,16 @@ def test_own_task_trains_the_same_weights(own):
 
 
 @pytest.mark.slow
+def test_run_of_few_samples_is_killed_within_its_epoch(own):
+    """Of three steps, each of a few milliseconds."""
+    task = own.with_name("my_task.py")
+    assert task.read_text().count("BrightSpot(1000") == 1
+    task.write_text(task.read_text().replace("BrightSpot(1000", "BrightSpot(54"))
+    code, text = verify(own, "--only", "killed", "--", *SETTINGS)
+    assert code == 0 and "1 of 1 cases passed" in text, text
+
+
+@pytest.mark.slow
 def test_mistake_in_a_task_is_found(own):
     task = own.with_name("my_task.py")
     noise = "image = torch.rand(1, 16, 16, generator=generator) / 2"

@@ -149,7 +149,12 @@ os._exit(child.exitcode)
 """
 
 
-@pytest.mark.parametrize("call", ["main()", IN_A_CHILD], ids=["script", "child process"])
+AFTER_A_LINE = "print('a line before main()')\nmain()"
+
+
+@pytest.mark.parametrize(
+    "call", ["main()", AFTER_A_LINE, IN_A_CHILD], ids=["script", "after a line", "child process"]
+)
 def test_output_that_cannot_be_written_ends_no_run(call, monkeypatch):
     """To a full disk here, as to a pipe or a terminal that is gone: the exit code is the run's."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)

@@ -154,13 +154,21 @@ def kill_within_second_epoch(process, output_dir, limit=120):
     """
     end = time.monotonic() + limit
     first, last = Path(output_dir) / "epoch-0001.pt", Path(output_dir) / "last.pt"
-    while not first.exists() or last.stat().st_mtime_ns <= first.stat().st_mtime_ns:
+    while not _is_newer(last, first):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, f"{process.args} saved nothing in {limit} s"
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert wait_for_family(process.run_tag) == [], "processes outlived the launcher"
+
+
+def _is_newer(one, other):
+    """Whether a file has been written after another one. Neither may be there yet."""
+    try:
+        return one.stat().st_mtime_ns > other.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def family(tag):

@@ -18,7 +18,7 @@ from tools.lib import update
 from tools.lib.ladder import ONE_PROCESS, ROOT
 from tools.lib.prune import without
 from tools.lib.runs import last_line
-from tools.verify.cases import SAVED, Case, Suite
+from tools.verify.cases import Case, Suite
 from tools.verify.run import Verifier
 
 # Six steps per epoch, and five samples that do not fill a seventh one.
@@ -30,6 +30,8 @@ ACCUMULATED = "train_ddp_accum.py"
 # Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
 SHIM = """
 import copy
+import os
+import time
 import {task} as task
 
 globals().update({{name: value for name, value in vars(task).items() if name[:2] != "__"}})
@@ -48,6 +50,14 @@ def few(dataset, count):
 def build_datasets(cfg):
     train_set, val_set = task.build_datasets(cfg)
     return few(train_set, {steps} * cfg.global_batch_size + 5), few(val_set, {validated})
+
+
+def loss(outputs, targets):
+    time.sleep(float(os.environ.get("SLOWED", 0)))  # a run that is to be killed within an epoch
+    return task.loss(outputs, targets)
+
+
+loss.__dict__.update(vars(task.loss))
 """
 
 
@@ -205,7 +215,7 @@ def cases_of(like, left_out):
         flags = {"micro_batches": 3}
         others.append(Case("accum x2", ACCUMULATED, 2, flags, reference=first.name))
     nproc, flags = started(like, sizes[min(1, len(sizes) - 1)])
-    killed = Case("killed", like, nproc, flags | SAVED)
+    killed = Case("killed", like, nproc, flags | {"save_steps": 1})  # an epoch may have two steps
     nproc, flags = started(like, sizes[-1])
     resumed = f"killed, resumed x{sizes[-1] or 1}"
     others.append(Case(resumed, like, nproc, flags, reference=first.name, resumes=killed))
