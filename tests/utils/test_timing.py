@@ -209,7 +209,7 @@ def plant_slow_data_on_rank_1():
 
 
 def plant_slow_rank():
-    tasks.images.loss = busy(tasks.images.loss, 0.2, rank=1)
+    tasks.images.loss = busy(tasks.images.loss, 0.6, rank=1)  # also on a busy machine
 
 
 def plant_shared_core():
