@@ -40,7 +40,10 @@ class _Step:
 
     def start(self, seed: int, epoch: int, indices: Tensor) -> None:
         """A step with the samples `indices` begins. Does not wait for a device."""
-        self.keys = _keys(seeds.derive_seed(seed, epoch), indices)
+        numbers = indices.numpy().astype(numpy.uint64) + numpy.uint64(
+            seeds.derive_seed(seed, epoch)
+        )
+        self.keys = torch.from_numpy(seeds.mix(numbers).view(numpy.int64))
         self.used = {}
         for device, held in self.on_device.items():
             if held.shape == self.keys.shape:  # in place, where a CUDA graph reads it
@@ -70,14 +73,6 @@ class _Step:
             )
         self.used[name] = end
         return self.on_device[device][start:end]
-
-
-def _keys(seed, indices):
-    """int64 (n,): a key for each index, by the mixing function of SplitMix64, as in derive_seed."""
-    mixed = indices.numpy().astype(numpy.uint64) + numpy.uint64(seed)  # wraps around
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> numpy.uint64(shift))) * numpy.uint64(factor)
-    return torch.from_numpy((mixed ^ (mixed >> numpy.uint64(31))).view(numpy.int64))
 
 
 def _is_backward():

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import numpy
 import torch
@@ -28,11 +28,15 @@ def derive_seed(*numbers: int) -> int:
     """
     seed = 0
     for number in numbers:
-        seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
-        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
-        seed ^= seed >> 31
+        seed = mix((seed + number + 0x9E3779B97F4A7C15) & _MASK)
     return seed >> 1
+
+
+def mix(value: Any) -> Any:
+    """SplitMix64's mixing function of an int below 2**64, or of an array of uint64."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def start_batch(seed: int, epoch: int, indices: Tensor) -> None:

@@ -177,7 +177,7 @@ def test_resumed_run_keeps_its_split(tmp_path):
         photo(tmp_path / "cat" / f"new{i}.jpg")
     train, again = build_datasets(split_config(tmp_path))
     assert again.paths == val.paths and len(train) == 12 + 20
-    # But with other settings, and in a new run, files are chosen again.
+    # But with different settings, and in a new run, files are chosen again.
     assert len(build_datasets(split_config(tmp_path, "--seed=1"))[1]) == 10 + 3
     assert len(build_datasets(config(tmp_path, "--val-fraction=0.5"))[1]) == 14 + 4
     assert len(build_datasets(split_config(tmp_path, "--resume=never"))[1]) == 10 + 3

@@ -476,8 +476,8 @@ BUGS = [
     Bug(
         "same-noise-on-all-ranks",
         "utils/sample_random.py",
-        "_keys(seeds.derive_seed(seed, epoch), indices)",
-        "_keys(seeds.derive_seed(seed, epoch), torch.arange(len(indices)))",
+        "indices.numpy().astype(numpy.uint64)",
+        "numpy.arange(len(indices)).astype(numpy.uint64)",
         "ddp x2, dropout",
         (Problem.WEIGHTS, ""),
         "The first samples of all ranks have the same random numbers, as have the second ones, "
