@@ -146,8 +146,9 @@ def _lost_on_other_ranks(killed, again, index, place):
         if after.steps[0]["parameters"] != first["parameters"]:
             text = "the parameters after the load are those of rank 0 alone"
             found = [Finding("model-not-restored", place, text)]
-        for finding in found[:1]:
-            yield Finding(finding.rule, finding.place, f"on rank {number}: {finding.observed}")
+        if found:
+            observed = f"on rank {number}: {found[0].observed}"
+            yield Finding(found[0].rule, found[0].place, observed)
             return
 
 

@@ -30,6 +30,7 @@ ACCUMULATED = "train_ddp_accum.py"
 # Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
 SHIM = """
 import copy
+import functools
 import os
 import time
 import {task} as task
@@ -52,12 +53,10 @@ def build_datasets(cfg):
     return few(train_set, {steps} * cfg.global_batch_size + 5), few(val_set, {validated})
 
 
+@functools.wraps(task.loss)
 def loss(outputs, targets):
     time.sleep(float(os.environ.get("SLOWED", 0)))  # a run that is to be killed within an epoch
     return task.loss(outputs, targets)
-
-
-loss.__dict__.update(vars(task.loss))
 """
 
 
