@@ -244,7 +244,7 @@ BUGS = [
         "    parts = order.split([len(labels) for _, labels in arrays])\n"
         "    arrays = [(images[part], labels[part]) for part in parts]\n",
         "ddp x2",
-        (Problem.FAILED, "different training samples"),
+        (Problem.FAILED, "different validation samples"),
         "Each rank splits the data with its own random numbers: one rank's validation images are "
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
@@ -260,7 +260,7 @@ BUGS = [
         "    default_rng().shuffle(paragraphs)\n"
         "    train, val = [], []",
         "ddp x2",
-        (Problem.FAILED, "different training samples"),
+        (Problem.FAILED, "different validation samples"),
         "Each process draws a split of its own, and a resumed run draws a new one.",
         "What one rank validates on, another has trained on, and there may be no labels by which "
         "to notice it. The loss is too good.",
@@ -404,7 +404,7 @@ BUGS = [
         '        paths = find_shards(cfg.data_dir, name, [".tar"])\n'
         "        paths = paths[dp_rank() :: dp_world_size()]",
         "ddp x2, shards",
-        (Problem.FAILED, "different training samples"),
+        (Problem.FAILED, "different validation samples"),
         "Each rank takes its share of the shards, and the sampler divides the samples in them "
         "again.",
         "Nothing fails, if the ranks have equally many samples: an epoch is 1/N of the data. "
