@@ -26,13 +26,14 @@ from utils.checkpoint_file import (
     keep_newest,
     link_atomically,
     newest_good_checkpoint,
+    parts_module,
     read_checkpoint,
     refuse_unreadable,
     save_atomically,
     with_plain_numbers,
 )
 from utils.distributed import all_gather_object, fail_together, is_main_process
-from utils.errors import UserError, required_by, warn
+from utils.errors import UserError, warn
 from utils.hooks import FileForm
 from utils.run_folder import lock_folder, lock_output_dir, write_text
 
@@ -266,9 +267,7 @@ class Checkpointer:
             if name != "last.pt":
                 keep_newest(self.folder, self.cfg.keep_last, contents["epoch"])
             if any(self.folder.glob("*.parts")):
-                with required_by("--save-sharded"):
-                    from utils.options.sharded import remove_unused_parts
-                remove_unused_parts(self.folder)
+                parts_module(self.folder).remove_unused_parts(self.folder)
         except (OSError, RuntimeError) as error:
             # torch.save hides "disk full" behind a RuntimeError about positions in the file.
             reason = error if isinstance(error, OSError) else error.__context__
@@ -308,9 +307,7 @@ class Checkpointer:
             like = dsd.get_state_dict(self.model, self.optimizer)
             is_whole = "parts" not in contents
             if not is_whole:
-                with required_by(f"reading {path}"):
-                    from utils.options.sharded import load_sharded
-                contents = load_sharded(path, contents, like)
+                contents = parts_module(path).load_sharded(path, contents, like)
             # PyTorch distributes full tensors to DTensors, but fails on a model on several devices.
             options = dsd.StateDictOptions(full_state_dict=self.is_sharded and is_whole)
             self._load_model(path, contents["model"], like[0], options)

@@ -112,12 +112,17 @@ def _read(path, join_parts):
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of format {FORMAT}")
     if "parts" in checkpoint:
-        with required_by(f"reading {path}"):
-            from utils.options.sharded import check_sharded, load_sharded
-        check_sharded(path, checkpoint)
+        parts_module(path).check_sharded(path, checkpoint)
         if join_parts:
-            checkpoint = load_sharded(path, checkpoint)
+            checkpoint = parts_module(path).load_sharded(path, checkpoint)
     return checkpoint
+
+
+def parts_module(path: Path) -> Any:
+    """The module for sharded checkpoints, which a copy may lack. path: of what needs it."""
+    with required_by(str(path)):
+        import utils.options.sharded as sharded
+    return sharded
 
 
 def _reason(error, file):

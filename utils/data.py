@@ -188,8 +188,7 @@ class Loader:
     step: batches yielded in this epoch; start: where the next iteration begins, after a resume;
     epoch: of the current iteration; indices: the samples of the last batch, int64 (n,); counts:
     whether the last batch counts; samples: this rank's samples in this epoch so far; started: when
-    the iteration began (time.perf_counter); waited: seconds, since then, until batches were ready;
-    computed: the seconds among them in which this thread has computed, to make the batches.
+    the iteration began (time.perf_counter).
     """
 
     def __init__(
@@ -205,9 +204,8 @@ class Loader:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.global_batch = cfg.global_batch_size
-        self.step = self.start = self.samples = self.start_samples = 0
+        self.step = self.start = self.samples = 0
         self.counts, self.started = True, time.perf_counter()
-        self.waited = self.computed = 0.0
         for part in _parts_of(dataset):
             if isinstance(part, BatchDataset) and part is not dataset:
                 raise UserError(
@@ -269,11 +267,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.step, self.start = self.start, 0
-        self.samples, self.start_samples = self.start_samples, 0
+        self.samples = self.step * self.batch_size
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-        self.waited = self.computed = 0.0
-        asked, cpu = time.perf_counter(), time.thread_time()
-        self.started = asked
+        self.started = time.perf_counter()
         for contents, indices in self._read(self.reader):
             self.indices = torch.as_tensor(indices)
             if self.train:
@@ -283,11 +279,7 @@ class Loader:
             if self.counts:
                 self.samples += len(self.indices)
             self.step += 1
-            prepared = self._prepare(contents)
-            self.waited += time.perf_counter() - asked
-            self.computed += time.thread_time() - cpu
-            yield prepared
-            asked, cpu = time.perf_counter(), time.thread_time()
+            yield self._prepare(contents)
         self.step = 0
 
     def _read(self, reader):
@@ -321,6 +313,10 @@ class Loader:
         for contents, _ in self.read_apart(source, [(0, self._tensor(b)) for b in batches]):
             yield self._prepare(contents)
 
+    def wrap_reader(self, wrapper: Callable[[Any], Any]) -> None:
+        """Read from wrapper(reader) from now on, an iterable with the attributes of the reader."""
+        self.reader = wrapper(self.reader)
+
     def discount(self, samples: int) -> None:
         """Take back a number of samples, which do not count after all."""
         self.samples -= samples
@@ -337,13 +333,8 @@ class Loader:
         return tensor.to(self.device, dtype_for(tensor, self.dtype), non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch is, in global batches, and how many samples of these batches do not
-        count, if any; all ranks call it together."""
-        state = {"step": self.step, "global_batch": self.global_batch}
-        discounted = self.step * self.batch_size - self.samples
-        if self.step and discounted:
-            state["discounted"] = discounted * dp_world_size()
-        return state
+        """How far the epoch is, in global batches."""
+        return {"step": self.step, "global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next global batch, on any number of ranks. Raises UserError if the
@@ -355,8 +346,6 @@ class Loader:
                 f"{self.global_batch}"
             )
         self.start = state["step"]
-        counted = self.start * self.global_batch - state.get("discounted", 0)
-        self.start_samples = counted // dp_world_size()
 
 
 class _BatchSampler:

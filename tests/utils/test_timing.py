@@ -15,6 +15,7 @@ from tests.forked import fork_script
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
 from utils.hooks import Hooks
 from utils.options import timing
+from utils.options.timed_reader import TimedReader
 from utils.options.timing import NAMES, Clocks, Timing, diagnose, find_limits, table
 
 # An epoch of 16 steps, and no save that a test does not ask for.
@@ -28,7 +29,7 @@ CUDA_EVENT = {"device_type": DeviceType.CUDA, "is_user_annotation": False}
 class Loader:
     """Of 40 steps on a GPU, which never wait for data."""
 
-    device, name, step, waited, computed = torch.device("cuda"), "device", 0, 0.0, 0.0
+    device, name, step, reader = torch.device("cuda"), "device", 0, TimedReader([])
 
     def __len__(self):
         return 40
@@ -125,8 +126,7 @@ def test_table_of_many_ranks_shows_those_that_compute_longest():
 
 def test_division_on_a_gpu(monkeypatch):
     """Of ten seconds, two saving; of the other eight, 50 % computing and 30 % idle."""
-    loader = SimpleNamespace(device=torch.device("cuda"))
-    hook = Timing(SimpleNamespace(epochs=1), {"loader": loader})
+    hook = Timing(SimpleNamespace(epochs=1), {"loader": Loader()})
     hook.saving = Clocks(2.0, 2.0, 0.0)
     hook.shares = {"computing": 0.5, "communicating": 0.2, "idle": 0.3}
     hook.loaded = Clocks(1.0, 0.0, 0.0)

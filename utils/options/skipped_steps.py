@@ -27,22 +27,19 @@ class SkippedSteps(Hook):
         self.count = 0
         self.pending: tuple[Any, ...] | None = None
         self.skipped = []  # steps of this epoch
+        self.discounted = 0  # this rank's samples in them
+        self.restored = 0  # of these, those that were skipped before the run was resumed
         self.found = torch.zeros(())  # 1: skip this step
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Start to look at gradients; the state to go back to is that which has been loaded."""
         self.flat = {key: _flatten(buffers) for key, buffers in self._buffers().items()}
         self._remember()
-        self.samples = self.loader.start_samples  # where the loader will begin
         self.optimizer.register_step_pre_hook(self._before)
         self.optimizer.register_step_post_hook(self._after)
 
     def _remember(self):
-        self.sums, self.targets, self.samples = (
-            self.meter.sums,
-            self.meter.count,
-            self.loader.samples,
-        )
+        self.sums, self.targets = self.meter.sums, self.meter.count
 
     def _before(self, optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -66,30 +63,32 @@ class SkippedSteps(Hook):
         Raises UserError, on all ranks, if more steps than the limit have been skipped.
         """
         meter, loader = self.meter, self.loader
+        loader.discount(self.restored)
+        self.restored = 0
         is_finite = meter.sums.isfinite().all().float()
         found = self.found.to(meter.sums.device)
         outcome = AsyncCopy(torch.stack([found, is_finite]))
         meter.restore_where(found > 0, self.sums)
         self._restore_buffers()
-        counted = loader.samples - self.samples, meter.count - self.targets
-        place = loader.epoch, loader.step
-        previous, self.pending = self.pending, (outcome, place, counted, loader.indices)
+        place, targets = (loader.epoch, loader.step), meter.count - self.targets
+        previous, self.pending = self.pending, (outcome, place, targets, loader.indices)
         self._check(previous)
         if checkpoint.is_due():
             self._check(self.pending)
             self.pending = None
         self._remember()
         if loader.step == len(loader):  # the next epoch starts from 0
-            self.sums, self.targets, self.samples = 0.0, 0, 0
+            self.sums, self.targets, self.discounted = 0.0, 0, 0
 
     def before_row(self, row: dict[str, Any]) -> None:
         row["skipped_steps"], self.skipped = self.skipped, []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped}
+        return {"skipped": self.skipped, "samples": self.discounted * dp_world_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state.get("skipped", [])  # not in older checkpoints
+        self.discounted = self.restored = state.get("samples", 0) // dp_world_size()
 
     def _buffers(self):
         """{(device, dtype): buffers}, as they are now: a forward pass may assign new ones."""
@@ -113,13 +112,14 @@ class SkippedSteps(Hook):
     def _check(self, pending):
         if pending is None:
             return
-        outcome, (epoch, step), (samples, targets), indices = pending
+        outcome, (epoch, step), targets, indices = pending
         is_skipped, loss_is_finite = outcome.wait().tolist()
         if not is_skipped:
             return
         self.count += 1
         self.skipped.append(step)
-        self.loader.discount(samples)
+        self.discounted += len(indices)
+        self.loader.discount(len(indices))
         self.meter.discount(targets)
         ranks = all_gather_object([] if loss_is_finite else indices.tolist())
         one_of_each_replica = range(0, len(ranks), len(ranks) // dp_world_size())

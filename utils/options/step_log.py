@@ -25,6 +25,7 @@ from utils.distributed import all_reduce, dp_world_size, is_main_process
 from utils.errors import UserError, warn
 from utils.hooks import AsyncCopy, Checkpoint, Hook
 from utils.metrics import read_metrics, write_rows
+from utils.options.timed_reader import timed_reader
 
 
 class StepLog(Hook):
@@ -40,7 +41,7 @@ class StepLog(Hook):
         self.every, self.path = cfg.log_steps, Path(cfg.output_dir) / "steps.jsonl"
         self.save_errors = cfg.save_errors
         self.loader, self.meter = state["loader"], state["meter"]
-        self.scheduler = state["scheduler"]
+        self.scheduler, self.reader = state["scheduler"], timed_reader(self.loader)
         self.totals = []
         self.pending: Any = None
         self.last_time: Any = None
@@ -74,8 +75,8 @@ class StepLog(Hook):
 
     def _begin_row(self):
         loader, snapshot = self.loader, self.meter.snapshot()
-        numbers = loader.samples, loader.waited - self.waited
-        self.waited = loader.waited
+        numbers = loader.samples, self.reader.waited - self.waited
+        self.waited = self.reader.waited
         vector = torch.cat([*(snapshot.new_full((1,), number) for number in numbers), snapshot])
         noted = [full_tensor(value).to(snapshot).reshape(1) for value in self.meter.noted.values()]
         self.pending = {

@@ -40,6 +40,7 @@ from utils.distributed import (
 from utils.errors import say
 from utils.hooks import Checkpoint, Hook
 from utils.options.profile import kernels_of, shares_of_kernels
+from utils.options.timed_reader import timed_reader
 
 NAMES = {
     "data": "waiting for data",
@@ -88,6 +89,7 @@ class Timing(Hook):
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         self.epochs, self.loader = cfg.epochs, state["loader"]
+        self.reader = timed_reader(self.loader)
         self.is_cuda = self.loader.device.type == "cuda"
         self.start: Any = None  # the Clocks at the end of the first step, later at the last row
         self.before = Clocks()  # when a save may begin
@@ -113,7 +115,7 @@ class Timing(Hook):
                 self.before = read_clocks()
 
     def _loaded_in_epoch(self):
-        return Clocks(self.loader.waited, self.loader.computed)
+        return Clocks(self.reader.waited, self.reader.computed)
 
     def _sample(self, step):
         now = read_clocks()
