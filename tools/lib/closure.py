@@ -170,13 +170,25 @@ def options(script, root=ROOT):
     while pending:
         start = pending.pop(0)
         for path in [start, *closure(start, root=root)]:
-            for block, setting in option_blocks(path):
-                for module in modules_in(ast.walk(block), root):
-                    known = module in core or module.stem in result or module.stem == "__init__"
-                    if not known:
-                        result[module.stem] = Option(module.stem, module, setting)
-                        pending.append(module)
+            for module, setting in option_modules(path, root):
+                if module in core or module.stem == "__init__":
+                    continue
+                if module.stem not in result:
+                    pending.append(module)
+                elif result[module.stem].setting:
+                    continue
+                result[module.stem] = Option(module.stem, module, setting)
     return dict(sorted(result.items()))
+
+
+@cache
+def option_modules(path, root):
+    """(module, setting) of each module that a file imports as an option, as a list."""
+    return [
+        (module, setting)
+        for block, setting in option_blocks(path)
+        for module in modules_in(ast.walk(block), root)
+    ]
 
 
 # Adds the files of all modules that a process of rank 0, or one that starts it, has loaded.

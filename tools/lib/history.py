@@ -1,5 +1,6 @@
 """The project's files at a commit, from the history of this clone. Needs git."""
 
+import io
 import subprocess
 from functools import cache
 
@@ -10,14 +11,16 @@ class NoHistory(Exception):
     """The history that is needed is not here; the message says what to do about it."""
 
 
-def git(*arguments, text=True):
-    """What a git command prints, in this clone. Raises NoHistory if it fails."""
+def git(*arguments, input=None):
+    """What a git command prints, in this clone: text, or bytes if it is given bytes as `input`.
+    Raises NoHistory if it fails."""
+    options = dict(cwd=ROOT, capture_output=True, input=input, text=input is None)
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=text)
+        done = subprocess.run(["git", *arguments], **options)
     except FileNotFoundError:
         raise NoHistory("git is not installed: it merges your changes with new ones") from None
     if done.returncode:
-        error = done.stderr if text else done.stderr.decode()
+        error = done.stderr if input is None else done.stderr.decode()
         raise NoHistory(f"git {arguments[0]}: {error.strip().splitlines()[-1]}")
     return done.stdout
 
@@ -70,10 +73,31 @@ def tree(commit):
 
 
 @cache
+def _contents(commit):
+    """{path: bytes} of all files at a commit: one process for all of them."""
+    files = tree(commit)
+    output = io.BytesIO(git("cat-file", "--batch", input="\n".join(files.values()).encode()))
+    contents = {}
+    for path in files:
+        size = int(output.readline().split()[2])
+        contents[path] = output.read(size)
+        output.read(1)  # a newline
+    return contents
+
+
 def read(commit, path):
     """The contents of a file at a commit, as bytes; None if it was not there."""
-    blob = tree(commit).get(path)
-    return blob and git("cat-file", "blob", blob, text=False)
+    return _contents(commit).get(path)
+
+
+def blobs(commits, paths):
+    """For each of the commits, {path: the id of its contents} of the paths that it has."""
+    names = [f"{commit}:{path}" for commit in commits for path in paths]
+    output = git("cat-file", "--batch-check=%(objectname)", input="\n".join(names).encode())
+    ids = iter(output.decode().splitlines())
+    for _ in commits:
+        found = zip(paths, ids, strict=False)
+        yield {path: blob for path, blob in found if not blob.endswith(" missing")}
 
 
 @cache

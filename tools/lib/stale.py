@@ -72,9 +72,8 @@ def _settings(files):
     return {
         each.target.id if isinstance(each, ast.AnnAssign) else each.name
         for text in files.values()
-        for node in ast.walk(_parsed(text))
-        if isinstance(node, ast.ClassDef)
-        and any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+        for node in _class_definitions(text)
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for each in node.body
         if isinstance(each, ast.AnnAssign | ast.FunctionDef)
     }
@@ -85,12 +84,16 @@ def _classes(files):
     name as one."""
     found = {}
     for path, text in files.items():
-        for node in ast.walk(_parsed(text)):
-            if isinstance(node, ast.ClassDef):
-                _, bases, methods = found.setdefault(node.name, (path, set(), set()))
-                bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                methods |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        for node in _class_definitions(text):
+            _, bases, methods = found.setdefault(node.name, (path, set(), set()))
+            bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            methods |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
     return found
+
+
+@cache
+def _class_definitions(text):
+    return [node for node in ast.walk(_parsed(text)) if isinstance(node, ast.ClassDef)]
 
 
 def _line(name, classes, seen=()):
@@ -116,6 +119,7 @@ def _imports(text):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
+@cache
 def _names(text):
     """The names that a Python file defines or imports, anywhere in it."""
     names = set()

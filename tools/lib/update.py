@@ -275,10 +275,12 @@ def require_not_undone(folder, record):
         text = (read(Path(folder) / path) or b"").replace(b"\r\n", b"\n")
         if text and expected not in (None, checksum(text)):
             blobs[path] = _blob(text)
-    blobs = dict(blobs.items() - _blobs(blobs, recorded).items())
-    commit = _most_alike(Path(folder), blobs, history.commits(recorded))
+    (then,) = _blobs(blobs, [recorded])
+    blobs = dict(blobs.items() - then.items())
+    commit = _most_alike(Path(folder), blobs, history.commits(recorded)) if blobs else None
     if commit:
-        same = dict(blobs.items() & _blobs(blobs, commit).items())
+        (then,) = _blobs(blobs, [commit])
+        same = dict(blobs.items() & then.items())
         raise CannotUpdate(
             f"{', '.join(sorted(same))} are not from commit {recorded[:12]}, which {RECORD} names, "
             f"but from {commit[:12]}: pass --from {commit[:12]} if you have undone an update, and "
@@ -291,18 +293,19 @@ def _blob(contents):
     return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
 
 
-def _blobs(paths, commit):
-    """{path in a copy: the id of its contents at a commit} of those that were there."""
-    entries = history.tree(commit)
-    return {p: entries[SOURCES.get(p, p)] for p in paths if SOURCES.get(p, p) in entries}
+def _blobs(paths, commits):
+    """For each commit, {path in a copy: the id of its contents} of those that were there."""
+    names = {SOURCES.get(path, path): path for path in paths if "\n" not in path}
+    for entries in history.blobs(commits, list(names)):
+        yield {names[name]: blob for name, blob in entries.items()}
 
 
 def _most_alike(folder, blobs, commits):
     """The commit that has most of `blobs`, {path: id}, and of equals the one with the fewest edits
     in the folder; None if no commit has any."""
     best, candidates = 1, []
-    for commit in commits:
-        same = len(blobs.items() & _blobs(blobs, commit).items())
+    for commit, then in zip(commits, _blobs(blobs, commits), strict=True):
+        same = len(blobs.items() & then.items())
         if same > best:
             best, candidates = same, []
         if same == best:
