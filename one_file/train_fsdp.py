@@ -10,6 +10,7 @@ same samples with the same augmentation. (A model with dropout drops different e
 """
 
 import argparse
+import ctypes
 import hashlib
 import math
 import os
@@ -472,6 +473,8 @@ def parse_args():
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux":  # if torchrun is killed, so is this process (PR_SET_PDEATHSIG)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     handle_signals(remember_signal)
     try:
         main(parse_args())

@@ -11,7 +11,7 @@ import torch
 from one_file import train_ddp, train_fsdp
 from tools.lib.closure import size
 from tools.lib.edits import changed
-from tools.lib.runs import ROOT, finish_run, start_run
+from tools.lib.runs import ROOT, finish_run, kill_family, start_run
 from tools.verify import one_file
 from tools.verify.one_file_task import STOP, TRAIN
 
@@ -135,6 +135,22 @@ def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
     resumed = run(script, tmp_path, **options)
     assert resumed.code == 0, resumed.stderr
     assert resumed.stdout.startswith(f"continues at epoch {epoch}, step {later}, of {folder}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_killed_launcher_ends_the_ranks(script, tmp_path):
+    copy = tmp_path / script.name
+    copy.write_text(one_file.with_task(script))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, "READS": tmp_path / "reads"}
+    flags = {"checkpoint": tmp_path / "checkpoint.pt", "global_batch": 18, "epochs": 10**6}
+    process = start_run(copy, 2, flags, environment)
+    try:
+        assert process.stdout.readline().startswith("epoch 0: ")
+        process.kill()
+        process.communicate(timeout=120)  # until no process has its output any more
+    finally:
+        kill_family(process.run_tag)
 
 
 @pytest.mark.slow
