@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import control_group, is_main_process
-from utils.errors import SilentExit, a_rank_has_failed, write_error_file, write_to_stderr
+from utils.errors import (
+    SilentExit,
+    a_rank_has_failed,
+    explain_errors,
+    write_error_file,
+    write_to_stderr,
+)
 from utils.hooks import Checkpoint, Hook
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
@@ -49,8 +55,10 @@ class Interrupts(Hook):
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Handle signals from now on."""
         self.saved_at = time.monotonic()
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python does not allow handlers there
+        is_over = checkpoint.epoch >= checkpoint.cfg.epochs
+        if is_over or threading.current_thread() is not threading.main_thread():
+            return  # in other threads, Python does not allow handlers
+        explain_errors(lambda error: _restore_handlers())  # main() ends, but not the notebook
         # A handler runs between two operations of the main thread, which may wait for other ranks.
         # The number of the signal arrives in this pipe at once.
         reader, writer = os.pipe()
@@ -118,6 +126,8 @@ def _ignore(number, frame):
 
 
 def _restore_handlers():
+    if threading.current_thread() is not threading.main_thread():
+        return
     if _handlers:
         signal.set_wakeup_fd(-1)
     while _handlers:

@@ -25,7 +25,7 @@ from tools.lib.runs import family, finish_run, kill_family
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config
-from utils.errors import report_errors, set_failure_store
+from utils.errors import UserError, report_errors, set_failure_store
 from utils.hooks import Hooks
 from utils.preemption import Interrupts, Preempted
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS, shield_worker
@@ -236,6 +236,31 @@ def test_signals_act_as_before_once_the_run_is_over(fake_checkpoint):
         interrupts = started(fake_checkpoint)
         fake_checkpoint.epoch = 2
         interrupts.after_save(fake_checkpoint)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == -signal.SIGTERM
+
+
+def test_signals_act_as_before_after_an_error_in_a_notebook(fake_checkpoint):
+    @report_errors
+    def main():
+        started(fake_checkpoint)
+        raise UserError("the disk is full")
+
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(SystemExit):
+            main()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert exit_code(body) == -signal.SIGTERM
+
+
+def test_signals_act_as_before_if_nothing_is_left_to_do(fake_checkpoint):
+    def body():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        fake_checkpoint.epoch = 2
+        started(fake_checkpoint)
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert exit_code(body) == -signal.SIGTERM
