@@ -287,6 +287,15 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys):
             run_verify(monkeypatch, *arguments)
 
 
+def test_options_that_a_copy_lacks_are_named_before_any_run(monkeypatch, tmp_path, capsys):
+    (tmp_path / "utils" / "options").mkdir(parents=True)
+    (tmp_path / "utils" / "options" / "audit.py").touch()
+    shutil.copyfile(ROOT / "train_ddp.py", tmp_path / "train_ddp.py")
+    with pytest.raises(SystemExit):
+        run_verify(monkeypatch, "--script", tmp_path / "train_ddp.py")
+    assert f"--update {tmp_path} --with weights\n" in capsys.readouterr().err
+
+
 # The judge
 
 

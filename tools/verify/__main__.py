@@ -18,7 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.lib.ladder import RUNGS
+from tools.lib.closure import options
+from tools.lib.ladder import ROOT, RUNGS
 from tools.lib.runs import end_runs_on_sigterm
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
 from tools.verify.own import CannotVerify, own_task, parse_flags, verify_own
@@ -58,6 +59,12 @@ def parse_arguments():
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
     if args.script and name not in RUNGS:
         parser.error(f"{name} is not a name of the ladder: pass --like, and the original's name")
+    if args.script and not args.own and (lacking := lacking_options(path, name, args)):
+        names = ",".join(lacking)
+        parser.error(
+            f"the cases need options that {path.parent} does not have: add them with  "
+            f"python -m tools.copy --update {path.parent} --with {names}"
+        )
     if not args.cases and not args.own:
         names = ", ".join(case.name for case in args.suite.cases)
         parser.error(f"no case contains {args.only!r}: there are {names}")
@@ -69,6 +76,21 @@ def parse_arguments():
     if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")
     return args
+
+
+def lacking_options(path, name, args):
+    """The names of the options that the cases set, and that a copy of a script lacks. path: of the
+    copy; name: of the original."""
+    if not (path.parent / "utils").is_dir():  # it imports the project's modules
+        return []
+    flags = [f"--{key}" for case in args.cases for key in args.suite.base | case.flags]
+    flags += [f"--{key} {value}" for case in args.cases for key, value in case.flags.items()]
+    used = {flag.replace("_", "-") for flag in flags}
+    return [
+        option.name
+        for option in options(ROOT / name).values()
+        if option.setting in used and not (path.parent / option.path.relative_to(ROOT)).exists()
+    ]
 
 
 def main():
