@@ -73,11 +73,12 @@ def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
     without = ""
     if 0 < left_out < cfg.global_batch_size:
         without = f", each without {left_out} samples, which fill no batch"
+    replicas = f"{dp_world_size()} replica{'s' * (dp_world_size() > 1)}"
     facts = {
         "model": f"{type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}",
         "data": f"{type(loader.dataset).__name__}, {samples:,} training samples, "
         f"loader={loader.name}",
-        "batch": f"{cfg.global_batch_size} = {dp_world_size()} replicas x {loader.batch_size} on "
+        "batch": f"{cfg.global_batch_size} = {replicas} x {loader.batch_size} on "
         f"{loader.device.type}, threads per process: {torch.get_num_threads()}, "
         f"peak lr {cfg.lr:g}",
         "epochs": f"{cfg.epochs} of {len(loader)} steps{without}, from epoch {start_epoch}, step "

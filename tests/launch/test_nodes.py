@@ -196,7 +196,7 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
         runs = finish(processes, out)
     assert_no_error(runs)
     text = "".join(run.stdout for run in runs)
-    assert "batch: 12 = 2 replicas x 6" in text and "batch: 12 = 1 replicas x 12" in text
+    assert "batch: 12 = 2 replicas x 6" in text and "batch: 12 = 1 replica x 12" in text
     audit = [json.loads(line) for line in (out / "audit.jsonl").read_text().splitlines()]
     counts = [(row["epoch"], row["samples"], row["repeated"]) for row in audit]
     assert counts == [(epoch, 48, 0) for epoch in range(4)]

@@ -173,7 +173,7 @@ def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
     for part in (
         "model: Linear, 6 trainable parameters, float32 (on CUDA: TF32 convolutions)\n",
         "data: range, 50 training samples, loader=workers\n",
-        "batch: 8 = 1 replicas x 4 on cpu, threads per process: ",
+        "batch: 8 = 1 replica x 4 on cpu, threads per process: ",
         "peak lr 0.2\n",
         f"epochs: 3 of 3 steps, from epoch 1, step 7, in {tmp_path}\n",  # as 50 - 3 * 8 > 8
     ):

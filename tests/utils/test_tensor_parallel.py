@@ -215,7 +215,7 @@ def test_run_says_what_the_ranks_do(tmp_path):
     run = fork_script("train_tp.py", 2, output_dir=tmp_path / "run", epochs=1, **VIT)
     assert (run.code, run.stderr) == (0, "")
     assert run.stdout.startswith("ranks: 2 = 1 data x 2 tensor\nmodel: VisionTransformer, 138,954 ")
-    assert "batch: 12 = 1 replicas x 12 on cpu" in run.stdout
+    assert "batch: 12 = 1 replica x 12 on cpu" in run.stdout
     (row,) = run.rows
     assert (row["world_size"], row["train_samples"], row["val_samples"]) == (2, 96, 24)
 
