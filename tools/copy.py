@@ -24,6 +24,7 @@ from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
 from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
+    RECORD,
     SOURCES,
     CannotUpdate,
     apply,
@@ -40,7 +41,8 @@ from tools.lib.update import (
     read_record,
     require_not_undone,
     require_resolved,
-    write_record,
+    text_of_record,
+    write_files,
 )
 
 TASKS = ("images", "text", "segmentation")
@@ -273,12 +275,10 @@ def make_copy(args):
             f"{folder} already has different files {', '.join(existing)}: pass --force to "
             f"overwrite them"
         )
-    for path in new if args.force else new.keys() - edited:
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(new[path])
     sums = record["files"] | {path: checksum(text) for path, text in new.items()}
-    write_record(folder, record["commit"], record["since"], scripts, chosen, guards, sums)
+    text = text_of_record(record["commit"], record["since"], scripts, chosen, guards, sums)
+    written = new if args.force else {path: new[path] for path in new.keys() - edited}
+    write_files(folder, written | {RECORD: text})
     options = [option for name, option in known.items() if name in chosen]
     files = files_to_copy(ROOT / args.script, args.task, options)
     files = [file for file in files if str(file.relative_to(ROOT)) in new]
@@ -379,11 +379,11 @@ def update(args):
         if not any(c.contents is not None or c.kind == "removed" for c in changes):
             print(f"{folder} is up to date with {new_commit[:12]}")
         return 1 if conflicts or stale else 0
-    apply(folder, changes)
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}
     sums = {path: checksum(text) for path, text in new.items() if path not in ignored}
     since = since if conflicts or stale else None  # the next update looks at all of this again
-    write_record(folder, new_commit, since, record["scripts"], options, guards, sums)
+    text = text_of_record(new_commit, since, record["scripts"], options, guards, sums)
+    apply(folder, changes, text)
     print(f"{folder} is up to date with {new_commit[:12]}, from {old_commit[:12]}")
     if conflicts:
         print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")

@@ -1,10 +1,12 @@
 """tools.copy --update: a copy keeps its owner's edits, and gets what has changed since."""
 
+import errno
 import json
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
     RECORD,
     CannotUpdate,
+    Change,
     apply,
     as_diff,
     checksum,
@@ -95,7 +98,7 @@ def test_what_happens_to_a_file(mine, old, new, kind, result, tmp_path):
         (tmp_path / "x.py").write_text(mine)
     changes = plan(tmp_path, base, ours, {}, LABELS)
     assert [change.kind for change in changes] == ([kind] if kind else [])
-    apply(tmp_path, changes)
+    apply(tmp_path, changes, b"")
     assert (tmp_path / "x.py").exists() == (result is not None)
     assert result is None or (tmp_path / "x.py").read_text() == result
 
@@ -108,7 +111,7 @@ def test_line_ends_of_windows_stay(tmp_path):
     assert changes == []
     changes = plan(tmp_path, base, dict.fromkeys(base, b"a\n1\n2\nb\n"), {}, LABELS)
     assert [change.kind for change in changes] == ["merged", "replaced"]
-    apply(tmp_path, changes)
+    apply(tmp_path, changes, b"")
     assert (tmp_path / "mine.py").read_bytes() == b"mine\r\n1\r\n2\r\nb\r\n"
     assert (tmp_path / "same.py").read_bytes() == b"a\r\n1\r\n2\r\nb\r\n"
 
@@ -121,7 +124,7 @@ def test_edits_follow_a_file_that_moves(tmp_path):
     changes = plan(tmp_path, base, new, {"utils/old.py": "sources/new.py"}, LABELS)
     assert (tmp_path / "utils" / "old.py").exists()  # nothing has been written
     assert "+20\n" in as_diff(tmp_path, changes)
-    apply(tmp_path, changes)
+    apply(tmp_path, changes, b"")
     assert not (tmp_path / "utils" / "old.py").exists()
     text = (tmp_path / "sources" / "new.py").read_text()
     assert "3 # mine\n" in text and text.endswith("19\n20\n")
@@ -153,7 +156,7 @@ def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
         "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
     ]
     assert stale_imports(python_files(tmp_path, changes), then, now, moved) == lines
-    apply(tmp_path, changes)
+    apply(tmp_path, changes, b"")
     assert stale_imports(python_files(tmp_path, []), then, now, moved) == lines
 
 
@@ -230,7 +233,7 @@ def test_own_file_where_a_module_moves_to_stays(tmp_path):
     base, new = {"old.py": b"a\n"}, {"new.py": b"a\n"}
     changes = plan(tmp_path, base, new, {"old.py": "new.py"}, LABELS)
     assert [change.kind for change in changes] == ["in the way: yours is kept"]
-    apply(tmp_path, changes)
+    apply(tmp_path, changes, b"")
     assert (tmp_path / "new.py").read_text() == "mine\n"
 
 
@@ -239,6 +242,27 @@ def test_nothing_is_written_if_a_folder_is_in_the_way(tmp_path):
     (tmp_path / "b.py").mkdir()
     with pytest.raises(CannotUpdate, match=r"b\.py is a folder"):
         plan(tmp_path, {"a.py": b"a\n"}, {"a.py": b"b\n", "b.py": b"b\n"}, {}, LABELS)
+
+
+def test_nothing_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("old")
+    (tmp_path / "gone.py").write_text("old")
+    changes = [Change(path, "replaced", b"new") for path in ("a.py", "b.py")]
+    changes.append(Change("gone.py", "removed"))
+    write = Path.write_bytes
+
+    def write_on_full_disk(path, contents):
+        write(path, contents[:1])
+        if "b.py" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_on_full_disk)
+    with pytest.raises(CannotUpdate, match=r"b\.py: No space left .* nothing has changed"):
+        apply(tmp_path, changes, b"record")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a.py": "old",
+        "gone.py": "old",
+    }
 
 
 def test_conflicts_are_marked_as_git_marks_them(tmp_path):

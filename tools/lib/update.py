@@ -9,8 +9,10 @@ import difflib
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +70,34 @@ def read_record(folder):
     return record
 
 
-def write_record(folder, commit, since, scripts, options, guards, sums):
-    """since: see new_record(); scripts: {name: task}; options: names; guards: names of what is left
-    out; sums: {path: checksum of what was copied}."""
+def text_of_record(commit, since, scripts, options, guards, sums):
+    """A record as bytes. since: see new_record(); scripts: {name: task}; options: names; guards:
+    names of what is left out; sums: {path: checksum of what was copied}."""
     record = new_record(commit) | {"since": since, "scripts": scripts, "options": sorted(options)}
     record |= {"without": sorted(guards), "files": dict(sorted(sums.items()))}
-    text = json.dumps(record, indent=1) + "\n"
-    (Path(folder) / RECORD).write_text(text, encoding="utf-8")
+    return (json.dumps(record, indent=1) + "\n").encode()
+
+
+def write_files(folder, files):
+    """Write {path in a folder: bytes}. If that fails for one of them, as on a full disk, nothing
+    has changed: raises CannotUpdate."""
+    targets = {(folder / path).resolve(): contents for path, contents in files.items()}
+    written = {target: target.with_name(f"{target.name}.copying") for target in targets}
+    try:
+        for target, contents in targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            written[target].write_bytes(contents)
+            if target.exists():
+                shutil.copymode(target, written[target])
+    except OSError as error:
+        for each in written.values():
+            with suppress(OSError):
+                each.unlink()
+        raise CannotUpdate(
+            f"cannot write {target}: {error.strerror}; nothing has changed"
+        ) from None
+    for target, each in written.items():
+        each.replace(target)
 
 
 def merge(mine, base, theirs, names):
@@ -185,16 +208,14 @@ def read(path):
     return path.read_bytes() if path.is_file() else None
 
 
-def apply(folder, changes):
-    """Write Changes."""
+def apply(folder, changes, record):
+    """Write Changes, and a record as bytes. Raises CannotUpdate, as write_files() does."""
     folder = Path(folder)
+    files = {change.path: change.contents for change in changes if change.contents is not None}
+    write_files(folder, files | {RECORD: record})
     for change in changes:
-        target = folder / change.path
-        if change.contents is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(change.contents)
         if change.kind == "removed":
-            target.unlink()
+            (folder / change.path).unlink()
         if change.old_path:
             (folder / change.old_path).unlink()
 
