@@ -16,13 +16,16 @@ def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--global-batch-size=12", "--micro-batches"]
     assert load_config(Config, AccumulationSettings, [*flags, "6"]).micro_batches == 6
-    for count, message in (
-        ("7", "6 samples per step, too few for 7 micro-batches: pass a smaller --micro-batches"),
-        ("0", "micro_batches must be at least 1"),
+    for count, parts in (
+        ("7", ("6 samples per step", "7 micro-batches", "a smaller --micro-batches")),
+        ("0", ("micro_batches", "at least 1 ")),
     ):
         with pytest.raises(SystemExit) as caught:
             load_config(Config, AccumulationSettings, [*flags, count])
-        assert caught.value.code == 2 and message in capfd.readouterr().err
+        assert caught.value.code == 2
+        error = capfd.readouterr().err
+        for part in parts:
+            assert part in error
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
@@ -32,7 +35,8 @@ def test_cuda_graphs_are_refused(mode, capfd):
     assert load_config(Config, AccumulationSettings, [*flags, "1"]).compile == mode
     with pytest.raises(SystemExit):
         load_config(Config, AccumulationSettings, [*flags, "2"])
-    assert "pass --compile default, or --micro-batches 1" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "--compile default" in error and "--micro-batches 1" in error
 
 
 def test_last_part_may_be_shorter(tmp_path):

@@ -30,9 +30,12 @@ def fake_loader(epoch=0, samples=2):
 def test_epoch_is_reported_in_a_line_and_a_row(tmp_path, capsys):
     report(torch.tensor([4, 0, 2, 3]), fake_loader(2, 7), tmp_path)
     out = capsys.readouterr().out
-    assert out == "audit: epoch 2 trained on 4 of 7 samples exactly once and dropped 3: 1, 5, 6\n"
+    assert "epoch 2 " in out and "4 of 7 samples" in out
+    assert out.endswith(" 3: 1, 5, 6\n") and out.count("\n") == 1
     report(torch.arange(7), fake_loader(3, 7), tmp_path, resumed_at_step=5)
-    assert "trained on 7 of 7 samples exactly once and dropped 0\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "epoch 3 " in out and "7 of 7 samples" in out
+    assert out.endswith(" 0\n") and out.count("\n") == 1
     assert rows(tmp_path) == [
         {"epoch": 2, "samples": 4, "resumed_at_step": 0, "dropped": 3, "repeated": 0},
         {"epoch": 3, "samples": 7, "resumed_at_step": 5, "dropped": 0, "repeated": 0},
@@ -40,7 +43,7 @@ def test_epoch_is_reported_in_a_line_and_a_row(tmp_path, capsys):
 
 
 def test_repeated_samples_are_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"on 24 samples more than once: 0, 1, .* and 4 more"):
+    with pytest.raises(UserError, match=r"epoch 0 .*24 samples.*: 0, 1, .* 4 more"):
         report(torch.tensor([*range(25), *range(24), 30]), fake_loader(0, 50), tmp_path)
     (row,) = rows(tmp_path)
     assert (row["samples"], row["dropped"], row["repeated"]) == (50, 24, 24)
@@ -120,7 +123,8 @@ def test_epoch_that_began_without_audit_is_reported_as_such(tmp_path, capsys):
     assert state == {}  # so that the next part does not count as a whole, either
     run.load((position, state))
     assert run.steps()[0] == 3
-    assert "epoch 0 was resumed from a checkpoint written without" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "epoch 0 " in out and "without --audit" in out
     assert not (tmp_path / "audit.jsonl").exists()
     run.sampler.set_epoch(1)  # the next epoch is complete
     assert run.steps()[0] == 7
@@ -138,12 +142,13 @@ def test_epoch_is_audited_over_a_resume(tmp_path, capsys):
     resumed = Run(tmp_path, "--loader=workers")
     resumed.load(state)
     assert resumed.steps()[0] == 4
-    assert "trained on 49 of 50 samples exactly once and dropped 1: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "49 of 50 samples" in out and " 1: " in out
     assert rows(tmp_path)[0]["resumed_at_step"] == 3
 
 
 def test_sampler_that_repeats_samples_is_noticed(tmp_path):
     run = Run(tmp_path)
     run.loader.sampler = [*range(25), *range(25)]
-    with pytest.raises(UserError, match="trained on 24 samples more than once"):
+    with pytest.raises(UserError, match=r"epoch 0 .*24 samples .*: 0, 1, .* 4 more"):
         run.steps()

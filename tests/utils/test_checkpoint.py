@@ -466,7 +466,7 @@ def test_another_number_of_groups_is_refused(sizes, tmp_path):
     for folder, others in ((tmp_path, state), (tmp_path / "two", make_state())):
         if folder != tmp_path:
             save(folder, state)
-        with pytest.raises(UserError, match=r"last\.pt has . groups? of parameters, not .*never"):
+        with pytest.raises(UserError, match=r"last\.pt .*[12] groups .*[12]: .*--resume never"):
             checkpointer(folder, others).load()
 
 
@@ -536,7 +536,8 @@ def test_checkpoints_of_later_epochs_do_not_count(tmp_path, capsys):
     aside = sorted(path.name for path in tmp_path.glob("previous-*"))
     assert aside == ["previous-epoch-0011.pt", "previous-epoch-0012.pt"]
     warning = capsys.readouterr().err
-    assert warning.count("epoch-0011.pt is previous-epoch-0011.pt now") == 1
+    assert warning.count("/epoch-0011.pt ") == 1
+    assert warning.count(" previous-epoch-0011.pt") == 1
 
 
 def test_epoch_that_was_saved_before_the_run_was_killed_is_replaced(tmp_path):
@@ -631,9 +632,7 @@ def test_file_that_cannot_be_read_now_is_not_passed_over(number, tmp_path, monke
 def test_missing_module_for_sharded_checkpoints_is_named(tmp_path, monkeypatch):
     save(tmp_path, make_state(), save_sharded=True)
     monkeypatch.setitem(sys.modules, "utils.options.sharded", None)
-    with pytest.raises(
-        UserError, match=r"last\.pt needs utils/options/sharded\.py, which is missing"
-    ):
+    with pytest.raises(UserError, match=r"last\.pt .*options/sharded\.py.*--with sharded"):
         read_checkpoint(tmp_path / "last.pt")
     other = tmp_path / "other"
     save(other, make_state())  # without it, nothing but sharded checkpoints is lost
@@ -641,7 +640,7 @@ def test_missing_module_for_sharded_checkpoints_is_named(tmp_path, monkeypatch):
 
 
 def test_resume_always_needs_a_checkpoint(tmp_path):
-    with pytest.raises(UserError, match=r"there is no checkpoint in .* to resume from"):
+    with pytest.raises(UserError, match=rf"no checkpoint .*{tmp_path}"):
         checkpointer(tmp_path, resume="always").load()
     save(tmp_path, make_state())
     assert checkpointer(tmp_path, resume="always").load() == 1
@@ -662,11 +661,12 @@ def test_other_settings_are_named(tmp_path):
     free = {"keep_last": 5, "num_workers": 3, "timeout": 7.0, "save_steps": 2}
     assert checkpointer(tmp_path, **free).load() == 1
     changed = {"lr": 0.2, "optimizer": "adamw"}
-    with pytest.raises(
-        UserError,
-        match=r"adamw', not 'sgd'; lr 0\.2, not 0\.1\): pass --resume never .*--output-dir",
-    ):
+    with pytest.raises(UserError) as caught:
         checkpointer(tmp_path, **changed).load()
+    text = str(caught.value)
+    assert "optimizer 'adamw', not 'sgd'" in text and "lr 0.2, not 0.1" in text
+    for flag in ("--resume never", "--output-dir", "--allow-config-change"):
+        assert flag in text
     assert checkpointer(tmp_path, allow_config_change=True, **changed).load() == 1
 
 
@@ -686,7 +686,7 @@ def test_order_of_the_samples_stays_within_an_epoch(step, tmp_path):
         if step == 0:
             assert resumed.load() == 1
         else:
-            with pytest.raises(UserError, match=rf"last.pt was written within.*\(now {text}"):
+            with pytest.raises(UserError, match=rf"last.pt .*within an epoch.*\(now {text}"):
                 resumed.load()
 
 
@@ -696,7 +696,7 @@ def test_another_model_is_named_by_its_tensors(tmp_path):
         checkpointer(tmp_path, make_state(width=4)).load()
     state = make_state() | {"model": nn.Linear(2, 3)}
     state["optimizer"] = torch.optim.SGD(state["model"].parameters())
-    with pytest.raises(UserError, match=r"holds a different model: missing: bias, weight"):
+    with pytest.raises(UserError, match=r"different model: missing: bias, weight"):
         checkpointer(tmp_path, state).load()
 
 
@@ -729,7 +729,7 @@ def test_ranks_that_read_different_files_of_one_name_are_told(tmp_path):
 
     for kind, text in run_ranks(body, 2, "01"):
         assert kind is UserError
-        assert "last.pt is a file of epoch 1 on rank 0, and a different one" in text
+        assert "last.pt " in text and "epoch 1 on rank 0" in text
         assert "rank 1" in text and "start the run again" in text
     assert [text for _, text in run_ranks(body, 2, "00")] == ["", ""]
 
@@ -793,7 +793,7 @@ def test_buffer_that_is_not_finite_by_design_is_saved(tmp_path):
     assert resumed.load() == 1
     resumed.save(2)
     resumed.model[1].running_mean[0] = float("inf")
-    with pytest.raises(UserError, match=r"1\.running_mean is the first of 1 tensors"):
+    with pytest.raises(UserError, match=r"1\.running_mean .* 1 tensors .*--clip-norm"):
         resumed.save(3)
 
 
@@ -802,7 +802,7 @@ def test_weights_are_never_infinite_by_design(tmp_path):
     state["model"][0].weight.data[0, 0] = float("nan")
     writer = checkpointer(tmp_path, state)
     writer.load()
-    with pytest.raises(UserError, match=r"0\.weight is the first of 1 tensors"):
+    with pytest.raises(UserError, match=r"0\.weight .* 1 tensors .*--clip-norm"):
         writer.save(1)
 
 
@@ -814,7 +814,7 @@ def test_complex_values_that_are_not_finite_are_noticed(value, tmp_path):
     writer.load()
     writer.save(1)
     state["model"].extra[1] = value
-    with pytest.raises(UserError, match=r"extra is the first of 1 tensors"):
+    with pytest.raises(UserError, match=r"extra .* 1 tensors .*--clip-norm"):
         writer.save(2)
 
 
@@ -845,7 +845,7 @@ def test_extra_state_of_any_kind_is_saved(is_sharded, tmp_path):
     assert checkpointer(tmp_path, loaded).load() == 1
     assert str(loaded["model"][0].extra) == str(saved["model"][0].extra)
     saved["model"][0].extra["scales"][0][0] = float("nan")
-    with pytest.raises(UserError, match=r"0\._extra_state is the first of 1 tensors"):
+    with pytest.raises(UserError, match=r"0\._extra_state .* 1 tensors .*--clip-norm"):
         save(tmp_path, saved, 2, save_sharded=is_sharded)
 
 

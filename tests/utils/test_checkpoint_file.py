@@ -62,7 +62,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path):
 def test_type_that_is_refused_is_named(tmp_path):
     """The file is whole, so that its owner can allow the type, or convert the value."""
     torch.save({"format": FORMAT, "mine": numpy.arange(3)}, tmp_path / "x.pt")
-    with pytest.raises(UserError, match=r"x\.pt is whole, but cannot be read .* numpy\.ndarray"):
+    with pytest.raises(UserError, match=r"x\.pt is whole.* numpy\.ndarray"):
         read_checkpoint(tmp_path / "x.pt")
 
 

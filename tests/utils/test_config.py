@@ -94,17 +94,17 @@ def test_unset_settings_of_images_are_filled_in(tmp_path, capfd):
     assert cfg.cache_folder == tmp_path / ".cache"
     (tmp_path / "cifar-10-batches-py").mkdir()
     assert load_config(IMAGES, argv=[f"--data-dir={tmp_path}"]).dataset == "cifar10"
-    for flags, part in (
-        (["--freeze=backbone"], "--freeze backbone needs pretrained --weights"),
-        (["--val-fraction=1"], "val_fraction=1.0 leaves nothing to train on"),
-        (["--augment=resized_crop", "--loader=device"], "use loader=workers"),
+    for flags, parts in (
+        (["--freeze=backbone"], ["--freeze backbone", "--weights"]),
+        (["--val-fraction=1"], ["val_fraction=1.0", "nothing to train on"]),
+        (["--augment=resized_crop", "--loader=device"], ["resized_crop", "loader=workers"]),
         (
             ["--dataset=fake"],
-            "dataset must be one of auto, cifar10, imagefolder, shards, synthetic",
+            ["dataset", "auto, cifar10, imagefolder, shards, synthetic", "'fake'"],
         ),
-        (["--weights=/no/file"], "--weights '/no/file' is not a file"),
+        (["--weights=/no/file"], ["--weights '/no/file'", "not a file"]),
     ):
-        assert_refused(capfd, [part], IMAGES, None, flags)
+        assert_refused(capfd, parts, IMAGES, None, flags)
 
 
 def test_flag_undoes_the_weights_of_a_file(yaml_file):
@@ -154,14 +154,14 @@ def test_settings_of_a_task_are_unknown_to_another(capfd):
         for field in fields(kind):
             if field.name not in names(Config):
                 flag = f"--{field.name.replace('_', '-')}"
-                assert_refused(capfd, [f"unknown argument {flag}"], Config, None, [flag, "1"])
-    assert_refused(capfd, ["unknown argument --model"], TASKS[1], None, ["--model=resnet18"])
+                assert_refused(capfd, ["unknown", flag], Config, None, [flag, "1"])
+    assert_refused(capfd, ["unknown", "--model=resnet18"], TASKS[1], None, ["--model=resnet18"])
 
 
 def test_misspelled_name_gets_the_name_as_a_hint(yaml_file, capfd):
     for kind in TASKS:
         for name in names(kind) - (names(Config) if kind is not IMAGES else set()):
-            parts = [f"a.yaml:1: unknown key '{name}x' (did you mean {name!r}?)"]
+            parts = ["a.yaml:1: ", f"'{name}x'", f"'{name}'"]
             assert_refused(capfd, parts, kind, None, [yaml_file(f"{name}x: 1")])
 
 
@@ -179,7 +179,7 @@ def test_settings_of_a_script_combine_with_those_of_any_task(yaml_file, capfd):
             assert cfg.lr == task().lr
         for field in added:
             key = yaml_file(f"{field.name}: {field.default}")
-            assert_refused(capfd, [f"unknown key '{field.name}'"], IMAGES, None, [key])
+            assert_refused(capfd, ["a.yaml:1: ", "unknown", f"'{field.name}'"], IMAGES, None, [key])
             assert getattr(load_config(IMAGES, script, [key]), field.name) == field.default
 
 
@@ -196,9 +196,10 @@ def test_script_and_task_and_options_resolve_together(yaml_file, monkeypatch, ca
     assert (cfg.dataset, cfg.model) == ("synthetic", "resnet20")
     assert vars(load_config(IMAGES, Two, [yaml_file(cfg.dump())])) == vars(cfg)
     too_many = [yaml_file(text), "--micro-batches=9"]
-    assert_refused(capfd, ["8 samples per step, too few for 9"], IMAGES, Two, too_many)
+    assert_refused(capfd, ["8 samples", "9 micro-batches"], IMAGES, Two, too_many)
     skipping = [yaml_file(text), "--max-skipped-steps=0"]
-    assert_refused(capfd, ["does not work with --amp-dtype float16"], IMAGES, Two, skipping)
+    parts = ["--max-skipped-steps", "--amp-dtype float16"]
+    assert_refused(capfd, parts, IMAGES, Two, skipping)
 
 
 def test_help_groups_settings_by_whose_they_are(capfd):

@@ -65,29 +65,29 @@ def test_losses_that_are_not_means_pass():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"loss": cross_entropy}, "must return a sum over the targets, not a mean: it is"),
+        ({"loss": cross_entropy}, r"^loss\(\) .* a sum .* a mean: .*reduction='sum'"),
         (
             {"loss": lambda o, t: (o[:, :1] - t).abs().sum()},
-            r"a sum over the targets, not over all pairs .* shapes such as \(n, 1\) and \(n,\)",
+            r"^loss\(\) .* a sum .* all pairs .* \(n, 1\) and \(n,\)",
         ),
         (
             {"loss": lambda o, t: cross_entropy(o, t, reduction="none")},
-            r"must return a tensor with one number, .* not float32 \(1,\)",
+            r"^loss\(\) .* tensor .* not float32 \(1,\)",
         ),
-        ({"loss": lambda o, t: 1.0}, "must return a tensor with one number, .* not float"),
+        ({"loss": lambda o, t: 1.0}, r"^loss\(\) .* tensor .* not float$"),
         ({"measure": lambda o, t: {"count": o.sum()}}, "returns count, which"),
         ({"measure": lambda o, t: {"mse": (o.sum(1) - 9).mean()}}, "'mse' is the same for"),
-        ({"count": lambda t: None}, r"count\(\) .* must return one number, not NoneType"),
-        ({"count": lambda t: t == 0}, r"count\(\) .* must return one number, not bool \(2,\)"),
-        ({"measure": lambda o, t: None}, r"measure\(\) .* must return a dict, .* not NoneType"),
-        ({"measure": lambda o, t: {"best": "cat"}}, "numbers or tensors, not {'best': str"),
-        ({"summarize": lambda sums: None}, "must return {name: number}, not NoneType"),
-        ({"summarize": lambda s: {"loss": torch.ones(2)}}, "number}, not {'loss': float32"),
-        ({"summarize": lambda sums: {"f1": 1.0}}, "returns f1, but not 'loss', which every task"),
-        ({"summarize": lambda sums: {"loss": 1.0}}, "returns loss, but not 'accuracy', which BEST"),
-        ({"BEST": (0, max)}, "must be the name of a metric and the function max or min"),
-        ({"BEST": ("loss", "min")}, "must be the name of a metric and the function max or min"),
-        ({"BEST": "accuracy"}, "must be the name of a metric and the function max or min"),
+        ({"count": lambda t: None}, r"^count\(\) .* one number, not NoneType"),
+        ({"count": lambda t: t == 0}, r"^count\(\) .* one number, not bool \(2,\)"),
+        ({"measure": lambda o, t: None}, r"^measure\(\) .* a dict, .* not NoneType"),
+        ({"measure": lambda o, t: {"best": "cat"}}, r"^measure\(\) .*tensors, not {'best': str"),
+        ({"summarize": lambda sums: None}, r"^summarize\(\) .*number}, not NoneType"),
+        ({"summarize": lambda s: {"loss": torch.ones(2)}}, r"number}, not {'loss': float32"),
+        ({"summarize": lambda sums: {"f1": 1.0}}, r"^summarize\(\) .* f1, but not 'loss'"),
+        ({"summarize": lambda sums: {"loss": 1.0}}, " loss, but not 'accuracy', which BEST"),
+        ({"BEST": (0, max)}, r"^BEST .*\(0, .* max or min"),
+        ({"BEST": ("loss", "min")}, r"^BEST .*\('loss', 'min'\).* max or min"),
+        ({"BEST": "accuracy"}, "^BEST .* accuracy.* max or min"),
         ({"summarize": None, "BEST": None}, "does not define summarize, BEST"),
         ({"describe": None}, "does not define describe"),
     ],
@@ -270,7 +270,8 @@ def test_samples_that_cannot_be_combined_are_alone_in_their_batches():
 def test_error_in_the_model_tells_its_inputs():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         check_task(SimpleNamespace(**GOOD), nn.Linear(5, 4), make_loader(PAIRS))
-    assert caught.value.__notes__ == ["The model got inputs as of one sample: float32 (1, 3)."]
+    (note,) = caught.value.__notes__
+    assert "inputs" in note and "float32 (1, 3)" in note
 
 
 def test_model_without_parameters():
@@ -281,5 +282,5 @@ def test_model_without_parameters():
 def test_name_of_the_task_is_that_of_its_module():
     task = make_task(lambda outputs, targets: outputs.mean())
     task.__name__ = "my_task"
-    with pytest.raises(UserError, match=r"^loss\(\) of the task my_task must return a sum"):
+    with pytest.raises(UserError, match=r"^loss\(\) .* my_task .* sum"):
         check_task(task, nn.Linear(3, 4), make_loader(PAIRS))

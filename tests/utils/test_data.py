@@ -273,7 +273,7 @@ def test_what_cannot_be_batched_is_one_line_that_says_what_was_found(workers):
     ):
         found = found if "[12]" in found else found.replace("(", r"\(").replace(")", r"\)")
         loader = make_loader(dataset, flags=[f"--num-workers={workers}"])
-        text = f"^samples such as {found} cannot be combined.*give the dataset a method collate_fn"
+        text = rf"^samples such as {found} .* collate_fn\(samples\)$"
         with pytest.raises(UserError, match=text) as caught:
             next(iter(loader))
         assert "\n" not in str(caught.value)
@@ -333,7 +333,7 @@ def test_subsets_are_collated_by_the_dataset_in_them():
     ):
         images, targets = next(iter(make_loader(dataset)))
         assert isinstance(images, list) and isinstance(targets, list)
-    with pytest.raises(UserError, match="different methods collate_fn: give them the same"):
+    with pytest.raises(UserError, match=r"ConcatDataset .*different .*collate_fn"):
         list(make_loader(ConcatDataset([whole, Numbered()])).examples([0]))
 
 
@@ -341,7 +341,7 @@ def test_subset_of_a_batch_dataset_is_refused():
     """It would yield raw pixels, or the same order of a stream in each epoch."""
     whole = DATASETS["whole batches"]
     for dataset in (Subset(whole, range(20)), ConcatDataset([Rows(), Subset(whole, range(20))])):
-        with pytest.raises(UserError, match="the batches of the WholeBatches in it"):
+        with pytest.raises(UserError, match=r"WholeBatches .*BatchDataset"):
             make_loader(dataset)
 
 
@@ -400,7 +400,7 @@ def state_of_a_run():
 def test_ranks_and_runs_with_different_samples_are_refused(monkeypatch):
     """As of classes = list(set(names)), or of files in the order of os.listdir()."""
     state, other = state_of_a_run(), comparison("b", "a", "c")
-    text = r"different training samples: .* Sort what set\(\), os.listdir\(\) or glob"
+    text = r"different training samples: .* Sort .*set\(\), os.listdir\(\)"
     ranks = lambda mine: [state["contents"], mine]  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(utils.contract, "all_gather_object", ranks)
@@ -466,7 +466,7 @@ def test_batches_of_a_batch_dataset_are_made_and_prepared_by_it():
 
 
 def test_override_that_would_have_no_effect_is_refused():
-    text = r"Blurred overrides __getitem__, but batches are made by ArrayDataset\.get_batch\(\)"
+    text = r"Blurred .*__getitem__.* ArrayDataset\.get_batch\(\)"
     with pytest.raises(TypeError, match=text):
 
         class Blurred(ArrayDataset):
@@ -587,7 +587,7 @@ def test_persistent_workers_resume_within_a_later_epoch():
 def test_epoch_cannot_continue_with_another_global_batch_size():
     loader = make_loader(PAIRS)
     state = {"step": 3, "global_batch": 5}
-    with pytest.raises(UserError, match=r"3 global batches of 5.*with the same batch size, not 12"):
+    with pytest.raises(UserError, match=r"3 global batches of 5.* not 12"):
         loader.load_state_dict(state)
     loader.load_state_dict(state | {"step": 0})
     assert len(list(loader)) == STEPS
@@ -656,7 +656,7 @@ def raise_error_of_local_class():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: lambda: None, "have passed on no batch for 2 seconds .* pass --num-workers 0"),
+        (lambda: lambda: None, "no batch for 2 seconds .* --num-workers 0.* --timeout"),
         (stop, "the dataset raised StopIteration"),
         (raise_error_of_local_class, "NoSuchKey: 7.jpg"),
         (lambda: torch.ones(2, requires_grad=True) * 2, r"a gradient, .* tensor.detach\(\)"),
@@ -685,16 +685,16 @@ def test_batch_that_a_worker_cannot_send_is_an_error(make, text):
 
 def test_batch_that_cannot_be_shared_or_filled_is_refused():
     sampler = range(COUNT)
-    with pytest.raises(UserError, match="40 training samples do not fill one global batch of 64"):
+    with pytest.raises(UserError, match=r"40 training samples .* 64: .*--global-batch-size"):
         build_loader(PAIRS, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
-    with pytest.raises(UserError, match="12 training samples do not fill one global batch of 64"):
+    with pytest.raises(UserError, match=r"12 training samples .* 64: .*--global-batch-size"):
         build_loader(PAIRS, range(12), 64, CPU, config("--global-batch-size=64"), train=True)
     with pytest.raises(UserError, match="there are no validation samples"):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
     assert len(build_loader(PAIRS, sampler, 64, CPU, cfg)) == 1
     cfg = config("--global-batch-size=7")
-    text = r"cannot be divided evenly among 3 replicas: .*-size 9$"
+    text = r"global_batch_size 7 .* 3 replicas: .*--global-batch-size 9$"
     with as_rank(0, 3), pytest.raises(UserError, match=text):
         build_loader(PAIRS, sampler, 7 // 3, CPU, cfg, train=True)
 

@@ -139,7 +139,9 @@ def test_group_waits_for_a_missing_rank_no_longer_than_a_step(monkeypatch):
     monkeypatch.setattr(dist, "new_group", without_rank_1)
     error, _ = run_ranks(lambda rank: None, 2, timeout=3, limit=40)
     assert isinstance(error, UserError)
-    assert "cannot reach the other ranks (wait timeout" in str(error)
+    text = str(error)
+    assert "(wait timeout" in text
+    assert "MASTER_ADDR=127.0.0.1" in text and "GLOO_SOCKET_IFNAME" in text
 
 
 def test_ranks_know_their_place():
@@ -252,11 +254,11 @@ def test_device_names(monkeypatch):
     assert select_device("auto") == select_device() == torch.device("cpu")
     assert select_device("cpu:0") == torch.device("cpu")
     for name in ("gpu", "meta", "xpu", "cuda:x", "cuda:257", "cpu0"):
-        with pytest.raises(UserError, match=f"'{name}' is not a device .*: cpu, cuda, cuda:0"):
+        with pytest.raises(UserError, match=f"'{name}' .*device .*: cpu, cuda, cuda:0"):
             select_device(name)
     for kind in ("cuda", "xpu"):
         used = visible_accelerators(monkeypatch, 2, kind)
-        with pytest.raises(UserError, match=f"need 3 {kind} devices, but 2 are visible"):
+        with pytest.raises(UserError, match=rf"3 {kind} devices, .* 2 .*--device cpu"):
             select_device(f"{kind}:2")
         assert select_device("auto") == torch.device(kind, 0)
         assert select_device(f"{kind}:1") == torch.device(kind, 1)
@@ -282,17 +284,17 @@ def test_task_with_one_visible_gpu_takes_it(environment, monkeypatch):
     visible_accelerators(monkeypatch, 1)
     for name in ("cuda", "cuda:0"):
         assert select_device(name, 3, 4) == torch.device("cuda", 0)
-    with pytest.raises(UserError, match="need 2 cuda devices, but 1 are visible"):
+    with pytest.raises(UserError, match=r"2 cuda devices.* 1 .*--device cpu"):
         select_device("cuda:1", 3, 4)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(UserError, match=r"4 processes .* need 4 cuda devices, but 1 are visible"):
+    with pytest.raises(UserError, match=r"4 processes .* 4 cuda devices.* 1 .*--device cpu"):
         select_device("cuda", 3, 4)
 
 
 def test_each_rank_gets_a_gpu_of_its_own(environment, monkeypatch):
     visible_accelerators(monkeypatch, 2)
     environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
-    with pytest.raises(UserError, match=r"4 processes .* need 4 cuda devices.*pass --device cpu"):
+    with pytest.raises(UserError, match=r"4 processes .* 4 cuda devices.* 2 .*--device cpu"):
         init_distributed("cuda")
     assert select_device("cuda", 1, 2) == torch.device("cuda", 1)
     assert select_device("cuda:0", 1, 4) == torch.device("cuda", 0)  # all share it

@@ -178,12 +178,11 @@ def test_output_continues_once_it_can_be_written_again(tmp_path):
     assert (tmp_path / "log").read_text() == "found\n"
 
 
-USE_TORCHRUN = "Start one process per device:  torchrun --standalone --nproc_per_node=N"
-USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
+USE_TORCHRUN = "torchrun --standalone --nproc_per_node=N"
 
 
 @pytest.mark.parametrize(
-    ("command", "environment", "code", "end"),
+    ("command", "environment", "code", "part"),
     [
         ("train_ddp.py", {}, 1, f"{USE_TORCHRUN} train_ddp.py"),
         ("train_ddp_amp.py", {}, 1, f"{USE_TORCHRUN} train_ddp_amp.py"),
@@ -195,22 +194,22 @@ USE_PYTHON = "start it with  python {}, or start train_ddp.py with torchrun"
             "train_fsdp.py --fsdp-size=3",
             {"WORLD_SIZE": "4"},
             2,
-            "4 processes cannot be divided by fsdp_size 3: pass one of 1, 2, 4",
+            "fsdp_size 3: pass one of 1, 2, 4",
         ),
         (
             "train_fsdp_tp.py --fsdp-size=2",
             {"WORLD_SIZE": "1"},
             2,
-            "1 processes cannot be divided by fsdp_size 2: pass one of 1",
+            "fsdp_size 2: pass one of 1",
         ),
-        ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, USE_PYTHON.format("train_1gpu.py")),
-        ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, USE_PYTHON.format("train_dp.py")),
-        ("train_mp.py --lrr=1", {}, 2, "(did you mean '--lr'?)"),
-        ("train_ddp.py --lr=x", {"WORLD_SIZE": "2"}, 2, "lr must be a number, not 'x'"),
+        ("train_1gpu.py", {"WORLD_SIZE": "2"}, 1, "python train_1gpu.py"),
+        ("train_dp.py", {"WORLD_SIZE": "2", "RANK": "1"}, 1, "python train_dp.py"),
+        ("train_mp.py --lrr=1", {}, 2, "'--lr'"),
+        ("train_ddp.py --lr=x", {"WORLD_SIZE": "2"}, 2, "'x'"),
     ],
 )
 def test_script_started_wrongly_prints_one_line(
-    command, environment, code, end, monkeypatch, capfd, tmp_path
+    command, environment, code, part, monkeypatch, capfd, tmp_path
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -220,7 +219,8 @@ def test_script_started_wrongly_prints_one_line(
         runpy.run_path(str(ROOT / name), run_name="__main__")
     text = capfd.readouterr().err
     assert caught.value.code == code
-    assert text.startswith("error") and text.endswith(f"{end}\n") and text.count("\n") == 1
+    assert text.startswith("error") and text.count("\n") == 1
+    assert part in text
 
 
 # Before the ranks have met: each of them meets the same error
@@ -292,7 +292,7 @@ def test_error_of_all_ranks_is_reported_once(tmp_path):
     assert [code for code, _ in outcomes] == [1, 1, 1]
     texts = [text for _, text in outcomes if text]
     assert len(texts) == 1
-    assert re.fullmatch(r"error \(rank [012]\): what, where, what to do\n", texts[0])
+    assert re.fullmatch(rf"error \(rank [012]\): {error}\n", texts[0])
 
 
 class Gone:
@@ -352,8 +352,8 @@ def test_error_file_without_space_still_tells_the_outcome(outcome, tmp_path, mon
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(errors.json, "dump", fail_to_write)
     if outcome == "failed":
-        assert fail(UserError("cannot save last.pt: No space left on device")) == 1
-        assert capfd.readouterr().err == "error: cannot save last.pt: No space left on device\n"
+        assert fail(UserError("last.pt: no space")) == 1
+        assert capfd.readouterr().err == "error: last.pt: no space\n"
     else:
         errors.write_error_file("stopped by SIGTERM", outcome)  # which rank 0 has printed
         assert capfd.readouterr().err == ""
@@ -389,7 +389,8 @@ def test_host_of_the_store_is_named_when_it_is_lost(tmp_path, monkeypatch, naps)
     monkeypatch.setattr(errors, "_failure_store", Gone())
     assert fail(RuntimeError("Connection reset by peer")) == 1
     text = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
-    assert text.startswith("error (rank 1): lost the job's store on node0: ") and "\n" not in text
+    assert text.startswith("error (rank 1): lost ") and "\n" not in text
+    assert "store on node0" in text
 
 
 # With torchrun
@@ -450,8 +451,9 @@ def test_configuration_error_of_all_ranks_is_reported_once(tmp_path):
     load_config(argv=["--lrr=1"])
     """
     run = launch(body, tmp_path)
-    text = "error (rank 0): unknown argument --lrr=1 (did you mean '--lr'?)"
-    assert_report_ends_with(run, f"traceback : {text}")
+    (report,) = [line.strip() for line in run.stderr.splitlines() if "--lrr=1" in line]
+    assert report.startswith("traceback : error (rank 0): ") and "'--lr'" in report
+    assert_report_ends_with(run, report)
     assert run.seconds < 60
 
 

@@ -84,7 +84,8 @@ def test_model_without_blocks_is_gathered_as_a_whole_and_says_so(capfd):
 
     assert run_ranks(body, 2) == [2, 2]
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("warning: the task names no blocks of the Sequential: FSDP gathers the")
+    assert line.startswith("warning: ")
+    assert "no blocks of the Sequential" in line and "memory" in line
 
 
 def test_ranks_with_other_weights_are_refused():
@@ -96,7 +97,7 @@ def test_ranks_with_other_weights_are_refused():
 
     assert run_ranks(body, 2, [5, 5]) == [None, None]
     for error in run_ranks(body, 2, [5, 6]):
-        assert "the ranks have different weights: call set_seed(cfg.seed)" in str(error)
+        assert "different weights" in str(error) and "set_seed(cfg.seed)" in str(error)
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
@@ -113,7 +114,8 @@ def test_offload_and_clipping_need_a_cpu(monkeypatch, capfd):
     assert load_config(Config, FsdpSettings, [*flags, "--device=cpu"]).fsdp_offload
     with pytest.raises(SystemExit):
         load_config(Config, FsdpSettings, flags)
-    assert "pass --clip-norm 0, or --no-fsdp-offload" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "--clip-norm 0" in error and "--no-fsdp-offload" in error
 
 
 # What is sharded
@@ -184,7 +186,7 @@ def test_batchnorms_that_nothing_synchronizes_are_refused():
         shard_batchnorms(nn.Sequential(nn.BatchNorm2d(4)), cfg)
 
     for error in run_ranks(body, 2):
-        assert "FSDP does not broadcast BatchNorm's statistics: pass --sync-bn" in str(error)
+        assert "BatchNorm" in str(error) and "--sync-bn" in str(error)
     assert run_ranks(body, 1) == [None]
 
 

@@ -128,7 +128,7 @@ def test_adam_is_capturable_while_it_is_captured(trainer):
 def test_batches_of_different_shapes_are_refused(trainer):
     """Also if only the targets differ, or if they would broadcast."""
     *_, train_step = trainer(CUDA)
-    text = r"batches of one shape, but \[\({}, 3\), \({},\)\] follows \[\(6, 3\), \(6,\)\]"
+    text = r" \[\({}, 3\), \({},\)\] follows \[\(6, 3\), \(6,\)\]: .*--padding context"
     for images, labels in ((5, 5), (6, 1), (1, 6)):
         with pytest.raises(UserError, match=text.format(images, labels)):
             train_step(torch.randn(images, 3), torch.zeros(labels, dtype=torch.int64))
@@ -148,10 +148,10 @@ def test_inputs_may_be_nested():
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_other_cuda_graphs_are_refused(mode, capfd):
-    text = "CUDA graphs of its own, which cannot be captured in another: pass --compile default"
     with pytest.raises(SystemExit, match="2"):
         load_config(Settings, graph.GraphSettings, argv=[f"--compile={mode}"])
-    assert text in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert f"compile {mode} " in error and "--compile default" in error
 
 
 def test_script_trains_the_same_bits_on_a_cpu(tmp_path):

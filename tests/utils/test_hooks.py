@@ -263,5 +263,5 @@ def test_form_of_files_is_undone_even_if_that_fails(kind, tmp_path):
 
 def test_hooks_whose_states_would_be_mixed_up_are_refused(tmp_path):
     """A checkpoint knows them by the names of their classes."""
-    with pytest.raises(UserError, match="two hooks are of classes named Recorder"):
+    with pytest.raises(UserError, match=r"two hooks .* Recorder: rename"):
         checkpointer(tmp_path, make_state(), hooks=[Recorder([]), Recorder([])])

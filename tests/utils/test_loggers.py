@@ -100,7 +100,7 @@ def test_resumed_run_continues_its_curves(tmp_path):
     [
         (Failing, "ConnectionError: no network"),
         (Exiting, "SystemExit: 1"),
-        (Hanging, "it has not finished in time"),
+        (Hanging, "not finished in time"),
     ],
 )
 def test_logger_that_fails_costs_a_warning(kind, reason, tmp_path):
@@ -110,9 +110,9 @@ def test_logger_that_fails_costs_a_warning(kind, reason, tmp_path):
     names = f"{logger(kind)},{logger(Recording)}"
     run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, logger=names, **FLAGS)
     assert run.code == 0 and len(run.rows) == 2
-    assert run.stderr == (
-        f"warning: --logger {logger(kind)} has failed, and the run continues without it: {reason}\n"
-    )
+    assert run.stderr.startswith(f"warning: --logger {logger(kind)} ")
+    assert run.stderr.endswith(f"{reason}\n") and run.stderr.count("\n") == 1
+    assert "the run continues" in run.stderr
     assert calls(tmp_path)[-1] == ["finish"]
 
 
@@ -206,7 +206,7 @@ def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):
 
 
 def test_unknown_loggers_are_refused():
-    with pytest.raises(ConfigError, match="--logger wand is not one of tensorboard, wandb, "):
+    with pytest.raises(ConfigError, match=r"--logger wand .*tensorboard, wandb, .*MODULE:CLASS"):
         build_logger("wand")
     with pytest.raises(ConfigError, match="has no attribute 'Recorder'"):
         build_logger("tests.utils.test_loggers:Recorder")
@@ -216,7 +216,8 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     run = fork_script("train_1gpu.py", output_dir=tmp_path, logger="mlflow", **FLAGS)
     assert run.code == 1
-    assert run.stderr == "error: --logger mlflow needs the package mlflow: install it\n"
+    assert run.stderr.startswith("error: --logger mlflow ") and run.stderr.count("\n") == 1
+    assert "the package mlflow: install" in run.stderr
 
 
 def test_tensorboard_files_have_the_curves(tmp_path):

@@ -388,7 +388,7 @@ def test_plain_counts_that_differ_between_the_ranks_are_refused():
 def test_loss_that_is_not_finite_is_refused(loss):
     for train, kind in ((True, "training"), (False, "validation")):
         meter = fill(Meter(COUNTS_NUMBERS, fake_loader(train)), 1.0, float(loss), 2.0)
-        text = f"the {kind} loss is {loss}: try a smaller --lr, or --clip-norm 1"
+        text = f"{kind} loss is {loss}: .*--lr.* --clip-norm 1"
         with pytest.raises(UserError, match=text):
             meter.compute()
 
@@ -448,8 +448,11 @@ def test_log_is_written_by_one_rank_and_continued(tmp_path, capfd):
 
     assert run_ranks(body, 2, 0, (0.3, 0.5, 0.4))[0] == [True, True, False]
     path = tmp_path / "metrics.jsonl"
-    line = "epoch 1: train loss 1.0000 accuracy 0.5000, val loss 1.0000 accuracy 0.5000, 4 samples"
-    assert capfd.readouterr().out.count(f"{line}/s\n") == 1
+    lines = capfd.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("epoch 1: ")]
+    for name in ("train", "val"):
+        assert f"{name} loss 1.0000 accuracy 0.5000" in line
+    assert line.endswith(" 4 samples/s")
     with open(path, "a") as file:
         file.write('{"epoch": 3, "tr')  # a crash
     rows = read_metrics(path)
@@ -485,7 +488,8 @@ def test_file_that_cannot_be_written_is_named(tmp_path, capfd):
     with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No such file"):
         metrics.log(0, RESULT, RESULT, lr=0.1)
     lenient.log(0, RESULT, RESULT, lr=0.1)
-    assert "metrics.jsonl: No such file or directory; the run continues" in capfd.readouterr().err
+    warning = capfd.readouterr().err
+    assert "metrics.jsonl: No such file" in warning and "the run continues" in warning
     assert lenient.is_best("accuracy", max)
     tmp_path.mkdir()
     lenient.log(1, RESULT, RESULT, lr=0.1)
@@ -578,7 +582,7 @@ def test_epoch_without_targets_is_named():
     task = make_task(lambda outputs, _: outputs.sum(), lambda targets: torch.tensor(0))
     meter = Meter(task, fake_loader(train=False))
     meter.update(torch.tensor(0.0), torch.zeros(2), torch.zeros(2))
-    with pytest.raises(UserError, match=r"validation loss is nan: count\(\) .* found no targets"):
+    with pytest.raises(UserError, match=r"validation loss .*nan: count\(\) .*no targets"):
         meter.compute()
 
 

@@ -39,7 +39,7 @@ def test_settings_select_hooks(flags, names, module, monkeypatch):
     assert [type(hook).__name__ for hook in hooks] == ["History", "CompareSamples", *names]
     if module:  # as in a copy without it
         monkeypatch.setitem(sys.modules, f"utils.options.{module}", None)
-        text = rf"^{flags[-1].split('=')[0]}.* needs utils/options/{module}\.py, which is missing"
+        text = rf"^{flags[-1].split('=')[0]}.* utils/options/{module}\.py.* --with {module}"
         with pytest.raises(UserError, match=text):
             build_hooks(cfg, make_state())
 

@@ -75,7 +75,7 @@ def test_layers_run_in_order_and_hold_all_parameters_once(make, count):
 def test_models_of_unknown_order_are_refused():
     with torch.device("meta"):
         model = torchvision.models.vgg11()
-    with pytest.raises(UserError, match="the order of the layers of a VGG is unknown"):
+    with pytest.raises(UserError, match=r"order .* VGG .*layers\(\)"):
         tasks.images.layers(model)
 
 
@@ -136,7 +136,7 @@ class Pair(nn.Sequential):
 
 
 def test_only_tensors_pass_from_stage_to_stage():
-    with pytest.raises(UserError, match=r"the inputs of this task are \{'image': float32 \(2, 3\)"):
+    with pytest.raises(UserError, match=r"inputs .*\{'image': float32 \(2, 3\)\}.*train_ddp\.py"):
         build_pipeline(nn.Linear(3, 2), [], {"image": torch.zeros(2, 3)})
     first = Pair(nn.Linear(3, 2))
     last = nn.Flatten()
@@ -284,7 +284,8 @@ def test_stage_without_trainable_parameters_is_refused():
 
     for error in run_ranks(body, 2):
         assert isinstance(error, UserError)
-        assert "rank 0 would hold no trainable parameters: start fewer processes" in str(error)
+        assert "rank 0 " in str(error) and "no trainable parameters" in str(error)
+        assert "start fewer processes" in str(error)
 
 
 def test_ranks_draw_different_random_numbers_in_each_step():
@@ -306,7 +307,7 @@ def test_ranks_draw_different_random_numbers_in_each_step():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"micro_batches": 6, "schedule": "Interleaved1F1B"}, "6 layers cannot be cut into 8 st"),
+        ({"micro_batches": 6, "schedule": "Interleaved1F1B"}, "6 layers .* 8 stages"),
         ({"micro_batches": 2, "schedule": "1F1B"}, "--schedule 1F1B on 4 ranks: .*2.*4"),
     ],
     ids=str,
@@ -319,21 +320,23 @@ def test_numbers_that_do_not_fit_are_named(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "parts"),
     [
-        (["--no-save-sharded"], "a pipeline needs --save-sharded and --compile none"),
-        (["--compile=default"], "a pipeline needs --save-sharded and --compile none"),
+        (["--no-save-sharded"], ("pipeline", "--save-sharded")),
+        (["--compile=default"], ("pipeline", "--compile none")),
         (
             ["--global-batch-size=6", "--micro-batches=4"],
-            "global_batch_size 6 cannot be divided into 4 equal micro-batches",
+            ("global_batch_size 6 ", "4 equal micro-batches"),
         ),
     ],
     ids=str,
 )
-def test_settings_that_do_not_fit_are_refused(flags, message, capfd):
+def test_settings_that_do_not_fit_are_refused(flags, parts, capfd):
     with pytest.raises(SystemExit, match="2"):
         load_config(Config, PipelineSettings, flags)
-    assert message in capfd.readouterr().err
+    error = capfd.readouterr().err
+    for part in parts:
+        assert part in error
 
 
 def test_all_ranks_see_all_batches():

@@ -97,7 +97,7 @@ def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
     flags = FLAGS | {"output_dir": tmp_path / "run", "resume": "never"}
     run = fork_script("train_1gpu.py", None, signalled(signal.SIGTERM, 0, 1, 0), **flags)
     assert run.code == 75
-    assert run.stderr.endswith(": the same command, without --resume never, continues the run\n")
+    assert "the same command, without --resume never" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,8 @@ def test_launcher_learns_that_the_run_is_saved(fake_checkpoint, tmp_path, monkey
     assert (tmp_path / "saved").exists()
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["outcome"] == "stopped"
-    assert message["message"].startswith("stopped by SIGUSR1 after epoch 1, step 3, and saved in ")
+    for part in ("SIGUSR1", "epoch 1, step 3", f"saved in {tmp_path}", "the same command"):
+        assert part in message["message"]
     assert capfd.readouterr().err == message["message"] + "\n"
 
 

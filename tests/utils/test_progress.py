@@ -67,13 +67,21 @@ def test_lines_show_what_happened_since_the_last_one(watched, capsys):
     for _ in range(16):
         watched.step(loss=5.0)
     first, second = capsys.readouterr().err.splitlines()
-    assert first == (
-        "epoch 0: step 16 of 100, 04:44 left in the run, 01:24 in the epoch, loss 3.1250 (rank 0), "
-        "8 samples/s"
-    )
-    assert second.startswith(
-        "epoch 0: step 31 of 100, 04:29 left in the run, 01:09 in the epoch, loss 5.0000 (rank 0),"
-    )
+    for part in (
+        "epoch 0: step 16 of 100",
+        "04:44 left in the run",
+        "01:24 in the epoch",
+        "loss 3.1250 (rank 0)",
+        "8 samples/s",
+    ):
+        assert part in first
+    for part in (
+        "epoch 0: step 31 of 100",
+        "04:29 left in the run",
+        "01:09 in the epoch",
+        "loss 5.0000 (rank 0)",
+    ):
+        assert part in second
 
 
 def test_time_left_in_the_run_includes_what_lies_between_epochs(watched, capsys):
@@ -86,10 +94,15 @@ def test_time_left_in_the_run_includes_what_lies_between_epochs(watched, capsys)
     for _ in range(20):
         watched.step(loss=2.0)
     # 84 steps of this epoch, 100 of the last one, and once the 50 seconds from step to step.
-    assert capsys.readouterr().err == (
-        "epoch 1: step 16 of 100, 03:54 left in the run, 01:24 in the epoch, loss 2.0000 (rank 0), "
-        "8 samples/s\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in (
+        "epoch 1: step 16 of 100",
+        "03:54 left in the run",
+        "01:24 in the epoch",
+        "loss 2.0000 (rank 0)",
+        "8 samples/s",
+    ):
+        assert part in line
 
 
 def test_loss_of_one_process_needs_no_label(watched, capsys):

@@ -55,7 +55,7 @@ def test_auto_keeps_what_fits_in_a_quarter_of_the_memory(monkeypatch):
 
 def test_dataset_without_resident_is_for_workers():
     assert make_resident(Plain(), CPU, "auto") is None
-    with pytest.raises(UserError, match=r"keep this Plain on the device: pass --loader workers"):
+    with pytest.raises(UserError, match=r"loader=device .* Plain .*--loader workers"):
         make_resident(Plain(), CPU, "device")
 
 
@@ -74,7 +74,7 @@ def test_resized_crop_is_for_workers(tmp_path):
     train, val = build_datasets(config(folder(tmp_path), "--augment=resized_crop"))
     assert make_resident(train, CPU, "auto") is None
     assert make_resident(val, CPU, "auto") is not None
-    with pytest.raises(UserError, match=r"this FolderDataset on the device: pass --loader workers"):
+    with pytest.raises(UserError, match=r"loader=device .* FolderDataset .*--loader workers"):
         make_resident(train, CPU, "device")
     no_cache = FolderDataset(val.paths, val.labels.tolist(), val.classes, val.preprocessing)
     assert make_resident(no_cache, CPU, "auto") is None

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import re
 import time
 
 import pytest
@@ -153,7 +152,7 @@ def test_one_run_per_folder(tmp_path):
 
 def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Not a directory"):
+    with pytest.raises(UserError, match=r"--output-dir .*/file/run: Not a directory"):
         lock_folder(tmp_path / "file" / "run", "auto")
 
 
@@ -166,11 +165,10 @@ def test_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(fcntl, "flock", flock)
     lock_folder(tmp_path / "run", "auto")
-    assert re.fullmatch(
-        rf"warning: the file system of .*/run has no locks \({os.strerror(number)}\): make sure "
-        "that no other run uses this --output-dir\n",
-        capsys.readouterr().err,
-    )
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ") and warning.count("\n") == 1
+    for part in (f"{tmp_path / 'run'} ", "no locks", os.strerror(number), "--output-dir"):
+        assert part in warning
 
 
 def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
@@ -178,7 +176,7 @@ def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UserError, match=r"cannot write to --output-dir .*: Input/output error"):
+    with pytest.raises(UserError, match=r"--output-dir .*/run: Input/output error"):
         lock_folder(tmp_path / "run", "auto")
 
 

@@ -142,7 +142,7 @@ def test_precision_in_words():
 def test_several_processes_need_a_process_group(monkeypatch, requested_threads):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("sys.argv", ["/x/train_1gpu.py"])
-    with pytest.raises(UserError, match=r"WORLD_SIZE is 2: start it with  python train_1gpu.py"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 2: .*  python train_1gpu\.py.* torchrun"):
         configure_torch(Config())
     assert requested_threads == []
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -178,7 +178,7 @@ def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
         f"epochs: 3 of 3 steps, from epoch 1, step 7, in {tmp_path}\n",  # as 50 - 3 * 8 > 8
     ):
         assert part in text
-    assert "nothing left to do" not in text
+    assert "--resume never" not in text
     assert load_config(argv=[f"--config={tmp_path / 'config.yaml'}"]) == cfg
     log_summary(cfg, state, 2)
     first, second = read_metrics(tmp_path / "starts.jsonl")
@@ -193,7 +193,7 @@ def test_summary_tells_what_the_run_will_do(tmp_path, capfd, monkeypatch):
     log_summary(cfg, state, 3)
     text = capfd.readouterr().out
     assert "from epoch 3, step 0, in" in text
-    assert "nothing left to do: pass --resume never" in text
+    assert "--resume never" in text
     assert len(read_metrics(tmp_path / "starts.jsonl")) == 2
     (tmp_path / "starts.jsonl").unlink()
     (tmp_path / "config.yaml").unlink()
@@ -211,4 +211,4 @@ def test_summary_counts_the_samples_that_fill_no_batch(tmp_path, capfd):
     flags = ["--global-batch-size=16", f"--output-dir={tmp_path}"]
     state = {"model": torch.nn.Linear(2, 3), "loader": Loader("abc")}
     log_summary(load_config(argv=flags), state, 0)
-    assert "of 3 steps, each without 2 samples, which fill no batch, from" in capfd.readouterr().out
+    assert " of 3 steps, each without 2 samples" in capfd.readouterr().out

@@ -77,11 +77,11 @@ def test_name_that_is_used_twice_in_a_step_is_refused():
     start_batch(0, 1, INDICES)
     inputs = torch.ones(6, 3)
     first = model(inputs)
-    with pytest.raises(UserError, match="the draw '1' takes 12 samples in a step of 6"):
+    with pytest.raises(UserError, match=r"draw '1' .* 12 samples .* 6: .* draws_named"):
         model(inputs)
     with draws_named("second"):
         assert not torch.equal(model(inputs), first)
-    with pytest.raises(UserError, match="the first dimension must be that of the batch"):
+    with pytest.raises(UserError, match=r"draw 'flattened' .* 24 samples .* 6: .*first dimension"):
         uniform("flattened", (6 * 4, 3), CPU)
 
 
@@ -150,7 +150,7 @@ def test_converted_model_keeps_its_parameters():
     ids=lambda layer: type(layer).__name__,
 )
 def test_layers_that_cannot_be_given_their_numbers_are_refused(layer):
-    with pytest.raises(UserError, match="draws random numbers that cannot belong to samples"):
+    with pytest.raises(UserError, match=r"^0.*, a \w+, draws random numbers .*dropout"):
         convert_dropout(nn.Sequential(layer))
     assert convert_dropout(nn.Sequential(nn.MultiheadAttention(4, 2)))
 

@@ -88,7 +88,7 @@ def test_null_is_empty_and_a_tilde_is_the_home_folder(yaml_file, monkeypatch):
     for text, folder in (("null", ""), ("", ""), ("~", ""), ("~/a", "/home/me/a")):
         assert parse_settings(Base, [yaml_file(f"folder: {text}")]).folder == folder
     assert parse_settings(Base, ["--folder=~/run"]).folder == "/home/me/run"
-    assert_refused([yaml_file("loaves: ~")], "loaves must be a whole number, not ''")
+    assert_refused([yaml_file("loaves: ~")], "a.yaml:1: loaves ", "whole number", "''")
 
 
 def test_settings_are_frozen():
@@ -137,7 +137,7 @@ def test_annotations_may_be_strings():
 
     found = parse_settings(Texts, ["--jars=4", "--open", "--loaves=2"])
     assert (found.jars, found.open, found.loaves) == (4, True, 2)
-    assert_refused(["--jars=x"], "jars must be a whole number, not 'x'", kind=Texts)
+    assert_refused(["--jars=x"], "--jars", "whole number", "'x'", kind=Texts)
 
 
 def test_help_is_grouped_by_class_from_the_most_special_one(capsys):
@@ -162,26 +162,26 @@ def test_help_is_grouped_by_class_from_the_most_special_one(capsys):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("loaves: 1\nhaet: 1", ["a.yaml:2:", "unknown key 'haet'", "did you mean 'heat'"]),
-        ("heat: 1\nheat: 2", ["a.yaml:2:", "heat must have one value and appear once"]),
-        ("loaves: ten", ["a.yaml:1:", "loaves must be a whole number, not 'ten'"]),
-        ("heat: .nan", ["heat must be a number"]),
-        ("heat: nan", ["heat must be a number, not 'nan'"]),
-        ("heat: inf", ["heat must be a number, not 'inf'"]),
-        ("heat:", ["heat must be a number, not ''"]),
-        ("salted: 2", ["salted must be true or false"]),
-        ("loaves: 0", ["loaves must be at least 1 and below 2**32, not 0"]),
-        ("flour: ryes", ["flour must be one of wheat, rye, not 'ryes'"]),
-        ("flour: no", ["flour must be one of wheat, rye, not 'no'"]),
-        ("seeds: 2", ["seeds must be one of 0, 1, 3, not 2"]),
-        ("heat: [1, 2]", ["heat must have one value"]),
-        ("? [a, b]\n: 1", ["a.yaml:1:", "a key must be a name"]),
-        ("seeds: 1\nheat: {a: 2}", ["a.yaml:2:", "heat must have one value"]),
-        ("shelf: 99999999999999999999", ["shelf must be at least -1 and below 2**32, not 9999"]),
-        ("heat: 1e308", ["heat must be at least 0 and below 2**32"]),
-        ("- 1", ["must contain a mapping"]),
-        ("", ["must contain a mapping"]),
-        ("a: b: c", ["cannot read", "a.yaml as YAML", "line 1"]),
+        ("loaves: 1\nhaet: 1", ["a.yaml:2: ", "'haet'", "'heat'"]),
+        ("heat: 1\nheat: 2", ["a.yaml:2: heat ", "once"]),
+        ("loaves: ten", ["a.yaml:1: loaves ", "whole number", "'ten'"]),
+        ("heat: .nan", ["a.yaml:1: heat ", "a number", "'.nan'"]),
+        ("heat: nan", ["a.yaml:1: heat ", "a number", "'nan'"]),
+        ("heat: inf", ["a.yaml:1: heat ", "a number", "'inf'"]),
+        ("heat:", ["a.yaml:1: heat ", "a number", "''"]),
+        ("salted: 2", ["a.yaml:1: salted ", "true or false", "'2'"]),
+        ("loaves: 0", ["a.yaml:1: loaves ", "at least 1 ", "2**32", "not 0"]),
+        ("flour: ryes", ["a.yaml:1: flour ", "wheat, rye,", "'ryes'"]),
+        ("flour: no", ["a.yaml:1: flour ", "wheat, rye,", "'no'"]),
+        ("seeds: 2", ["a.yaml:1: seeds ", "0, 1, 3,", "not 2"]),
+        ("heat: [1, 2]", ["a.yaml:1: heat ", "one value"]),
+        ("? [a, b]\n: 1", ["a.yaml:1: ", "a key ", "name"]),
+        ("seeds: 1\nheat: {a: 2}", ["a.yaml:2: heat ", "one value"]),
+        ("shelf: 99999999999999999999", ["a.yaml:1: shelf ", "at least -1 ", "2**32", "not 9999"]),
+        ("heat: 1e308", ["a.yaml:1: heat ", "at least 0 ", "2**32"]),
+        ("- 1", ["a.yaml ", "mapping"]),
+        ("", ["a.yaml ", "mapping"]),
+        ("a: b: c", ["a.yaml ", "YAML", "line 1"]),
     ],
 )
 def test_mistake_in_the_file(text, parts, yaml_file):
@@ -191,23 +191,20 @@ def test_mistake_in_the_file(text, parts, yaml_file):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--haet", "1"], ["unknown argument --haet (did you mean '--heat'?)"]),
-        (["--haet=1"], ["unknown argument --haet=1 (did you mean '--heat'?)"]),
-        (["--loave", "1"], ["unknown argument --loave (did you mean '--loaves'?)"]),  # no prefixes
-        (["--confg", "a.yaml"], ["unknown argument --confg (did you mean '--config'?)"]),
-        (["--xyz"], ["unknown argument --xyz"]),
-        (
-            ["--text-file=x"],
-            ["unknown argument --text-file", "tasks/text.py"],
-        ),  # of a different task
+        (["--haet", "1"], ["unknown", "--haet ", "'--heat'"]),
+        (["--haet=1"], ["unknown", "--haet=1 ", "'--heat'"]),
+        (["--loave", "1"], ["unknown", "--loave ", "'--loaves'"]),  # no prefixes
+        (["--confg", "a.yaml"], ["unknown", "--confg ", "'--config'"]),
+        (["--xyz"], ["unknown", "--xyz"]),
+        (["--text-file=x"], ["unknown", "--text-file", "tasks/text.py"]),  # of a different task
         (["--micro-batches", "2"], ["--micro-batches", "utils/rungs/accumulation.py"]),
-        (["--salted", "False"], ["unknown argument False", "--no-salted"]),
-        (["--loaves"], ["--loaves", "expected one argument"]),
-        (["--loaves", "1.5"], ["--loaves: loaves must be a whole number, not '1.5'"]),
-        (["--shelf=-2"], ["shelf must be at least -1"]),
-        (["--salted=yes"], ["--salted", "ignored explicit argument"]),
+        (["--salted", "False"], ["unknown", "False", "--salted", "--no-salted"]),
+        (["--loaves"], ["--loaves", "expected"]),
+        (["--loaves", "1.5"], ["--loaves", "whole number", "'1.5'"]),
+        (["--shelf=-2"], ["--shelf", "at least -1 ", "-2"]),
+        (["--salted=yes"], ["--salted", "'yes'"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml", "no such file"]),
-        (["bake.yaml"], ["unknown argument bake.yaml"]),
+        (["bake.yaml"], ["unknown", "bake.yaml"]),
     ],
 )
 def test_mistake_in_a_flag(argv, parts):
@@ -216,7 +213,7 @@ def test_mistake_in_a_flag(argv, parts):
 
 def test_config_file_that_is_not_text(tmp_path):
     (tmp_path / "noise").write_bytes(bytes(range(256)))
-    assert_refused([f"--config={tmp_path / 'noise'}"], "noise as YAML")
+    assert_refused([f"--config={tmp_path / 'noise'}"], "/noise ", "YAML")
     assert_refused(["--config=quickstart"], "quickstart", "configs/quickstart.yaml")
 
 
@@ -233,8 +230,8 @@ def test_setting_that_is_gone_leads_to_none_with_a_different_meaning():
 
 
 def test_flag_is_checked_even_where_the_file_is_right(yaml_file):
-    assert_refused([yaml_file("loaves: 2"), "--loaves=x"], "--loaves: loaves must be a whole")
-    assert_refused([yaml_file("haet: 2"), "--loaves=3"], "a.yaml:1: unknown key 'haet'")
+    assert_refused([yaml_file("loaves: 2"), "--loaves=x"], "--loaves", "whole number", "'x'")
+    assert_refused([yaml_file("haet: 2"), "--loaves=3"], "a.yaml:1: ", "'haet'")
 
 
 def test_field_that_cannot_be_set_is_named():
@@ -257,12 +254,9 @@ def test_field_that_cannot_be_set_is_named():
         loaves = 3
 
     for kind in (Plain, Maybe):
-        text = f"crumbs of the class {kind.__name__} must be declared as a setting of type bool,"
-        assert_refused([], text, kind=kind)
-    assert_refused([], "the class Forgotten needs the line @dataclass(frozen=True)", kind=Forgotten)
-    assert_refused(
-        [], "loaves of the class Untyped needs its type", "loaves: int = 3", kind=Untyped
-    )
+        assert_refused([], "crumbs ", kind.__name__, "crumbs: int = setting(", kind=kind)
+    assert_refused([], "Forgotten", "@dataclass(frozen=True)", kind=Forgotten)
+    assert_refused([], "Untyped", "loaves: int = 3", kind=Untyped)
 
 
 def test_field_that_is_declared_again_keeps_its_rules():

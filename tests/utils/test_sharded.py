@@ -240,7 +240,7 @@ def test_damaged_file_needs_no_parts(content, tmp_path):
 
 def test_deleted_folder_is_not_made_again(tmp_path):
     """It would be without its lock, config.yaml and best.pt."""
-    with pytest.raises(UserError, match=r"cannot save .*\.parts: No such file or directory"):
+    with pytest.raises(UserError, match=r"cannot save .*\.parts: No such file"):
         save_sharded(make(seed=0), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -291,7 +291,7 @@ def test_disk_per_node_is_refused(tmp_path, monkeypatch):
         (tmp_path / str(rank) / "run").mkdir(parents=True)
     first, _ = run_ranks(body, 2)
     assert isinstance(first, UserError), first
-    assert "put output_dir on a file system that all nodes share" in str(first)
+    assert "put output_dir" in str(first) and "all nodes share" in str(first)
     assert os.listdir(tmp_path / "1" / "run")
 
 

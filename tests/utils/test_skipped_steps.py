@@ -63,8 +63,9 @@ def test_skipped_step_changes_nothing(one_process):
     assert [row["skipped_steps"] for row in run.rows] == [[2], [5]]
     assert run.stderr.count("\n") == 2
     first, second = run.stderr.splitlines()
-    assert first.startswith("warning: step 2 of epoch 0 was skipped, as the loss on rank 0, of ")
-    assert first.endswith("is not finite") and "step 5 of epoch 1" in second
+    assert first.startswith("warning: step 2 of epoch 0 ") and "not finite" in first
+    assert "the loss on rank 0, of samples [" in first
+    assert second.startswith("warning: step 5 of epoch 1 ")
     checkpoint = read_checkpoint(run.output_dir / "last.pt")
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     assert checkpoint["model"]["bn1.num_batches_tracked"] == 8  # of 10
@@ -116,9 +117,10 @@ def test_too_many_skipped_steps_end_the_run(tmp_path):
     run = fork_script("train_ddp.py", 2, places, output_dir=tmp_path / "run", **flags)
     assert run.code == 1
     error, warning = sorted(run.stderr.splitlines())
-    assert warning.startswith("warning: step 4 of epoch 0 was skipped")
-    assert "step 3 of epoch 1 was skipped, as the loss on rank 1, of samples [" in error
-    assert "That makes 2 steps, and --max-skipped-steps is 1" in error
+    assert warning.startswith("warning: step 4 of epoch 0 ")
+    assert "step 3 of epoch 1 " in error
+    assert "the loss on rank 1, of samples [" in error
+    assert " 2 steps" in error and "--max-skipped-steps is 1" in error
     assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 1
     again = fork_script("train_ddp.py", 2, places, output_dir=tmp_path / "run", **flags)
     assert again.code == 0, again.stderr  # each start counts from zero
@@ -135,7 +137,8 @@ def test_gradient_without_a_loss_that_is_not_finite(tmp_path):
 
     flags = SKIP | {"max_skipped_steps": 0}
     run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path / "run", **flags)
-    assert run.code == 1 and "step 1 of epoch 0 was skipped, as a gradient is not" in run.stderr
+    assert run.code == 1
+    assert "step 1 of epoch 0 " in run.stderr and "a gradient" in run.stderr
 
 
 def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
@@ -152,7 +155,8 @@ def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
 
     run = fork_script("train_fsdp.py", 2, before, output_dir=tmp_path / "run", **SKIP | VIT)
     assert run.code == 0, run.stderr
-    assert run.stderr == "warning: step 3 of epoch 0 was skipped, as a gradient is not finite\n"
+    assert run.stderr.startswith("warning: step 3 of epoch 0 ") and run.stderr.count("\n") == 1
+    assert "a gradient is not finite" in run.stderr
     assert [row["train_samples"] for row in run.rows] == [48, 60]
 
 

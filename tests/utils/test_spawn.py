@@ -130,12 +130,9 @@ def test_error_that_a_rank_has_reported_is_not_repeated(exit_code, tmp_path):
     @report_errors
     def body(rank):
         time.sleep(0 if rank == 0 else 60)
-        raise Mistake("what, where, what to do")
+        raise Mistake("what to do")
 
-    assert Launcher(tmp_path, body).end() == (
-        exit_code,
-        "error (rank 0): what, where, what to do\n",
-    )
+    assert Launcher(tmp_path, body).end() == (exit_code, "error (rank 0): what to do\n")
 
 
 def test_run_that_is_saved_may_abort_in_its_teardown():
@@ -153,10 +150,8 @@ def test_killed_rank_ends_the_others(tmp_path):
     launcher = Launcher(tmp_path, lambda rank: time.sleep(60))
     os.kill(launcher.pids()[1], signal.SIGKILL)
     code, text = launcher.end()
-    assert code == 1 and text.startswith(
-        "error: rank 1 was killed by SIGKILL; if nothing else sent"
-    )
-    assert "memory" in text and text.count("\n") == 1
+    assert code == 1 and text.count("\n") == 1
+    assert text.startswith("error: rank 1 ") and "SIGKILL" in text and "memory" in text
 
 
 def test_killed_launcher_ends_the_ranks(tmp_path):
@@ -234,4 +229,5 @@ def test_mistake_in_a_flag_is_reported_before_any_rank_starts(monkeypatch, capfd
     with pytest.raises(SystemExit) as caught:
         runpy.run_path(ROOT / "train_ddp_spawn.py", run_name="__main__")
     assert caught.value.code == 2
-    assert capfd.readouterr().err.startswith("error: --epochs: epochs must be at least 1 and")
+    error = capfd.readouterr().err
+    assert error.startswith("error: --epochs: ") and "at least 1 " in error

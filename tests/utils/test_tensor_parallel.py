@@ -155,16 +155,16 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
 
 def test_models_that_cannot_be_split_are_refused():
     plan = tasks.images.tensor_parallel_plan
-    with pytest.raises(UserError, match=r"a ResNet20 has no transformer .* --model vit_tiny"):
+    with pytest.raises(UserError, match=r"ResNet20 .* transformer .* --model vit_tiny"):
         plan(ResNet20(10), 2)
     model = vit_tiny(10, image_size=8)
-    text = r"4 attention heads and {} MLP columns cannot both be divided evenly among {} ranks"
+    text = r"4 attention heads .* {} MLP columns .* {} ranks"
     with pytest.raises(UserError, match=text.format(128, 3)):
         plan(model, 3)
     model.encoder.layers[1].mlp[0] = nn.Linear(64, 127)
     with pytest.raises(UserError, match=text.format(127, 2)):
         plan(model, 2)
-    with pytest.raises(UserError, match=r"tensor_parallel_plan\(\) names no module to divide"):
+    with pytest.raises(UserError, match=r"tensor_parallel_plan\(\) .*no module"):
         divide_layers([], mesh=None)
 
 
@@ -356,7 +356,7 @@ def test_ranks_with_other_seeds_are_refused(tmp_path):
         torch.manual_seed = lambda seed: real(seed + dist.get_rank())
 
     run = fork_script("train_tp.py", 2, reseed, output_dir=tmp_path / "run", **FIVE_STEPS | VIT)
-    assert run.code == 1 and "the ranks no longer hold the same model" in run.stderr
+    assert run.code == 1 and "rank 1 differs" in run.stderr
 
 
 def test_build_model_is_not_changed_by_the_split():

@@ -66,15 +66,14 @@ def wait_for_something():
 def test_stalled_rank_is_named(stall, silent, tmp_path):
     codes, text = job(tmp_path, lambda rank: rank == 1 and stall())
     assert codes[0] == 1 and text.count("): rank 1 (process ") == 1
-    assert (
-        f") {'does not respond' if silent else 'is behind'}" in text
-        and "It was last seen at\n" in text
-    )
-    assert silent or ": it has started 1 collectives, and others, which wait, 2. It" in text
     assert f"in {stall.__name__}" in text
     assert "Traceback" not in text
     if silent:
+        assert ") does not respond" in text
         assert codes[1] == -signal.SIGKILL  # the launcher need not wait for it
+    else:
+        assert ") is behind: " in text
+        assert " 1 collectives, " in text and ", 2. " in text
 
 
 @pytest.mark.parametrize("leave", [lambda: os._exit(0), lambda: sys.exit(0)], ids=["_exit", "exit"])
@@ -99,8 +98,8 @@ def test_lost_host_is_named(tmp_path):
 
     codes, text = job(tmp_path, body, before=on_own_host)
     assert codes == [1, -signal.SIGKILL]
-    assert text.startswith("error (rank 0): lost node1 (rank 1): the host is down")
-    assert text.count("\n") == 1
+    assert text.startswith("error (rank 0): lost node1 (rank 1): ")
+    assert "The same command" in text and text.count("\n") == 1
 
 
 def test_error_on_one_of_two_hosts_keeps_its_traceback(tmp_path):
