@@ -35,7 +35,7 @@ def test_empty_document_changes_no_dtype():
 
 def test_wrong_lengths_are_refused():
     documents = [torch.arange(3), torch.arange(4)]
-    with pytest.raises(UserError, match="document 1 has 4 elements, but its length is given as 5"):
+    with pytest.raises(UserError, match=r"document 1 has 4 .* 5$"):
         Packed(documents, [3, 5], 4)[0]
     with pytest.raises(UserError, match="2 documents, but 1 lengths"):
         Packed(documents, [3], 4)

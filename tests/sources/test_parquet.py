@@ -56,16 +56,16 @@ def test_faults(tmp_path, capsys):
     paths = write(tmp_path)
     data = paths[0].read_bytes()
     paths[0].write_bytes(data[:-20])
-    with pytest.raises(UserError, match=r"0.parquet is damaged at offset 0 \(no Parquet: "):
+    with pytest.raises(UserError, match=r"0\.parquet .*damaged .*offset 0 \(no Parquet: "):
         ParquetShards(paths)
     assert ParquetShards(paths, on_bad="skip").shard_sizes == [0, 0, 12]
     assert "0.parquet is damaged" in capsys.readouterr().err
     paths[0].write_bytes(data)
-    with pytest.raises(UserError, match=r"must be all of one kind, .parquet"):
+    with pytest.raises(UserError, match=r"one kind, \.parquet, .*\.tar$"):
         ParquetShards([tmp_path / "x.tar"])
-    with pytest.raises(UserError, match=r"0.parquet in row 0 of row group 0: no integer 'text'"):
+    with pytest.raises(UserError, match=r"0\.parquet .*row 0 .*group 0: no integer 'text'"):
         ParquetShards(paths, label="text")
-    with pytest.raises(UserError, match=r"0.parquet in its schema: 0 columns 'other' of n, text"):
+    with pytest.raises(UserError, match=r"0\.parquet .*schema: 0 columns 'other' of n, text"):
         ParquetShards(paths, label="other")
     with pytest.raises(UserError, match="pass length"):  # a row has none of its own
         _ = ParquetShards(paths).lengths
@@ -79,11 +79,11 @@ def test_values_that_are_no_labels(tmp_path, capsys):
         "in": [{"n": 1}, {"n": 2}, {"n": 3}],
     }
     parquet.write_table(pyarrow.table(table), path)
-    with pytest.raises(UserError, match="in row 1 of row group 0: no integer 'n'"):
+    with pytest.raises(UserError, match=r"x\.parquet .*row 1 .*group 0: no integer 'n'"):
         ParquetShards([path], label="n")
     assert ParquetShards([path], label="n", on_bad="skip").labels.tolist() == [0, 2]
     assert "skipping 1 samples; 2 samples are left" in capsys.readouterr().err
-    with pytest.raises(UserError, match="in row 2 of row group 0: no string 'text'"):
+    with pytest.raises(UserError, match=r"x\.parquet .*row 2 .*group 0: no string 'text'"):
         ParquetShards([path], length="text")
     assert ParquetShards([path], length="text", on_bad="skip").lengths.tolist() == [1, 2]
     with pytest.raises(UserError, match=r"0 columns 'in.n' of n, text, in"):
@@ -91,7 +91,7 @@ def test_values_that_are_no_labels(tmp_path, capsys):
     twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["n", "n"])
     parquet.write_table(twice, tmp_path / "twice.parquet")
     paths = [path, tmp_path / "twice.parquet"]
-    with pytest.raises(UserError, match=r"twice.parquet in its schema: 2 columns 'n' of n, n"):
+    with pytest.raises(UserError, match=r"twice\.parquet .*schema: 2 columns 'n' of n, n"):
         ParquetShards(paths[1:], label="n")
     assert ParquetShards(paths, label="n", on_bad="skip").shard_sizes == [2, 0]
 
@@ -125,10 +125,10 @@ def test_damage_in_a_row_group_is_noticed(tmp_path, capsys):
     with open(paths[2], "r+b") as file:
         file.seek(60)
         file.write(bytes(30))
-    with pytest.raises(UserError, match=r"2.parquet has changed since the run started"):
+    with pytest.raises(UserError, match=r"2\.parquet has changed .*start .* again"):
         dataset[7]
     os.utime(paths[2], ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"cannot read row group 0 of .*2.parquet: "):
+    with pytest.raises(UserError, match=r"row group 0 of .*2\.parquet: "):
         dataset[7]
     assert dataset[0]["n"] == 0
     os.utime(paths[2])

@@ -81,14 +81,14 @@ def test_sampler_that_cannot_be_resumed_is_refused():
     generator = torch.Generator().manual_seed(0)
     sampler = WeightedRandomSampler(WEIGHTS, 50, generator=generator)
     share = DistributedSamplerWrapper(sampler, seed=0)
-    with pytest.raises(UserError, match="different indices for the same seed and epoch"):
+    with pytest.raises(UserError, match=r"WeightedRandomSampler .*different indices .* generator$"):
         share.describe()
 
 
 def test_sampler_of_batches_is_refused():
     batches = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
     for sampler in (batches, list(batches), [0.5, 1.5]):
-        with pytest.raises(UserError, match=r"one at a time, .* pass the sampler in it"):
+        with pytest.raises(UserError, match=r"one at a time, .*BatchSampler"):
             DistributedSamplerWrapper(sampler, seed=0).draw()
 
 
@@ -97,7 +97,7 @@ def test_wrong_length_is_refused():
         def __iter__(self):
             return iter([1, 2, 3])
 
-    with pytest.raises(UserError, match="the Short has yielded 3 indices, but its length is 40"):
+    with pytest.raises(UserError, match=r"Short has yielded 3 .* 40: "):
         list(DistributedSamplerWrapper(Short(range(40)), seed=0))
 
 

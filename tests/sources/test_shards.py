@@ -127,7 +127,7 @@ def test_lengths_are_in_the_index(tmp_path):
     for paragraphs in (False, True):
         texts = Shards([tmp_path / "x.txt"], length="text", paragraphs=paragraphs)
         assert list(texts) == ["t\u00e9", "three"] and texts.lengths.tolist() == [3, 5]
-    with pytest.raises(UserError, match="pass label or length, not both"):
+    with pytest.raises(UserError, match="label or length"):
         Shards([path], length="text", label="n")
 
 
@@ -168,7 +168,7 @@ def test_hidden_files_in_a_tar_are_ignored_and_counted(tmp_path, capsys):
         assert dataset.labels.tolist() == [1, 2, 3]
         assert dataset[1] == {"__key__": "./train/2", "cls": b"2", "jpg": b"2"}
         [line] = capsys.readouterr().err.splitlines()
-        assert f"ignored 6 hidden files, such as ./train/._1.cls in {paths[0]}" in line
+        assert "ignored 6 hidden files" in line and f" ./train/._1.cls in {paths[0]}" in line
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE])
@@ -199,7 +199,7 @@ def test_files_with_holes_in_a_tar_are_faults(form, tmp_path):
     path = tmp_path / "x.tar"
     if path.stat().st_size > 1 << 20:
         pytest.skip("the file system has no holes")
-    with pytest.raises(UserError, match=r"1.npy is stored with holes: archive without tar -S"):
+    with pytest.raises(UserError, match=r"x\.tar .*1\.npy .*holes: .*without tar -S"):
         Shards([path])
     dataset = Shards([path], on_bad="skip", label="cls")
     assert dataset.labels.tolist() == [0, 2, 3]
@@ -209,7 +209,7 @@ def test_files_with_holes_in_a_tar_are_faults(form, tmp_path):
 def test_a_member_that_is_there_twice(tmp_path):
     """As tar -r appends a label that was corrected."""
     path = archive(tmp_path / "x.tar", *numbers("1.cls", "1.jpg"), ("1.cls", b"7"))
-    with pytest.raises(UserError, match=r"x.tar at offset 0: 1.cls is there twice"):
+    with pytest.raises(UserError, match=r"x\.tar .*offset 0: 1\.cls .*twice"):
         Shards([path], label="cls")
 
 
@@ -375,7 +375,8 @@ def test_how_much_is_lost(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[: 12 * 1024 + 600])
     assert len(Shards([path], on_bad="skip")) == 11  # the twelfth may be incomplete
     said = capsys.readouterr().err
-    assert f"{path} is damaged at offset 12288 (truncated): skipping 600 bytes; 11" in said
+    assert f"{path} is damaged at offset 12288 (truncated" in said
+    assert "skipping 600 bytes; 11 samples" in said
 
 
 def test_missing_and_empty_files(tmp_path, capsys):
@@ -386,15 +387,12 @@ def test_missing_and_empty_files(tmp_path, capsys):
         Shards(paths)
     dataset = Shards(paths, on_bad="skip")
     assert dataset.shard_sizes == [5, 0, 5] and dataset[5]["__key__"] == "folder/0010"
-    assert (
-        f"{second} does not exist: skipping 0 bytes; 0 samples are left" in capsys.readouterr().err
-    )
-    with pytest.raises(
-        UserError, match=r"there are no samples in .*; .*train-1.tar does not exist"
-    ):
+    said = capsys.readouterr().err
+    assert f"{second} does not exist" in said and "; 0 samples" in said
+    with pytest.raises(UserError, match=r"no samples in .*; .*train-1\.tar .*not exist"):
         Shards([second], on_bad="skip")
     second.touch()  # an upload that was interrupted: an archive has an end
-    with pytest.raises(UserError, match=r"train-1.tar is damaged at offset 0 \(empty file\)"):
+    with pytest.raises(UserError, match=r"train-1\.tar .*offset 0 \(empty file\)"):
         Shards(paths)
     write_tar(second, {})
     assert Shards(paths).shard_sizes == [5, 0, 5]
@@ -436,7 +434,7 @@ def test_lines_that_json_cannot_read(line, tmp_path, capsys):
 def test_utf_16_is_refused(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode("utf-16"))
-    with pytest.raises(UserError, match=r"there are no samples in .*; .*no JSON in UTF-8"):
+    with pytest.raises(UserError, match=r"no samples in .*x\.jsonl; .*no JSON"):
         Shards([path], on_bad="skip")
 
 
@@ -461,7 +459,7 @@ def test_json_that_is_no_label(label, tmp_path):
 def test_scattered_samples_are_refused(tmp_path):
     """WebDataset would make three samples of these, each without some of its files."""
     path = write_tar(tmp_path / "x.tar", {"1.jpg": b"", "2.jpg": b"", "1.cls": b""})
-    with pytest.raises(UserError, match=r"1 is in two places: archive the files sorted by name"):
+    with pytest.raises(UserError, match=r"x\.tar .*\(1 .*two places: .*sorted by"):
         Shards([path])
 
 
@@ -516,7 +514,7 @@ def test_the_members_of_a_sample_have_one_key(form, tmp_path):
     dataset, before = Shards([path]), os.stat(path)
     write_tar(path, {f"1.cls{long}": b"1", f"2.jpg{long}": b"2"}, format=form)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"x.tar is damaged at offset 0 .* not of the sample 1"):
+    with pytest.raises(UserError, match=r"x\.tar .*offset 0 .* not of the sample 1"):
         dataset[0]
 
 
@@ -708,5 +706,5 @@ def test_a_file_that_changes_ends_the_run(workers, scripts, tmp_path):
     flags = RUN | {"num_workers": workers, "data_dir": data}
     run = fork_script(scripts[0], 2, before, output_dir=tmp_path / "run", **flags)
     assert run.code == 1
-    assert "train-003.jsonl has changed since the run started, as reading at offset" in run.stderr
+    assert "train-003.jsonl has changed" in run.stderr and "start the run again" in run.stderr
     assert "Traceback" not in run.stderr

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 import zlib
 
 import numpy
@@ -100,11 +101,11 @@ def test_random_numbers_depend_on_seed_and_epoch_and_not_on_the_process():
 def test_wrong_uses_are_refused():
     with pytest.raises(UserError, match="a generator can be read only once"):
         Streamed((number for number in range(3)), 3)
-    with pytest.raises(UserError, match="in ascending order: train with DistributedSampler"):
+    with pytest.raises(UserError, match=r"ascending order: .*shuffle=False, "):
         batch(Streamed(Counting(20), 20), 4, 1)
-    with pytest.raises(UserError, match="ended after 20 samples of epoch 3, but its length is giv"):
+    with pytest.raises(UserError, match=r"ended after 20 samples of epoch 3, .* 25: "):
         batch(Streamed(Counting(20), 25), 2, 22, epoch=3)
-    with pytest.raises(UserError, match=r"pass the Streamed to build_loader\(\) itself"):
+    with pytest.raises(UserError, match=r"Streamed to build_loader\(\)"):
         Streamed(Counting(20), 20)[3]  # of a dataset around it: in every epoch, the same order
 
 
@@ -152,7 +153,7 @@ def test_a_stream_that_cannot_be_repeated_is_refused():
         def row(self, number):
             return self.generator.random()
 
-    with pytest.raises(UserError, match="the Unseeded yields different samples when it is read"):
+    with pytest.raises(UserError, match=r"Unseeded .*different samples .*again: .*__iter__"):
         Streamed(Unseeded(30), 30).describe("train")
     first, second = (Streamed(Numbers(rows), 30).describe("train") for rows in (30, 31))
     assert first == Streamed(Numbers(30), 30).describe("train") and list(first) == ["train_stream"]
@@ -258,25 +259,25 @@ def test_the_line_of_the_page_for_one_process(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stream", "workers", "message"),
+    ("stream", "workers", "pattern"),
     [
         ("DividedAmongRanks", 0, "has train_stream "),
         ("DividedHuggingFace", 0, "has train_stream "),
-        ("DividedAmongWorkers", 2, "the DividedAmongWorkers yields different samples in a loader"),
-        ("HuggingFace", 1, "the IterableDataset yields different samples in a loader process"),
-        ("Numbers-short", 0, "the stream has ended after 63 samples of epoch 0, but its length is"),
+        ("DividedAmongWorkers", 2, "DividedAmongWorkers .*loader process: .*--num-workers 0"),
+        ("HuggingFace", 1, "IterableDataset .*loader process: .*--num-workers 0"),
+        ("Numbers-short", 0, "ended after 63 samples of epoch 0, "),
         ("Raising", 1, "ValueError: row 40 is broken"),
-        ("Stalling", 0, "is behind: it has started"),
+        ("Stalling", 0, r"rank \d .* is behind: "),
     ],
 )
-def test_faults_end_the_run(stream, workers, message, script, tmp_path):
+def test_faults_end_the_run(stream, workers, pattern, script, tmp_path):
     if "HuggingFace" in stream:
         pytest.importorskip("datasets")
     flags = RUN | {"data_dir": stream, "num_workers": workers, "output_dir": tmp_path / "run"}
     if stream == "Stalling":
         flags["timeout"] = 4
     run = fork_script(script, 2, **flags)
-    assert run.code == 1 and message in run.stderr
+    assert run.code == 1 and re.search(pattern, run.stderr)
 
 
 def test_the_permutation_is_refused(script, tmp_path):
@@ -284,4 +285,4 @@ def test_the_permutation_is_refused(script, tmp_path):
     shuffled.write_text(script.read_text().replace(NEW, OLD))
     flags = RUN | {"data_dir": "Numbers", "output_dir": tmp_path / "run"}
     run = fork_script(shuffled, 2, **flags)
-    assert run.code == 1 and "must be asked for in ascending order" in run.stderr
+    assert run.code == 1 and "ascending order" in run.stderr
