@@ -46,7 +46,7 @@ def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
     assert len(train.resident(CPU)) == 11
     for path in (tmp_path / "val").rglob("*.jpg"):
         break_file(path)
-    with pytest.raises(UserError, match=r"none of the images in .*val.cat, .*val.dog can be"):
+    with pytest.raises(UserError, match=r"none .* in .*/val/cat, .*/val/dog "):
         build_datasets(cfg)
 
 
@@ -76,7 +76,7 @@ def test_cache_folder_can_be_moved_and_must_be_writable(tmp_path):
     assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 1
     assert not (tmp_path / "images" / ".cache").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="pass --cache-dir with a writable folder"):
+    with pytest.raises(UserError, match=r"/file/cache.*: .*--cache-dir"):
         bad_files(["/etc/hostname"], tmp_path / "file" / "cache")
 
 

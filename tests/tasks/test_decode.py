@@ -107,7 +107,7 @@ def test_decompression_bomb_is_refused(tmp_path):
     data[16:24] = (100_000).to_bytes(4) * 2
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
     (tmp_path / "a.png").write_bytes(data)
-    with pytest.raises(BadImageError, match=r"a\.png cannot be decoded .*decompression bomb"):
+    with pytest.raises(BadImageError, match=r"a\.png .*decompression bomb"):
         decode(tmp_path / "a.png")
 
 
@@ -144,7 +144,7 @@ def test_metadata_of_a_png_does_not_matter(extra, tmp_path):
 def test_integers_of_unknown_range_are_refused(dtype, tmp_path):
     """They turned all white or all black."""
     write_tiff(tmp_path / "a.tiff", numpy.full((4, 6), 100, dtype))
-    with pytest.raises(BadImageError, match=r"a\.tiff cannot be decoded .*32 bits or with a sign"):
+    with pytest.raises(BadImageError, match=r"a\.tiff .*32 bits or with a sign"):
         decode(tmp_path / "a.tiff")
 
 
@@ -181,7 +181,7 @@ def test_missing_file_is_not_called_undecodable(tmp_path):
 
 def test_floating_point_pixels_are_refused(tmp_path):
     Image.fromarray(numpy.ones((4, 4), dtype="float32")).save(tmp_path / "a.tiff")
-    with pytest.raises(BadImageError, match=r"a\.tiff cannot be decoded .*floating-point"):
+    with pytest.raises(BadImageError, match=r"a\.tiff .*floating-point"):
         decode(tmp_path / "a.tiff")
 
 
@@ -190,7 +190,7 @@ def test_truncated_image_is_reported(part, tmp_path):
     path = tmp_path / "a.jpg"
     photo(path)
     path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
-    with pytest.raises(BadImageError, match=r"a\.jpg cannot be decoded.*--on-bad-sample skip") as e:
+    with pytest.raises(BadImageError, match=r"a\.jpg .*decoded.*--on-bad-sample skip") as e:
         decode(path)
     assert e.value.path == str(path) and e.value.reason in str(e.value)
     copy = pickle.loads(pickle.dumps(e.value))  # as a worker process sends it

@@ -44,15 +44,15 @@ def test_wrong_folders_are_reported(tmp_path):
     photo(tmp_path / "train" / "cat" / "a.jpg")
     (tmp_path / "train" / "empty").mkdir()
     (tmp_path / "train" / "void").mkdir()
-    with pytest.raises(UserError, match=r"no images in .*train/empty, .*train/void \("):
+    with pytest.raises(UserError, match=r"no images .*/empty, .*/void \(.*\.jpg"):
         find_images(tmp_path, "train")
     (tmp_path / "train" / "empty").rmdir()
     (tmp_path / "train" / "void").rmdir()
     photo(tmp_path / "val" / "dog" / "a.jpg")
-    with pytest.raises(UserError, match=r"train has classes that .*val lacks: cat"):
+    with pytest.raises(UserError, match=r"/train has .*/val lacks: cat"):
         build_datasets(config(tmp_path))
     photo(tmp_path / "val" / "cat" / "a.jpg")
-    with pytest.raises(UserError, match=r"val has classes that .*train lacks: dog"):
+    with pytest.raises(UserError, match=r"/val has .*/train lacks: dog"):
         build_datasets(config(tmp_path))
 
 
@@ -124,7 +124,7 @@ def test_links_that_would_count_images_twice_are_refused(tmp_path):
     folder(tmp_path)
     cat = next((tmp_path / "train").iterdir())
     (cat / "again").symlink_to(cat)
-    with pytest.raises(UserError, match=r"again is the same folder as .*would count twice"):
+    with pytest.raises(UserError, match=r"/again .*same folder .*symbolic link"):
         find_images(tmp_path, "train")
     (cat / "again").unlink()
     moved = tmp_path / "elsewhere"
@@ -182,7 +182,7 @@ def test_resumed_run_keeps_its_split(tmp_path):
     assert len(build_datasets(config(tmp_path, "--val-fraction=0.5"))[1]) == 14 + 4
     assert len(build_datasets(split_config(tmp_path, "--resume=never"))[1]) == 10 + 3
     os.unlink(val.paths[0])
-    with pytest.raises(UserError, match=r"is missing .* one of 1 such files.*--resume never"):
+    with pytest.raises(UserError, match=r"\.jpg .*missing .* 1 .*--resume never"):
         build_datasets(split_config(tmp_path))
 
 
@@ -198,7 +198,7 @@ def test_class_added_to_a_resumed_run_is_trained_with(tmp_path):
     for path in train.paths:
         if "/dog/" in path:
             os.unlink(path)
-    with pytest.raises(UserError, match=r"no images are left to train with in .*dog: add some"):
+    with pytest.raises(UserError, match=r"no images .*/dog: add"):
         split_images(find_images(tmp_path, "all"), cfg, saved)
 
 
@@ -206,11 +206,12 @@ def test_impossible_splits_are_refused(tmp_path, capfd):
     for name, count in (("cat", 1), ("dog", 2), ("owl", 1)):
         for i in range(count):
             photo(tmp_path / "train" / name / f"{i}.jpg")
-    with pytest.raises(UserError, match=r"only one image in \S*/train/cat, \S*/train/owl, but"):
+    with pytest.raises(UserError, match=r"one image in \S*/cat, \S*/owl, .*: add"):
         build_datasets(split_config(tmp_path))
     with pytest.raises(SystemExit):
         config(tmp_path, "--val-fraction=1")
-    assert "val_fraction=1.0 leaves nothing to train on" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "val_fraction=1.0 " in error and "nothing to train on" in error
     (tmp_path / "val").mkdir()
     with pytest.raises(UserError, match="pass --val-fraction 0"):
         build_datasets(split_config(tmp_path))

@@ -84,7 +84,7 @@ def test_damaged_images(tmp_path, capsys):
     assert train.classes == ["0", "1"] == [str(i) for i in range(len(classes))]
     with pytest.raises(BadImageError, match=r"00000009 in .*train-00001.tar cannot be decoded"):
         train[9]
-    with pytest.raises(BadImageError, match=r"00000002 in .* \(no file with an extension such as"):
+    with pytest.raises(BadImageError, match=r"00000002 in .*train-00000.tar .*\(no file .*\.jpg"):
         train[2]
     for _ in range(2):
         train, val = build_datasets(settings(tars, "--on-bad-sample=skip"))
@@ -105,10 +105,10 @@ def test_damaged_images(tmp_path, capsys):
 def test_wrong_folders(tmp_path, pair):
     with pytest.raises(UserError, match=r"no files .*/train-\*.tar"):
         build_datasets(settings(tmp_path))
-    with pytest.raises(UserError, match="val_fraction is for dataset=imagefolder"):
+    with pytest.raises(UserError, match=r"val_fraction .*dataset=imagefolder"):
         build_datasets(settings(pair[1], "--val-fraction=0.5"))
     (pair[1] / "classes.txt").write_text("cat\n")
-    with pytest.raises(UserError, match="labels are from 0 to 1, but there are 1 classes"):
+    with pytest.raises(UserError, match=r"labels .* 0 to 1, .* 1 classes"):
         build_datasets(settings(pair[1]))
 
 

@@ -33,16 +33,16 @@ def test_settings_have_help_texts_and_fit_together():
     own = [f for f in fields(task.Settings) if f.name not in {g.name for g in fields(Config)}]
     assert all(len(f.metadata["help"]) > 20 for f in own)
     assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir"}
-    for values, message in (
-        ({"val_fraction": 0.2}, "val_fraction is for dataset=imagefolder or shards, not"),
-        ({"on_bad_sample": "skip"}, "on_bad_sample is for dataset=imagefolder or shards, not"),
-        ({"cache_dir": "x"}, "cache_dir is for dataset=imagefolder or shards, not"),
-        ({"augment": "resized_crop"}, "augment=resized_crop is for dataset=imagefolder or shards"),
-        ({"dataset": "imagefolder", "val_fraction": 1.0}, "val_fraction=1.0 leaves nothing to tr"),
+    for values, pattern in (
+        ({"val_fraction": 0.2}, "^val_fraction .*dataset=imagefolder or shards"),
+        ({"on_bad_sample": "skip"}, "^on_bad_sample .*dataset=imagefolder or shards"),
+        ({"cache_dir": "x"}, "^cache_dir .*dataset=imagefolder or shards"),
+        ({"augment": "resized_crop"}, "^augment=resized_crop .*dataset=imagefolder or shards"),
+        ({"dataset": "imagefolder", "val_fraction": 1.0}, "^val_fraction=1.0 .*nothing to train"),
         ({"augment": "resized_crop", "loader": "device"}, "use loader=workers"),
         ({"weights": "/no/file"}, "'/no/file' is not a file"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=pattern):
             task.Settings(**values).resolved()
 
 
@@ -247,9 +247,9 @@ def test_tensor_parallel_plan_divides_each_transformer_block():
 
 def test_models_that_cannot_be_divided_are_refused():
     model = make("vit_tiny")
-    with pytest.raises(UserError, match=r"4 attention heads and 128 MLP columns cannot both.* 3 r"):
+    with pytest.raises(UserError, match=r"4 attention heads .* 128 MLP columns .* 3 ranks"):
         task.tensor_parallel_plan(model, 3)
-    with pytest.raises(UserError, match=r"a ResNet20 has no transformer blocks.*--model vit_tiny"):
+    with pytest.raises(UserError, match=r"ResNet20 .*transformer.*--model vit_tiny"):
         task.tensor_parallel_plan(make("resnet20"), 2)
 
 

@@ -123,5 +123,5 @@ def test_checkpoint_of_a_different_task_is_refused(trained, tmp_path):
     checkpoint = read_checkpoint(trained.output_dir / "last.pt")
     data = {"train_samples": 3, "val_samples": 1, "classes": ["a"]}
     save_atomically(checkpoint | {"data": data}, tmp_path / "text.pt")
-    with pytest.raises(UserError, match=r"how its images were prepared \(image_size, resize, int"):
+    with pytest.raises(UserError, match=r"text\.pt .*\(image_size, resize, int"):
         load_trained(tmp_path / "text.pt")

@@ -78,7 +78,7 @@ def test_near_miss_of_a_model_is_named(name, close):
 
 
 def test_unknown_model_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"no --model 'my_net': choose one of .*vit_tiny.*resnet18"):
+    with pytest.raises(UserError, match=r"--model 'my_net': .*vit_tiny.*resnet18"):
         make("my_net")
 
 

@@ -132,7 +132,7 @@ def results(clone):
 def test_training_skips_bad_files_and_stores_the_split(clone, results):
     output = next(iter(results.values())).stderr
     assert "skipping 1 of 40 files" in output and "cat/3.jpg" in output
-    assert "ignored 1 file in my_images, which cannot be read as an image: 1 .txt" in output
+    assert "ignored 1 file in my_images" in output and ": 1 .txt" in output
     checkpoint = read_checkpoint(clone / "runs" / "finetune" / "best.pt")
     assert checkpoint["data"]["classes"] == list(CLASSES)
     assert len(checkpoint["data"]["val_files"]) == 3 + 2 + 2
@@ -249,7 +249,7 @@ def test_mistakes_are_one_line(clone, results, monkeypatch, capfd, tmp_path):
     for module, arguments, message in (
         (predict, ["/no/best.pt", "x.jpg"], "there is no file /no/best.pt"),
         (predict, [tmp_path / "bad.jpg", "x.jpg"], "bad.jpg cannot be read as a checkpoint"),
-        (predict, [best, "x.jpg", "--device=tpu"], "'tpu' is not a device of this PyTorch"),
+        (predict, [best, "x.jpg", "--device=tpu"], "'tpu' is not a device"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=test"], "does not know: horse"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=train"], "has no class folders"),
         (evaluate, bad_folder, "none of the 1 images in"),

@@ -59,13 +59,13 @@ def read_all(dataset):
 
 
 def test_settings_are_checked():
-    for values, message in (
-        ({"image_size": 30}, "image_size must be a multiple of 4, not 30"),
-        ({"val_fraction": 1.0}, "val_fraction must be between 0 and 1, not 1.0"),
-        ({"num_classes": 256, "dataset": "folder"}, "num_classes must be at most 255, not 256"),
-        ({"num_classes": 5}, "dataset=synthetic has 4 classes, not 5: remove num_classes"),
+    for values, pattern in (
+        ({"image_size": 30}, "^image_size .* 4, not 30"),
+        ({"val_fraction": 1.0}, "^val_fraction .* 0 and 1, not 1.0"),
+        ({"num_classes": 256, "dataset": "folder"}, "^num_classes .* 255, not 256"),
+        ({"num_classes": 5}, "^dataset=synthetic .* 4 classes, not 5: .*num_classes"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=pattern):
             task.Settings(**values).resolved()
 
 
@@ -213,7 +213,7 @@ def test_masks_of_0_and_255_are_refused(folder):
     """They trained on the background alone, with a mean IoU of 1."""
     for name in "abcdefghij":
         write_mask(folder, name, 0, IGNORED)
-    with pytest.raises(UserError, match=r"masks/.\.png, hold only 0 and 255.*: write 1 for"):
+    with pytest.raises(UserError, match=r"masks/.\.png, .* 0 and 255.*: write 1 "):
         build(folder, "--num-classes=2")
     write_mask(folder, "a", 1, 0)
     write_mask(folder, "b", 1, 0)
@@ -225,7 +225,8 @@ def test_classes_that_never_occur_are_named(folder, capsys):
     build(folder, "--num-classes=3")
     assert capsys.readouterr().err == ""
     build(folder, "--num-classes=5")
-    assert "class 3, 4 of --num-classes 5 occurs in none of 8 masks" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    assert "class 3, 4 of --num-classes 5" in warning and "none of 8 masks" in warning
 
 
 def test_many_masks_are_sampled_unless_they_are_suspicious(folder, monkeypatch, capsys):
@@ -263,18 +264,18 @@ def test_the_validation_split_depends_on_names_and_seed(folder, capsys):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"images is not a folder: put images into .*--data-dir"):
+    with pytest.raises(UserError, match=r"/images .*not a folder: .*/masks.*--data-dir"):
         build(tmp_path)
     write_pair(tmp_path, "a")
-    with pytest.raises(UserError, match="need an image each, but there are 1 with one of the ext"):
+    with pytest.raises(UserError, match=r"there are 1 .*\.jpg.*: add .*--data-dir"):
         build(tmp_path)
     write_pair(tmp_path, "b")
     write_pair(tmp_path, "c")
     (tmp_path / "masks" / "b.png").unlink()
-    with pytest.raises(UserError, match=r"masks/b.png is missing, the mask of .*b.jpg, one of 1 "):
+    with pytest.raises(UserError, match=r"masks/b\.png .*missing, .*images/b\.jpg, .* 1 "):
         build(tmp_path)
     (tmp_path / "images" / "b.jpg").rename(tmp_path / "images" / "a.png")
-    with pytest.raises(UserError, match=r"a.jpg and .*a.png would share a mask: rename one"):
+    with pytest.raises(UserError, match=r"a\.jpg and .*a\.png .*mask: rename"):
         build(tmp_path)
 
 
@@ -288,16 +289,16 @@ def test_bad_files_are_named(folder):
     Image.fromarray(numpy.full((12, 20), 7, dtype="uint8")).save(masks / "f.png")
     (images / "g.jpg").unlink()
     Image.fromarray(numpy.full((12, 20), 700, dtype="uint16")).save(images / "g.png")
-    for index, message in (
-        (1, r"masks/b.png has 20 x 12 pixels, but .*b.jpg has 20 x 13: export them in"),
-        (2, r"images/c.jpg cannot be decoded \(.*\): fix or remove it"),
-        (3, r"masks/d.png cannot be decoded \(.*\): fix or remove it"),
-        (4, r"masks/e.png has pixels of mode RGB: convert it to one of 1, L, P"),
-        (5, r"masks/f.png has pixels of class 7, but num_classes is 3: pass --num-classes, or"),
-        (6, r"images/g.png has pixels of mode I;16: convert it to one of 1, L, LA, P, RGB"),
+    for index, pattern in (
+        (1, r"masks/b\.png .* 20 x 12 .*images/b\.jpg .* 20 x 13: .*same size"),
+        (2, r"images/c\.jpg .*decoded \(.*\): .*remove"),
+        (3, r"masks/d\.png .*decoded \(.*\): .*remove"),
+        (4, r"masks/e\.png .*mode RGB: convert .* 1, L, P "),
+        (5, r"masks/f\.png .*class 7, .* 3: .*--num-classes"),
+        (6, r"images/g\.png .*mode I;16: convert .* 1, L, LA, P, RGB"),
     ):
         dataset = Masks(find_pairs(folder), size=16, num_classes=3)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=pattern):
             dataset[index]
     assert len(Masks(find_pairs(folder), size=16, num_classes=8)[5][1].unique()) == 1
 
@@ -422,7 +423,7 @@ def test_blocks_are_the_pairs_of_convolutions():
 
 def test_the_model_cannot_be_cut_into_layers():
     model = task.build_model(config(), train_set=None)
-    with pytest.raises(UserError, match=r"no sequence of layers.*train_fsdp.py"):
+    with pytest.raises(UserError, match=r"no sequence .*train_fsdp\.py"):
         task.layers(model)
     with pytest.raises(UserError, match=r"only convolutions: use train_fsdp.py"):
         task.tensor_parallel_plan(model, 2)

@@ -34,7 +34,7 @@ def test_own_models_take_images_of_any_size(name, millions):
 
 
 def test_vit_of_torchvision_takes_images_of_whole_patches():
-    with pytest.raises(UserError, match=r"^vit_b_16 does not take --image-size 20: Input shape"):
+    with pytest.raises(UserError, match=r"^vit_b_16 .*--image-size 20: Input shape"):
         make("vit_b_16", image_size=20)
 
 
@@ -42,9 +42,9 @@ def test_vit_tiny_takes_images_of_whole_patches():
     model = make("vit_tiny", classes=7, image_size=16)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(0.14, rel=0.02)
     assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 7)
-    with pytest.raises(UserError, match="--image-size that is a multiple of 4, not 18"):
+    with pytest.raises(UserError, match=r"^vit_tiny .*--image-size .* 4, not 18"):
         make("vit_tiny", image_size=18)
-    with pytest.raises(UserError, match="_cifar is for ResNets, and vit_tiny is not one"):
+    with pytest.raises(UserError, match=r"_cifar .*ResNets, .* vit_tiny .*leave"):
         make("vit_tiny_cifar", image_size=16)
 
 
@@ -54,7 +54,7 @@ def test_cifar_stem_keeps_the_resolution():
         for name, size in (("resnet18_cifar", 32), ("resnet18", 8)):
             model = make(name)
             assert model.maxpool(model.conv1(images)).shape[2:] == (size, size)
-        with pytest.raises(UserError, match="_cifar is for ResNets, and vgg11 is not one"):
+        with pytest.raises(UserError, match=r"_cifar .*ResNets, .* vgg11 .*leave"):
             make("vgg11_cifar")
     with pytest.raises(UserError, match=r"no --model 'resnet17': did you mean"):
         make("resnet17_cifar")

@@ -108,13 +108,13 @@ def test_documents_of_a_task_of_ones_own(tmp_path):
 def test_wrong_folders(tmp_path, capsys):
     folder = tmp_path / "x"
     folder.mkdir()
-    with pytest.raises(UserError, match=r"no files .*/train-\*.jsonl or train-\*.txt: python -m"):
+    with pytest.raises(UserError, match=r"/train-\*\.jsonl .*\.txt: .*tools\.shards"):
         datasets(folder)
     write(folder, texts={"train": TEXTS["train"]})
-    with pytest.raises(UserError, match=r"no files .*/val-\*.jsonl or val-\*.txt"):
+    with pytest.raises(UserError, match=r"/val-\*\.jsonl .*\.txt: .*tools\.shards"):
         datasets(folder)
     (folder / "val-0.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
-    with pytest.raises(UserError, match=r"val-0.jsonl at offset 14: no string 'text'"):
+    with pytest.raises(UserError, match=r"val-0\.jsonl .*offset 14: no string 'text'"):
         datasets(folder)
     (folder / "val-0.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(UserError, match="nothing to predict"):
@@ -124,7 +124,7 @@ def test_wrong_folders(tmp_path, capsys):
         datasets(folder)
     assert "ignored 1 files" in (said := capsys.readouterr().err) and "train-9.jsonl.gz" in said
     (folder / "train-9.txt").write_text("a")
-    with pytest.raises(UserError, match=r"all of one kind, .*; not .jsonl, .txt"):
+    with pytest.raises(UserError, match=r"one kind, .* \.jsonl, \.txt$"):
         datasets(folder)
     other = write(tmp_path / "y", "txt")
     (other / "val-0.txt").write_bytes(b"abc\n\nd\xff")

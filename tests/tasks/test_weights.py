@@ -92,11 +92,11 @@ def test_suffixes_of_the_model_do_not_hide_its_weights(hub):
 def test_wrong_names_and_files_are_reported(tmp_path):
     with pytest.raises(UserError, match=r"resnet18 has .*did you mean 'DEFAULT'"):
         find_weights("resnet18", "DEFUALT")
-    with pytest.raises(UserError, match=r"'x\.pth' is not a file.*resnet20 has no weights by name"):
+    with pytest.raises(UserError, match=r"'x\.pth' .*not a file.*resnet20 .*no weights"):
         find_weights("resnet20", "x.pth")
     for junk in (b"", b"junk", b"PK\x03\x04junk"):
         (tmp_path / "junk.pth").write_bytes(junk)
-        with pytest.raises(UserError, match=r"junk\.pth cannot be read as weights"):
+        with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save"):
             find_weights("resnet50", str(tmp_path / "junk.pth"))
     torch.save(torch.ones(2), tmp_path / "junk.pth")
     with pytest.raises(UserError, match="it holds a Tensor"):
@@ -147,12 +147,12 @@ def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
         torch.save(wrapped, path)
         model = model_from(f"--weights={path}")
         assert torch.equal(model.conv1.weight, saved["conv1.weight"])
-    for name, message in (
-        ("resnet18_cifar", r"conv1\.weight is \(64, 3, 3, 3\) in the model and \(64, 3, 7, 7\) in"),
-        ("resnet18_gn", r"suffixes.*bn1\.running_mean is missing in the model"),
-        ("resnet34", r"layer1\.2\.conv1\.weight .* and missing in the file.* more"),
+    for name, pattern in (
+        ("resnet18_cifar", r"conv1\.weight .*\(64, 3, 3, 3\) .*model .*\(64, 3, 7, 7\) .*file"),
+        ("resnet18_gn", r"suffixes.*bn1\.running_mean .*missing in the model"),
+        ("resnet34", r"layer1\.2\.conv1\.weight .*missing in the file.* more"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=pattern):
             model_from(f"--weights={path}", f"--model={name}")
 
 
@@ -166,7 +166,7 @@ def test_damaged_file_in_the_cache_is_named(hub):
 
 def test_cached_file_that_would_run_code_is_refused(hub, tmp_path):
     torch.save({"conv1.weight": Malicious(tmp_path / "ran")}, hub / "resnet18-f37072fd.pth")
-    with pytest.raises(UserError, match=r"f37072fd\.pth is damaged \(Weights only load failed"):
+    with pytest.raises(UserError, match=r"f37072fd\.pth .*\(Weights only .*remove it"):
         model_from("--weights=DEFAULT")
     assert not (tmp_path / "ran").exists()
 
