@@ -1,6 +1,7 @@
 """tools.doctor finds faults that were made on purpose, and says what to do."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -50,7 +51,7 @@ def test_small_file_systems(tmp_path):
     )
     assert run.returncode == 1, run.stderr
     shm, disk = failures(run.stdout)
-    assert shm.startswith("FAILED   /dev/shm has 0.07 GB: loader workers need more")
+    assert shm.startswith("FAILED   /dev/shm has 0.07 GB: ") and "--shm-size" in shm
     assert disk.startswith(f"FAILED   cannot write to {tmp_path}: No space left on device")
 
 
@@ -139,7 +140,8 @@ def test_slow_link_is_named():
     ranks[2][1][0] = (0, 0.5 * GB)
     (finding,) = slow_links(ranks)
     assert finding.level == "warning"
-    assert finding.advice == "slower: rank 0 on node0 to rank 2 on node2: 0.50 GB/s"
+    assert "rank 0 on node0 to rank 2 on node2: 0.50 GB/s" in finding.advice
+    assert finding.advice.count("GB/s") == 1
 
 
 @needs_namespaces
@@ -167,7 +169,7 @@ def test_two_nodes(tmp_path):
         assert [run.code for run in runs] == [0, 0], text
         assert "ok       the same versions everywhere" in text and "clocks differ by " in text
         assert "all-reduce of 65,536 KB" in text and "2 links with" in text
-        assert "node1: ok       the host name node1 resolves to 10.77.0.2" in text
+        assert re.search(r"node1: ok  .*node1 resolves to 10\.77\.0\.2", text)
 
         command = [sys.executable, "-m", "tools.doctor", "--rendezvous=node0:29500"]
         (refused,) = finish([machines[1].start(command)])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,7 +32,7 @@ from utils.errors import UserError, report_errors, write_error_file
 rank = os.environ["RANK"]
 
 def cannot_save(*_):
-    raise UserError("stopped by a full disk: saving last.pt was interrupted")
+    raise UserError("stopped by a full disk: interrupted")
 
 @report_errors
 def main():
@@ -169,9 +170,8 @@ def test_save_that_fails_after_a_signal_is_reported(launch):
     """It looks like the report of a run that is saved and stopped, or interrupted: neither is."""
     code, error = stopped(launch("unsaved", nproc=1), signal.SIGTERM)
     assert code == 1
-    assert error.strip().splitlines()[-1] == (
-        "error (rank 0): stopped by a full disk: saving last.pt was interrupted"
-    )
+    last = error.strip().splitlines()[-1]
+    assert last == "error (rank 0): stopped by a full disk: interrupted"
 
 
 def test_hangup_does_nothing_under_nohup(launch):
@@ -259,16 +259,16 @@ def test_sigterm_to_a_command_ends_the_run_that_it_has_started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("error", "pattern"),
     [
-        (RendezvousTimeoutError("timed out"), "not all nodes have joined the rendezvous at host:1"),
-        (dist.DistStoreError("1/2 clients"), "not all nodes have joined the rendezvous at host:1"),
-        (RendezvousConnectionError("no"), "the rendezvous at host:1 has failed (no)"),
-        (dist.DistNetworkError("EADDRINUSE\nat"), "host:1 has failed (EADDRINUSE): see the output"),
+        (RendezvousTimeoutError("timed out"), "not all nodes .* host:1 .* --nnodes=2 "),
+        (dist.DistStoreError("1/2 clients"), "not all nodes .* host:1 .* --nnodes=2 "),
+        (RendezvousConnectionError("no"), r" host:1 .*failed \(no\): .*output"),
+        (dist.DistNetworkError("EADDRINUSE\nat"), r" host:1 .*failed \(EADDRINUSE\): .*output"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_rendezvous_that_fails_is_one_line(error, text, monkeypatch, capfd):
+def test_rendezvous_that_fails_is_one_line(error, pattern, monkeypatch, capfd):
     def run(args):
         raise error
 
@@ -278,7 +278,8 @@ def test_rendezvous_that_fails_is_one_line(error, text, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="1"):
         launch_module.main()
     output = capfd.readouterr().err
-    assert output.startswith("error: ") and output.count("\n") == 1 and text in output
+    assert output.startswith("error: ") and output.count("\n") == 1
+    assert re.search(pattern, output)
 
 
 def test_root_cause_is_the_first_failure():

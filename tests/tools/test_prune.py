@@ -56,9 +56,7 @@ def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
 
 def test_guard_that_other_code_needs_stays():
     files = texts({"train_pp.py": "images"}, [])
-    with pytest.raises(
-        CannotLeaveOut, match=r"^utils/rungs/pipeline\.py needs utils/contract\.py$"
-    ):
+    with pytest.raises(CannotLeaveOut, match=r"rungs/pipeline\.py needs utils/contract\.py$"):
         without(files, ["contract"])
 
 

@@ -57,15 +57,17 @@ def start(epoch, step):
     return {"time": 1.0, "epoch": epoch, "step": step, "steps_per_epoch": 10, "world_size": 2}
 
 
+LIMIT = "rank 0 computes longer"
+
+
 @pytest.fixture
 def full(tmp_path):
     """A run with everything: two epochs and the start of a third one, on two ranks."""
     times = {name: [0.0, 0.0] for name in NAMES}
     times |= {"total": 12.0, "computing": [9.0, 6.0], "communicating": [1.0, 4.0]}
     times |= {"validation": [2.0, 2.0]}
-    limit = "rank 0 computes 1.5 times as long as the median: the others wait for it"
-    rows = [epoch(0, 2.0, time=times, limited_by=limit, skipped_steps=[])]
-    rows.append(epoch(1, 1.0, time=times, limited_by=limit, skipped_steps=[3]))
+    rows = [epoch(0, 2.0, time=times, limited_by=LIMIT, skipped_steps=[])]
+    rows.append(epoch(1, 1.0, time=times, limited_by=LIMIT, skipped_steps=[3]))
     steps = [step(e, s, 2.5 - e - s / 10) for e in (0, 1) for s in (5, 10)] + [step(2, 5, 0.5)]
     starts = [start(0, 0), start(1, 5)]
     starts[1] |= {"model": "Net, 5 parameters", "torch": "2.14", "command": "train.py --x '<b>'"}
@@ -113,7 +115,7 @@ def test_times_of_ranks_add_up_over_epochs(full):
     assert times["computing"] == [18.0, 12.0] and times["communicating"] == [2.0, 8.0]
     assert "data" not in times
     text = report([read_run(full, "full")])
-    assert "rank 0 computes 1.5 times as long as the median" in text and "18.0 s" in text
+    assert LIMIT in text and "18.0 s" in text
 
 
 def test_page_says_what_was_run_and_which_epoch_is_the_best(full):
@@ -125,7 +127,8 @@ def test_page_says_what_was_run_and_which_epoch_is_the_best(full):
         *("full", "0.5000", "2.0000", "0.5000", "2.0000", "0"),
     ]
     run = text[text.index("What was run") :]
-    assert "started: 1970-01-01 00:00 UTC<br>model: Net, 5 parameters<br>torch: 2.14" in run
+    for fact in ("started: 1970-01-01 00:00 UTC", "model: Net, 5 parameters", "torch: 2.14"):
+        assert f"{fact}<br>" in run
     assert "command: train.py --x &#x27;&lt;b&gt;&#x27;" in run
     for kind in ("solid", "dashed", "dotted", "cross"):
         assert f'class="line {kind}"' in text
@@ -372,15 +375,16 @@ def test_missing_run_is_an_error(tmp_path, capfd):
     write(tmp_path / "new", [], epochs=3)
     with pytest.raises(SystemExit):
         main([str(tmp_path / "new")])
-    assert "new has no rows yet: wait until its first epoch ends" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert f"{tmp_path / 'new'} " in error and "first epoch" in error
 
 
 def test_incomplete_line_and_unfinished_run_are_noted(full):
     with open(full / "metrics.jsonl", "a") as file:
         file.write('{"epoch": 2, "tr')
     notes = read_run(full, "full").notes
-    line = "the last line of metrics.jsonl is incomplete"
-    assert notes == [line, "stopped after 2 of 3 epochs"]
+    assert len(notes) == 2
+    assert "metrics.jsonl is incomplete" in notes[0] and "after 2 of 3 epochs" in notes[1]
 
 
 def test_running_run_in_its_first_epoch(tmp_path):
@@ -388,9 +392,11 @@ def test_running_run_in_its_first_epoch(tmp_path):
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run = read_run(folder, "new")
-    assert run.notes == ["still running", "still in its first epoch: no validation yet"]
+    running, first = run.notes
+    assert running == "still running" and "first epoch" in first
     assert "still running" in report([run])
-    assert read_run(folder, "new").notes == ["stopped after 0 of 3 epochs"]
+    (stopped,) = read_run(folder, "new").notes
+    assert "after 0 of 3 epochs" in stopped
 
 
 def test_output_that_is_no_ordinary_file(full, tmp_path, capfd):
@@ -428,7 +434,7 @@ def test_other_errors_are_one_line(full, tmp_path, capfd, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    assert "need the package matplotlib: pip install matplotlib" in error_of(full, "-o", output)
+    assert "pip install matplotlib" in error_of(full, "-o", output)
 
 
 # In a browser

@@ -61,6 +61,14 @@ def tools_copy(project, *arguments):
     return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
 
 
+def assert_lines(lines, *expected):
+    """Each line contains all parts in its list."""
+    assert len(lines) == len(expected)
+    for line, parts in zip(lines, expected, strict=True):
+        for part in parts:
+            assert part in line
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A clone of this repository at its last commit, without changes."""
@@ -150,12 +158,13 @@ def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
     moved = {"utils/moved.py": "sources/new.py"}
     base, new = ({p: files[p] for p in paths} for files, paths in ((then, base), (now, new)))
     changes = plan(tmp_path, base, new, moved, LABELS)
-    lines = [
-        "research/own.py imports b, which utils/stays.py no longer has: change that",
-        "research/own.py imports utils/gone.py, which is gone: change the import",
-        "tasks/own.py imports utils/moved.py, which is sources/new.py now: change the import",
-    ]
-    assert stale_imports(python_files(tmp_path, changes), then, now, moved) == lines
+    lines = stale_imports(python_files(tmp_path, changes), then, now, moved)
+    assert_lines(
+        lines,
+        ["research/own.py ", " b, ", " utils/stays.py "],
+        ["research/own.py ", " utils/gone.py,"],
+        ["tasks/own.py ", " utils/moved.py,", " sources/new.py "],
+    )
     apply(tmp_path, changes, b"")
     assert stale_imports(python_files(tmp_path, []), then, now, moved) == lines
 
@@ -181,12 +190,12 @@ def test_overrides_of_methods_that_are_gone_are_named():
         "utils/timing.py": f"{timing}    def is_due(self): ...\n",
     }
     then, now, own = ({p: t.encode() for p, t in files.items()} for files in (then, now, own))
-    end = "is not called any more: utils/hooks.py no longer has Hook"
-    assert stale_overrides(now | own, then, now) == [
-        f"own.py: Mine.is_due {end}.is_due",
-        f"team/more.py: More.write {end}.write",
-        f"utils/timing.py: Timing.is_due {end}.is_due",
-    ]
+    assert_lines(
+        stale_overrides(now | own, then, now),
+        ["own.py: Mine.is_due ", " utils/hooks.py ", " Hook.is_due"],
+        ["team/more.py: More.write ", " utils/hooks.py ", " Hook.write"],
+        ["utils/timing.py: Timing.is_due ", " utils/hooks.py ", " Hook.is_due"],
+    )
 
 
 def test_lines_that_read_settings_that_are_gone_are_named():
@@ -201,10 +210,11 @@ def test_lines_that_read_settings_that_are_gone_are_named():
         "train.py": b"<<<<<<< yours\n1\n||||||| copied\n2\n=======\n3\n>>>>>>> new (x)\n"
         b"self.cfg.audit + cfg.ours\n",
     }
-    assert stale_settings(now | own, then, now) == [
-        "own.py:1 reads cfg.peak_lr, a setting that is gone: change that",
-        "train.py:8 reads cfg.audit, a setting that is gone: change that",
-    ]
+    assert_lines(
+        stale_settings(now | own, then, now),
+        ["own.py:1 ", " cfg.peak_lr,"],
+        ["train.py:8 ", " cfg.audit,"],
+    )
 
 
 def test_names_of_a_file_with_conflicts_are_known(tmp_path):
@@ -214,9 +224,8 @@ def test_names_of_a_file_with_conflicts_are_known(tmp_path):
     then, now = {"utils/x.py": b"a = 0\nb = 1\nc = 1\n"}, {"utils/x.py": b"a = 0\nb = 2\n"}
     changes = plan(tmp_path, then, now, {}, LABELS)
     assert changes[0].conflicts == 1
-    assert stale_imports(python_files(tmp_path, changes), then, now, {}) == [
-        "own.py imports c, which utils/x.py no longer has: change that"
-    ]
+    lines = stale_imports(python_files(tmp_path, changes), then, now, {})
+    assert_lines(lines, ["own.py ", " c, ", " utils/x.py "])
 
 
 def test_module_that_an_owner_has_copied_besides_is_updated():
@@ -361,7 +370,7 @@ def test_copy_that_is_updated(clone, tmp_path):
         nothing = tools_copy(clone, "--update", copy, option)
         assert nothing.returncode == 0, nothing.stderr
         deleted, last = nothing.stdout.splitlines()
-        assert deleted == "deleted by you: not restored  utils/watchdog.py"
+        assert deleted.startswith("deleted ") and deleted.endswith(" utils/watchdog.py")
         assert last == f"{copy} is up to date with {record['commit'][:12]}"
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
@@ -430,12 +439,12 @@ def test_option_that_has_moved_stays(clone, tmp_path):
     git(newer, "commit", "--quiet", "--all", "--message=newer")
     done = tools_copy(newer, "--update", copy)
     assert done.returncode == 1, done.stderr
-    assert "tasks/own.py imports tasks/text_folder.py, which is sources/texts.py now" in done.stdout
+    assert re.search("tasks/own.py .*tasks/text_folder.py, .*sources/texts.py ", done.stdout)
     assert not (copy / "tasks" / "text_folder.py").exists()
     assert (copy / "sources" / "texts.py").read_text().endswith("# ours\n")
     assert json.loads((copy / RECORD).read_text())["options"] == ["texts"]
     again = tools_copy(newer, "--update", copy)  # until it is changed
-    assert again.returncode == 1 and "which is sources/texts.py now" in again.stdout
+    assert again.returncode == 1 and "sources/texts.py" in again.stdout
     (copy / "tasks" / "own.py").write_text("from sources.texts import packed_splits\n")
     assert tools_copy(newer, "--update", copy).returncode == 0
     assert json.loads((copy / RECORD).read_text())["since"] is None

@@ -234,7 +234,8 @@ def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys, serv
     assert [row["case"] for row in rows] == ["dp", "dp, resumed"]
     for row in rows:
         assert row["problem"] == "WEIGHTS" and row["details"].startswith("conv1.weight by")
-    assert "FAIL: weights differ from the reference (conv1.weight by" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "FAIL: weights differ" in output and "(conv1.weight by" in output
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def test_scripts_of_the_user_beside_the_ladder(monkeypatch, tmp_path):
     assert {path.name for path in project.iterdir()} == {rung.script for rung in LADDER}
     (root / "train_ddp.py").unlink()
     (root / "train_ddp.py").write_text(own)
-    with pytest.raises(SystemExit, match=r"train_ddp\.py no longer has the line"):
+    with pytest.raises(SystemExit, match=r"train_ddp\.py .*  import tasks\.images"):
         project_with_task("text", tmp_path / "project")
 
 
@@ -379,7 +380,8 @@ def test_sharded_checkpoints_are_written_by_all_ranks():
 def test_table_shows_problem_and_details():
     failed = judge(IMAGES, CASE, GOOD._replace(code=3, error="disk full"), GOOD)
     cells = dict(zip(table.HEAD, table.cells_of(failed.to_json()), strict=True))
-    assert cells["result"] == "FAIL: the run failed (exit code 3: disk full)"
+    assert cells["result"].startswith("FAIL: ")
+    assert cells["result"].endswith("(exit code 3: disk full)")
     assert cells["train loss"] == "" and cells["each sample once"] == ""
     passed = table.cells_of(judge(IMAGES, CASE, GOOD, GOOD).to_json())
     assert passed[1:-1] == ["2.000000", "0.500000", "0.0e+00", "0.0e+00", "yes", "rank 0", "pass"]
