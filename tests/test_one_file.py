@@ -81,8 +81,8 @@ def run(script, folder, old="", new="", stops="", **flags):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_error_of_all_ranks_is_printed_once(script, tmp_path):
     failed = run(script, tmp_path, global_batch=3)
-    error = "ValueError: --global-batch must not exceed the dataset and must be a multiple of"
-    assert failed.code == 1 and failed.stderr.count(error) == 1, failed.stderr
+    assert failed.code == 1, failed.stderr
+    assert failed.stderr.count("ValueError: --global-batch ") == 1, failed.stderr
     assert "[rank1]" not in failed.stderr
 
 
@@ -112,7 +112,7 @@ def test_checkpoint_that_only_one_node_sees(script, tmp_path):
     """Otherwise, each rank would start at an epoch of its own."""
     failed = run(script, tmp_path, "path.exists())", "dist.get_rank() == 1)")
     assert failed.code == 1, failed.stderr
-    assert failed.stderr.count("FileNotFoundError: only some ranks see") == 1, failed.stderr
+    assert failed.stderr.count("FileNotFoundError: only some ranks") == 1, failed.stderr
 
 
 @pytest.mark.slow
@@ -159,4 +159,5 @@ def test_fsdp_refuses_a_parameter_without_a_gradient(tmp_path):
     line = "    model = build_model()"
     unused = f"{line}\n    model[0].extra = nn.Linear(2, 2).double()"
     failed = run(ROOT / "one_file" / "train_fsdp.py", tmp_path, line, unused)
-    assert failed.code == 1 and "ValueError: 0.extra.weight has no gradient" in failed.stderr
+    assert failed.code == 1, failed.stderr
+    assert "ValueError: 0.extra.weight " in failed.stderr and "no gradient" in failed.stderr

@@ -188,7 +188,7 @@ ONE_DDP = [
     ("update(model.generator,", "update(model.module.generator,"),
     (BOTH, "for network in [model]:\n        rebuild"),
 ]
-NOT_SAME = "the ranks no longer hold the same model"
+NOT_SAME = "rank 1 differs"
 GRADIENTS = """gradients = torch.autograd.grad(loss, parameters)
     for parameter, gradient in zip(parameters, gradients):
         parameter.grad = gradient"""

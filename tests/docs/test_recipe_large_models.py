@@ -135,9 +135,7 @@ def test_gathered_weights_are_not_for_the_optimizer(project, tmp_path):
 
 def test_a_weight_that_is_missing_is_an_error(project, tmp_path):
     project.choose("llama")
-    with pytest.raises(
-        AssertionError, match=r"Missing key in checkpoint state_dict: lm_head\.weight"
-    ):
+    with pytest.raises(AssertionError, match=r"Missing key .*lm_head\.weight"):
         run_text_to_end(project.large, 1, tmp_path / "run", pretrained=project.pretrained / "gpt2")
 
 

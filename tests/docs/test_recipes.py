@@ -142,7 +142,6 @@ def test_unused_parameters(tmp_path):
         tmp_path / "failed",
     )
     assert failed.code == 1 and "Expected to have finished reduction" in failed.stderr
-    assert "Parameters which did not receive grad for rank" in failed.stderr
     assert "experts.1.weight" in failed.stderr
     script = with_task(applied("unused-parameters", tmp_path / "copy") / "train_ddp.py", EXPERTS)
     one = run_to_end(with_task(plain / "train_1gpu.py", EXPERTS), None, tmp_path / "one")[1]

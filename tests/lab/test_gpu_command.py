@@ -85,7 +85,7 @@ def test_failed_job_costs_no_other_and_is_not_repeated(clock, tmp_path, capsys):
     for _ in range(2):
         assert run_call(jobs, 2, Results(path), seconds=60) == 0
     assert ran == ["other"]
-    assert capsys.readouterr().out.count("speed: broken: failed: CUDA error: out of memory") == 1
+    assert capsys.readouterr().out.count("speed: broken: failed: CUDA error") == 1
     assert "out of memory" in dict(sections(Results(path).data))["Failed"]
 
 
@@ -194,7 +194,7 @@ def test_results_of_another_setup_are_not_mixed(tmp_path):
 def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
     ran, results = [], Results(tmp_path / "gpu.json")
     jobs = make_jobs(clock, ran, long=90, longer=120)
-    with pytest.raises(UserError, match="other: long takes about 90 s: pass more --minutes"):
+    with pytest.raises(UserError, match=r"other: long .* 90 s: .*--minutes"):
         run_call(jobs, 1, results, seconds=60)
     assert run_call(jobs, 1, results, seconds=90) == 1
 

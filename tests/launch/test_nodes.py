@@ -108,7 +108,7 @@ def test_node_dies_and_the_job_resumes(one_machine, tmp_path):
         (survivor,) = finish(processes[:1], limit=60)
         assert survivor.code == 1
         (line,) = last_lines([survivor])
-        assert line.startswith("error (rank 0): lost node1 (rank 1): the host is down"), survivor
+        assert line.startswith("error (rank 0): lost node1 (rank 1): "), survivor
 
         runs = finish([host.start(command) for host in machines], out)
     assert_no_error(runs)
@@ -173,7 +173,7 @@ def test_both_sides_end_when_the_link_goes_down(tmp_path):
         gate.open(10**6)
         runs = finish(processes, limit=100)
     assert [run.code for run in runs] == [1, 1]
-    assert "the rendezvous at node0:29500 has been unreachable for 12 seconds" in runs[1].stderr
+    assert re.search("rendezvous at node0:29500 .* 12 seconds: ", runs[1].stderr)
 
 
 @SLOW
