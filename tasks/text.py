@@ -44,6 +44,11 @@ class Settings(Config):
     heads: int = setting(4, "attention heads per block", low=1)
     width: int = setting(128, "features per byte; a multiple of heads", low=1)
     dropout: float = setting(0.0, "fraction of the features that is dropped, below 1")
+    stochastic_depth: float = setting(
+        0.0,
+        "fraction of the samples that skip the last block's branches, below 1; linearly fewer "
+        "skip earlier ones",
+    )
     padding: str = free_setting(
         "context",
         "of every batch to this length, as a pipeline and a CUDA graph need; longest: to that of "
@@ -60,8 +65,9 @@ class Settings(Config):
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.width % self.heads:
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.dropout >= 1:
-            raise ConfigError(f"dropout must be below 1, not {self.dropout}")
+        for name in ("dropout", "stochastic_depth"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be below 1, not {getattr(self, name)}")
         return super().resolved()
 
 
@@ -248,7 +254,21 @@ def build_model(cfg: Settings, train_set: Documents) -> GPT:
         with required_by("--dropout"):
             from utils.sample_random import convert_dropout
         convert_dropout(model)  # the same elements on any number of ranks
+    if cfg.stochastic_depth:
+        skip_branches(model, cfg.stochastic_depth)
     return model
+
+
+def skip_branches(model: GPT, last: float) -> None:
+    """Stochastic depth. last: the fraction of samples that skip each branch of the last block; the
+    fraction grows linearly from the first block to there."""
+    with required_by("--stochastic-depth"):
+        from utils.sample_random import StochasticDepth
+    blocks: Any = model.blocks
+    for number, block in enumerate(blocks, start=1):
+        p = last * number / len(blocks)
+        block.dropout = nn.Sequential(block.dropout, StochasticDepth(p, f"attention {number}"))
+        block.mlp.append(StochasticDepth(p, f"mlp {number}"))
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

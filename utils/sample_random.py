@@ -159,7 +159,7 @@ class Dropout(nn.Module):
     """nn.Dropout, by sample: sets values to 0 with probability p, and divides the rest by 1 - p.
 
     kept_dims: the mask has one number for each place in so many leading dimensions, all by default;
-    1 drops whole samples (stochastic depth, Huang et al. 2016, arXiv 1603.09382), 2 whole channels.
+    1 drops whole samples (StochasticDepth), 2 whole channels.
     name: of the draw; convert_dropout() takes the module's.
     """
 
@@ -186,14 +186,26 @@ class Dropout(nn.Module):
         return values * kept.to(values.dtype).mul(scale)
 
 
+class StochasticDepth(Dropout):
+    """torchvision.ops.StochasticDepth(p, "row"), by sample: sets all values of a sample to 0 with
+    probability p, and divides those of the others by 1 - p (Huang et al. 2016, arXiv 1603.09382).
+
+    For the end of a residual branch, which a sample then skips. name: of the draw; each branch
+    needs its own.
+    """
+
+    def __init__(self, p: float = 0.5, name: str = "") -> None:
+        super().__init__(p, name, kept_dims=1)
+
+
 # {class: the dimensions of its mask}
 _CHANNELS = {nn.Dropout: None, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 _OTHERS = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU, nn.FractionalMaxPool2d)
 
 
 def convert_dropout(model: nn.Module) -> nn.Module:
-    """The model with a Dropout of this module in place of each nn.Dropout (1d to 3d, too) and
-    torchvision.ops.StochasticDepth. The names of parameters stay the same.
+    """The model with a Dropout of this module in place of each nn.Dropout (1d to 3d, too), and with
+    a StochasticDepth in place of torchvision's. The names of parameters stay the same.
 
     Raises UserError for layers whose random numbers cannot be given by sample: dropout inside of
     nn.MultiheadAttention or nn.LSTM, for example. Compute softmax(scores), Dropout and the product
@@ -214,7 +226,7 @@ def _converted(name, module):
     if type(module) in _CHANNELS:
         return Dropout(module.p, name, _CHANNELS[type(module)]).train(module.training)
     if type(module).__name__ == "StochasticDepth" and module.mode == "row":
-        return Dropout(module.p, name, 1).train(module.training)
+        return StochasticDepth(module.p, name).train(module.training)
     hidden: Any = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout
     if hidden or isinstance(module, _OTHERS) or type(module).__name__ == "StochasticDepth":
         raise UserError(

@@ -7,7 +7,14 @@ from torch.utils.checkpoint import checkpoint
 
 from utils import sample_random
 from utils.errors import UserError
-from utils.sample_random import Dropout, convert_dropout, draws_named, normal, uniform
+from utils.sample_random import (
+    Dropout,
+    StochasticDepth,
+    convert_dropout,
+    draws_named,
+    normal,
+    uniform,
+)
 from utils.seeds import derive_seed, part_of_batch, start_batch
 
 CPU = torch.device("cpu")
@@ -132,10 +139,22 @@ def test_converted_model_keeps_its_parameters():
     assert convert_dropout(model) is model and [*model.state_dict()] == names
     assert isinstance(model.first, Dropout) and model.again is model.first
     assert (model.first.p, model.first.name, model.first.training) == (0.1, "first", False)
-    depth = pytest.importorskip("torchvision").ops.StochasticDepth(0.5, "row")
-    start_batch(0, 1, INDICES)
-    rows = convert_dropout(nn.Sequential(depth)).train()(torch.ones(6, 3, 2))
-    assert (rows.flatten(1).amin(1) == rows.flatten(1).amax(1)).all()
+
+
+def test_stochastic_depth_is_that_of_torchvision():
+    ops = pytest.importorskip("torchvision").ops
+    layer = convert_dropout(nn.Sequential(ops.StochasticDepth(0.2, "row")))[0]
+    assert type(layer) is StochasticDepth and (layer.p, layer.name) == (0.2, "0")
+    values = torch.ones(200, 3, 2, dtype=torch.float64)
+    start_batch(0, 1, torch.arange(200))
+    rows = layer.train()(values).flatten(1)
+    assert rows.unique().tolist() == pytest.approx([0, 1.25])  # as torchvision scales them
+    assert (rows.amin(1) == rows.amax(1)).all() and abs(
+        (rows[:, 0] == 0).float().mean() - 0.2
+    ) < 0.1
+    assert layer.eval()(values) is values
+    with pytest.raises(UserError, match="cannot belong to samples"):
+        convert_dropout(ops.StochasticDepth(0.2, "batch"))
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,9 @@ PACKED_KILLED = Case("packed killed", "train_ddp.py", 2, PACKED | SAVED)
 DROPOUT = {"dropout": 0.2}
 DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
 TO_DROPOUT = {"reference": "1gpu, dropout"}
+DEPTH = {"stochastic_depth": 0.5}
+DEPTH_KILLED = Case("stochastic depth killed", "train_fsdp.py", 2, DEPTH | SAVED)
+TO_DEPTH = {"reference": "1gpu, stochastic depth"}
 TEXT = Suite(
     task="text",
     base=COMMON
@@ -326,12 +329,37 @@ TEXT = Suite(
             resumes=DROPOUT_KILLED,
             **TO_DROPOUT,
         ),
+        Case("ddp x3, stochastic depth", "train_ddp.py", 3, DEPTH, **TO_DEPTH),
+        Case(
+            "accum x1, stochastic depth",
+            "train_ddp_accum.py",
+            1,
+            DEPTH | {"micro_batches": 6},
+            **TO_DEPTH,
+        ),
+        Case(
+            "fsdp_tp x4, stochastic depth",
+            "train_fsdp_tp.py",
+            4,
+            DEPTH | {"fsdp_size": 2},
+            **TO_DEPTH,
+        ),
+        Case("pp x2, stochastic depth", "train_pp.py", 2, DEPTH | SAME_SHAPE | STAGES, **TO_DEPTH),
+        Case(
+            "stochastic depth killed, resumed by ddp x3",
+            "train_ddp.py",
+            3,
+            DEPTH,
+            resumes=DEPTH_KILLED,
+            **TO_DEPTH,
+        ),
     ],
     references=[
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
         Case("1gpu, packed shards", "train_1gpu.py", None, PACKED),
         Case("1gpu, dropout", "train_1gpu.py", None, DROPOUT),
+        Case("1gpu, stochastic depth", "train_1gpu.py", None, DEPTH),
         Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},
