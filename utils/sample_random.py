@@ -34,45 +34,71 @@ class _Step:
 
     def __init__(self) -> None:
         self.keys: Any = None  # int64 (n,); None before the first step
-        self.on_device: dict[torch.device, Tensor] = {}
+        # One for each n, which stays where it is: a CUDA graph of the training steps reads it.
+        self.on_device: dict[tuple[torch.device, int], Tensor] = {}
         self.used: dict[str, int] = {}
         self.prefix = ""
 
     def start(self, seed: int, epoch: int, indices: Tensor) -> None:
-        """A step with the samples `indices` begins. Does not wait for a device."""
+        """A step with the samples `indices` begins. Does not wait for a device. Raises UserError if
+        a draw of the step before was not for all of its samples."""
+        used, self.used = self.used, {}
+        for name, count in used.items():
+            if count < len(self.keys):
+                raise UserError(
+                    f"the draw {name!r} took {count} samples in a step of {len(self.keys)}: draw "
+                    f"for all samples of the batch, in their order, and choose some afterwards"
+                )
         numbers = indices.numpy().astype(numpy.uint64) + numpy.uint64(
             seeds.derive_seed(seed, epoch)
         )
         self.keys = torch.from_numpy(seeds.mix(numbers).view(numpy.int64))
-        self.used = {}
-        for device, held in self.on_device.items():
-            if held.shape == self.keys.shape:  # in place, where a CUDA graph reads it
+        for (device, count), held in self.on_device.items():
+            if count == len(self.keys):
                 held.copy_(_pinned(self.keys, device), non_blocking=True)
-            else:
-                self.on_device[device] = self._copy(device)
-
-    def _copy(self, device):
-        return _pinned(self.keys, device).to(device, non_blocking=True)
 
     def take(self, name: str, count: int, device: torch.device) -> Tensor:
         """Keys, int64 (count,), of the next `count` samples for a draw. Raises UserError."""
-        if device not in self.on_device:
-            self.on_device[device] = self._copy(device)
+        if self.keys is None:
+            return self._before_the_first_step(name, count, device)
+        total = len(self.keys)
+        if (device, total) not in self.on_device:
+            copied = _pinned(self.keys, device).to(device, non_blocking=True, copy=True)
+            self.on_device[device, total] = copied
+        keys = self.on_device[device, total]
         if seeds.parts:
             number, parts = seeds.parts[-1]
-            return self.on_device[device].tensor_split(parts)[number]
+            start, end = number * count, number * count + count
+            if parts > 1 and parts * count != total and torch.is_grad_enabled():
+                raise _wrong_size(name, parts * count, total)
+            # In evaluation, a pipeline repeats samples that do not fill a batch.
+            return keys[torch.arange(start, end, device=device) % total]
         start = self.used.get(name, 0)
         if _is_backward():  # which recomputes the last part, for activation checkpointing
             start -= count
         end = start + count
-        if end > len(self.keys):
-            raise UserError(
-                f"the draw {name!r} takes {end} samples in a step of {len(self.keys)}: the first "
-                f"dimension must be that of the batch, and a module or name that is used several "
-                f"times in a step needs a name for each: `with draws_named('second'):`"
-            )
+        if end > total:
+            raise _wrong_size(name, end, total)
         self.used[name] = end
-        return self.on_device[device][start:end]
+        return keys[start:end]
+
+    def _before_the_first_step(self, name, count, device):
+        """The same for all samples: of two together, a task has the sum of both, as it must."""
+        if torch.is_grad_enabled():
+            raise UserError(
+                f"the draw {name!r} needs to know its samples: iterate over a Loader of "
+                f"utils/data.py, or call start_batch(seed, epoch, indices), of utils/seeds.py, "
+                f"before each batch"
+            )
+        return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+def _wrong_size(name, count, total):
+    return UserError(
+        f"the draw {name!r} takes {count} samples in a step of {total}: the first dimension must "
+        f"be that of the batch, and a module or name that is used several times in a step needs a "
+        f"name for each: `with draws_named('second'):`"
+    )
 
 
 def _is_backward():
@@ -102,11 +128,9 @@ def uniform(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     """Numbers in [0, 1), float32 of this shape. shape[0]: the number of samples, all of the step or
     the next of its micro-batches. name: a different one for each draw of a step.
 
-    Before the first step, as where the task is checked, they come from PyTorch's generator. Raises
-    UserError if the name has been used for these samples.
+    Before the first step, as where the task is checked, all samples have the same. Raises UserError
+    if the name has been used for these samples, or if a step trains and none has begun.
     """
-    if _step.keys is None:
-        return torch.rand(shape, device=device)
     name = _step.prefix + name
     keys = _step.take(name, shape[0], device)
     keys = torch.stack([keys, torch.full_like(keys, _first_counter(name))], -1)
@@ -209,7 +233,8 @@ def convert_dropout(model: nn.Module) -> nn.Module:
 
     Raises UserError for layers whose random numbers cannot be given by sample: dropout inside of
     nn.MultiheadAttention or nn.LSTM, for example. Compute softmax(scores), Dropout and the product
-    with the values yourself there. Calls of torch.nn.functional.dropout() are not seen.
+    with the values yourself there. Calls of torch.nn.functional.dropout() are not seen. Raises
+    UserError, too, for what has been compiled, whose dropout is part of it.
     """
     replaced: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -223,6 +248,11 @@ def convert_dropout(model: nn.Module) -> nn.Module:
 
 
 def _converted(name, module):
+    if _has_its_dropout_compiled(module):
+        raise UserError(
+            f"{name or 'the model'}, a {type(module).__name__}, has been compiled with its "
+            f"dropout: call convert_dropout() first, and compile afterwards"
+        )
     if type(module) in _CHANNELS:
         return Dropout(module.p, name, _CHANNELS[type(module)]).train(module.training)
     if type(module).__name__ == "StochasticDepth" and module.mode == "row":
@@ -234,3 +264,13 @@ def _converted(name, module):
             f"belong to samples: set its dropout to 0, or use a layer without"
         )
     return module
+
+
+def _has_its_dropout_compiled(module):
+    """By torch.compile(), in which modules have different names, TorchScript, or torch.export."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "dropout" in str(module.inlined_graph)
+    if isinstance(module, torch.fx.GraphModule):
+        calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+        return any("dropout" in str(target) for target in calls)
+    return hasattr(module, "_orig_mod")

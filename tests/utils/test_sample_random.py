@@ -25,7 +25,7 @@ INDICES = torch.tensor([5, 3, 9, 1, 0, 7])
 def no_step(monkeypatch):
     """Other tests of this process are before their first step, too."""
     yield
-    sample_random._step.keys = None
+    sample_random._step.keys, sample_random._step.used = None, {}
 
 
 def draw(indices, name="draw", epoch=1, seed=0, shape=(4, 5), function=uniform):
@@ -92,9 +92,44 @@ def test_name_that_is_used_twice_in_a_step_is_refused():
         uniform("flattened", (6 * 4, 3), CPU)
 
 
-def test_before_the_first_step_numbers_come_from_the_generator():
-    torch.manual_seed(0)
-    assert torch.equal(uniform("draw", (2, 3), CPU), torch.manual_seed(0) and torch.rand(2, 3))
+def test_draw_for_some_of_the_samples_is_refused():
+    """Their numbers would be those of the first samples."""
+    start_batch(0, 1, INDICES)
+    with torch.no_grad():
+        uniform("chosen", (4, 3), CPU)
+    with pytest.raises(
+        UserError, match="the draw 'chosen' took 4 samples in a step of 6: draw for"
+    ):
+        start_batch(0, 1, INDICES)
+    start_batch(0, 1, INDICES)
+    with part_of_batch(0, 2), pytest.raises(UserError, match="takes 4 samples in a step of 6"):
+        uniform("part", (2, 3), CPU)
+
+
+def test_draw_without_samples_is_refused():
+    """In training. Where a task is checked, all samples have the same numbers, as if they were one:
+    the loss of two is the sum of theirs."""
+    with torch.no_grad():
+        numbers = uniform("draw", (2, 3), CPU)
+    assert torch.equal(numbers[0], numbers[1])
+    with pytest.raises(UserError, match=r"'draw' needs to know its samples: .*start_batch"):
+        uniform("draw", (2, 3), CPU)
+
+
+def test_pipeline_repeats_samples_in_evaluation():
+    numbers = draw([5, 3, 9, 1], name="eval")
+    start_batch(0, 1, torch.tensor([5, 3, 9, 1]))
+    with torch.no_grad(), part_of_batch(1, 2):  # of a batch of six, which four samples fill
+        assert torch.equal(uniform("eval", (3, 4, 5), CPU), numbers[[3, 0, 1]])
+
+
+def test_keys_stay_where_a_cuda_graph_reads_them():
+    """Also if batches of a different size come between, as in evaluation."""
+    addresses = []
+    for count in (6, 4, 6):
+        start_batch(0, 1, INDICES[:count])
+        addresses.append(sample_random._step.take("draw", count, CPU).data_ptr())
+    assert addresses[0] == addresses[2] != addresses[1]
 
 
 def test_recomputed_activations_drop_the_same_elements():
@@ -172,6 +207,33 @@ def test_layers_that_cannot_be_given_their_numbers_are_refused(layer):
     with pytest.raises(UserError, match=r"^0.*, a \w+, draws random numbers .*dropout"):
         convert_dropout(nn.Sequential(layer))
     assert convert_dropout(nn.Sequential(nn.MultiheadAttention(4, 2)))
+
+
+def with_dropout_as_a_call():
+    class Model(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    return torch.fx.symbolic_trace(Model())
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        lambda: torch.compile(nn.Dropout(), backend="eager"),
+        lambda: torch.jit.trace(nn.Dropout(), torch.ones(2, 2), check_trace=False),
+        with_dropout_as_a_call,
+    ],
+    ids=["torch.compile", "TorchScript", "fx"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_model_that_has_been_compiled_with_its_dropout_is_refused(compiled):
+    with pytest.raises(
+        UserError, match=r"0, a .* has been compiled with its dropout: call convert_"
+    ):
+        convert_dropout(nn.Sequential(compiled()))
+    graph = convert_dropout(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout())))
+    assert isinstance(graph.get_submodule("0"), Dropout)  # a graph of modules can be converted
 
 
 @pytest.mark.slow

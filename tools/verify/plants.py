@@ -490,8 +490,8 @@ BUGS = [
     Bug(
         "same-noise-in-all-micro-batches",
         "utils/sample_random.py",
-        "        self.used[name] = end",
-        "        self.used[name] = 0",
+        "        return keys[start:end]",
+        "        return keys[: end - start]",
         "mp, micro-batches, dropout",
         (Problem.WEIGHTS, ""),
         "Each micro-batch draws the random numbers of the first one.",

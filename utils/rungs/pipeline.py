@@ -259,7 +259,8 @@ class Pipeline(Wrapper):
         self.input_shape = inputs.shape
         is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
         arguments = [inputs] if is_first else []
-        outputs = schedule(*arguments, target=targets if is_last else None)
+        with part_of_batch(0, 1):  # of a pass that infers shapes, outside of NumberedStage
+            outputs = schedule(*arguments, target=targets if is_last else None)
         if self.outputs is None:
             facts = (tuple(outputs.shape), outputs.dtype) if is_last else None
             self.outputs = all_gather_object(facts)[-1]
