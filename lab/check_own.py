@@ -57,6 +57,7 @@ CORRECT = {
     ],
     "text": ["ddp x2", "fsdp x2", "accum x2"],
     "segmentation": ["ddp x2", "fsdp x2"],
+    "diffusion": ["ddp x2", "fsdp x2"],
 }
 OWN_PATH_FOR_CPUS = ("train_1gpu_graph.py",)  # CUDA graphs cannot be mapped to a CPU
 ONE_FILE_TASK = ["tools/__init__.py", "tools/verify/__init__.py", "tools/verify/one_file_task.py"]

@@ -35,6 +35,7 @@ PROVEN = {
     "images": "ResNet and ViT, accuracy",
     "text": "GPT with tied embeddings, perplexity",
     "segmentation": "U-Net, mean IoU",
+    "diffusion": "DiT, loss over random noise",
 }
 
 

@@ -131,7 +131,7 @@ def parametrize(names, fast):
 def marks_of(name, fast):
     if name in fast:
         return ()
-    is_rare = name.startswith("segmentation: ") and "resumed" not in name
+    is_rare = name.startswith(("segmentation: ", "diffusion: ")) and "resumed" not in name
     return (pytest.mark.slow, pytest.mark.rare) if is_rare else pytest.mark.slow
 
 

@@ -45,12 +45,15 @@ from tools.lib.update import (
     write_files,
 )
 
-TASKS = ("images", "text", "segmentation")
+TASKS = ("images", "text", "segmentation", "diffusion")
 OWN = "own"  # in place of a task: the user's module
 TASK_LINE = "import tasks.{} as task"
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
 COMMANDS = ["tools/report.py"]  # what the pages run after the training
-OF_IMAGES = [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")]
+COMMANDS_OF_TASKS = {
+    "images": [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")],
+    "diffusion": ["tasks/diffusion/sample.py"],
+}
 SOURCES_FOR_TASKS = ("packing", "parquet", "samplers", "shards", "streams")
 FOR_TASKS = ["utils/sample_random.py", *(f"sources/{name}.py" for name in SOURCES_FOR_TASKS)]
 NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
@@ -94,7 +97,7 @@ def options_and_commands(script, task="images"):
     known = options(script) if task == OWN else options(task_module(task)) | options(script)
     if task != "images":
         known = {n: o for n, o in known.items() if "images" not in o.path.parts}
-    for name in COMMANDS + (OF_IMAGES if task == "images" else []):
+    for name in COMMANDS + COMMANDS_OF_TASKS.get(task, []):
         path = ROOT / name
         module = name.removesuffix(".py").replace("/", ".")
         known[path.stem] = Option(path.stem, path, f"python -m {module}")

@@ -23,7 +23,7 @@ def test_every_block_is_on_a_page():
     blocks = [block for page in readme.pages() for block in readme.blocks_of(page.read_text())]
     expected = {(name, None) for name in readme.BLOCKS if name != "lesson"}
     expected |= {("lesson", rung.script) for rung in LADDER if rung.parent}
-    expected |= {("verify", "text"), ("verify", "segmentation")}
+    expected |= {("verify", task) for task in ("text", "segmentation", "diffusion")}
     assert set(blocks) == expected
 
 

@@ -126,7 +126,7 @@ def test_a_copied_task_brings_nothing_of_the_others():
     files = files_to_copy(ROOT / "train_ddp.py", "text")
     assert task_module("text") in files
     parts = {part for path in files for part in path.relative_to(ROOT).parts}
-    assert not parts & {"images", "segmentation"}
+    assert not parts & {"images", "segmentation", "diffusion"}
 
 
 def test_names_are_separated_by_commas_everywhere():

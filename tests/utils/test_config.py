@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+import tasks.diffusion
 import tasks.images
 import tasks.segmentation
 import tasks.text
@@ -18,7 +19,8 @@ from utils.settings import rules_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 IMAGES = tasks.images.Settings
-TASKS = (IMAGES, tasks.text.Settings, tasks.segmentation.Settings)
+OTHER_TASKS = (tasks.text, tasks.segmentation, tasks.diffusion)
+TASKS = (IMAGES, *(task.Settings for task in OTHER_TASKS))
 SCRIPTS = {rung.script: rung.settings_class() for rung in LADDER if rung.settings}
 
 

@@ -252,6 +252,8 @@ def small_flags(script, folder):
         flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
     if "import tasks.segmentation as task" in text:
         flags += ["--synthetic-samples=64"]
+    if "import tasks.diffusion as task" in text:
+        flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=8", "--width=16"]
     if "import tasks.text as task" in text:
         flags += [f"--text-file={script}", "--layers=2", "--width=16", "--context=32"]
     for name, value in (("--fsdp-size", "2"), ("--devices", "cpu,cpu"), ("--micro-batches", "2")):

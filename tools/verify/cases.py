@@ -399,7 +399,54 @@ SEGMENTATION = Suite(
         "tp, fsdp_tp": "a U-Net has no attention heads or MLPs to divide",
     },
 )
-SUITES = {suite.task: suite for suite in (IMAGES, TEXT, SEGMENTATION)}
+
+# diffusion: the noise of a sample, and its level, are part of the loss.
+DIFFUSION = Suite(
+    task="diffusion",
+    base=COMMON
+    | {
+        "dataset": "synthetic",
+        "synthetic_samples": 125,
+        "image_size": 8,
+        "patch_size": 2,
+        "layers": 3,
+        "heads": 4,
+        "width": 16,
+        "lr": 0.01,
+        "clip_norm": 0.6,
+    },
+    steps=6,
+    trained=108,
+    dropped=17,
+    validated=31,
+    best=("loss", min),
+    exact=(),
+    cases=[
+        Case("1gpu_graph", "train_1gpu_graph.py", None, LINEAR, reference="1gpu, linear"),
+        Case("dp", "train_dp.py", None, {}),
+        Case("ddp x1", "train_ddp.py", 1, {}),
+        Case("ddp x2", "train_ddp.py", 2, {"loader": "workers", "num_workers": 1}),
+        Case("ddp x3", "train_ddp.py", 3, {}),
+        Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
+        Case("accum x2", "train_ddp_accum.py", 2, {"micro_batches": 4}),
+        Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
+        Case("mp, micro-batches", "train_mp.py", None, STAGED | {"micro_batches": 4}),
+        Case("ddp_mp x2, 2 stages", "train_ddp_mp.py", 2, STAGED),
+        Case("fsdp x2", "train_fsdp.py", 2, {}),
+        Case("tp x2", "train_tp.py", 2, {}),
+        Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        Case("pp x2, 1F1B", "train_pp.py", 2, STAGES),
+        Case("killed, resumed x2", "train_ddp.py", 2, {}, resumes=KILLED),
+        Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=KILLED),
+        Case("killed, resumed by pp x2", "train_pp.py", 2, STAGES, resumes=KILLED),
+    ],
+    references=[
+        Case("1gpu", "train_1gpu.py", None, {}),
+        Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
+    ],
+    left_out={"BatchNorm per rank": "a DiT has no BatchNorm"},
+)
+SUITES = {suite.task: suite for suite in (IMAGES, TEXT, SEGMENTATION, DIFFUSION)}
 
 
 def cases_of(suite, script):
@@ -430,8 +477,13 @@ WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 def matrix_cases(suite, scripts=None):
-    """One Case per script (default: all), each named after its script. For images and text."""
-    flags, reference = {"images": (VIT, "1gpu, ViT"), "text": (SAME_SHAPE, "1gpu")}[suite.task]
+    """One Case per script (default: all), each named after its script. For tasks whose models are
+    sequences of layers."""
+    flags, reference = {
+        "images": (VIT, "1gpu, ViT"),
+        "text": (SAME_SHAPE, "1gpu"),
+        "diffusion": ({}, "1gpu"),
+    }[suite.task]
     cases = []
     for rung in LADDER:
         if scripts is None or rung.script in scripts:

@@ -1,0 +1,159 @@
+"""The diffusion task: noise of the sample, a loss that is a sum, and images from a checkpoint."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+import tasks.diffusion as task
+from tasks.diffusion.sample import draw, load_denoiser, sample
+from tests.forked import fork_script
+from tests.recipes import applied
+from tools.copy import with_task
+from tools.lib.ladder import ROOT
+from utils import sample_random
+from utils.config import load_config
+from utils.errors import UserError
+from utils.seeds import start_batch
+
+FLAGS = {
+    "dataset": "synthetic",
+    "synthetic_samples": 48,
+    "image_size": 8,
+    "patch_size": 2,
+    "layers": 2,
+    "heads": 2,
+    "width": 16,
+    "epochs": 1,
+    "global_batch_size": 8,
+    "lr": 0.01,
+    "device": "cpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_step():
+    yield
+    sample_random._step.keys, sample_random._step.used = None, {}
+
+
+def config(*flags):
+    own = [f"--{name.replace('_', '-')}={value}" for name, value in FLAGS.items()]
+    return load_config(task.Settings, argv=[*own, *flags])
+
+
+def model_of(cfg):
+    torch.manual_seed(0)
+    return task.build_model(cfg, None).double()
+
+
+def test_images_are_inputs_and_targets():
+    cfg = config()
+    train_set, val_set = task.build_datasets(cfg)
+    assert (len(train_set), len(val_set)) == (48, 12)
+    batch = train_set.get_batch(torch.tensor([3, 5]), 0, 0)
+    assert batch.dtype == torch.uint8 and torch.equal(batch[1], train_set[5])
+    images = train_set.on_device(batch, torch.float64)
+    assert images.shape == (2, 3, 8, 8) and images.abs().max() <= 2
+    resident = train_set.resident(torch.device("cpu"))
+    assert torch.equal(resident.get_batch(torch.tensor([3, 5]), 0, 0), batch)
+    assert task.describe(train_set, val_set)["mean"] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("--image-size=9", "of patch_size 2"), ("--width=18", "of 4, twice the heads")],
+)
+def test_sizes_that_do_not_fit_are_refused(flag, message, capfd):
+    with pytest.raises(SystemExit):
+        config(flag)
+    assert message in capfd.readouterr().err
+
+
+def test_noise_is_on_the_straight_path_to_the_image():
+    model, seen = model_of(config()), []
+    images = torch.randn(2000, 3, 8, 8, dtype=torch.float64)
+    model.embed = lambda noisy, levels: seen.append((noisy, levels))
+    start_batch(0, 0, torch.arange(2000))
+    model.add_noise(images)
+    [(noisy, levels)] = seen
+    level = levels[:, None, None, None]
+    noise = (noisy - (1 - level) * images) / level
+    middle = noise[(levels > 0.1)]
+    assert abs(middle.mean()) < 0.01 and abs(middle.std() - 1) < 0.01
+    assert levels.min() >= 0 and abs(levels.mean() - 0.5) < 0.03
+
+
+def test_loss_is_the_mean_squared_error_of_a_value():
+    outputs, targets = torch.randn(2, 5, 3, 8, 8)
+    sums = {"loss": task.loss(outputs, targets), "count": task.count(targets)}
+    expected = (outputs - targets).square().mean().item()
+    assert task.summarize(sums)["loss"] == pytest.approx(expected)
+
+
+def test_every_parameter_takes_part():
+    model = model_of(config())
+    start_batch(0, 0, torch.arange(4))
+    task.loss(model(torch.randn(4, 3, 8, 8).double()), torch.zeros(4, 3, 8, 8)).backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+    assert len(task.blocks(model)) == 2
+    with pytest.raises(UserError, match="2 attention heads and 64 MLP columns cannot both be"):
+        task.tensor_parallel_plan(model, 3)
+
+
+def test_perfect_model_leads_from_noise_to_its_image():
+    image, noise = torch.randn(2, 3, 3, 8, 8, dtype=torch.float64)
+    asked = []
+
+    class Perfect:
+        def denoise(self, noisy, levels):
+            asked.append(levels)
+            level = levels[:, None, None, None]
+            torch.testing.assert_close(noisy, (1 - level) * image + level * noise)
+            return image
+
+    torch.testing.assert_close(sample(Perfect(), noise, 4), image)
+    assert torch.equal(torch.stack(asked)[:, 0], torch.tensor([1, 0.75, 0.5, 0.25]).double())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of a run with the averages of docs/recipes/ema.md."""
+    folder = applied("ema", tmp_path_factory.mktemp("copy") / "ema")
+    script = folder / "train_ddp.py"
+    script.write_text(with_task(script, "diffusion"))
+    run = fork_script(script, 1, settings=FLAGS, output_dir=folder / "run")
+    assert run.code == 0, run.stderr
+    return folder / "run" / "last.pt"
+
+
+def test_images_are_drawn_with_the_averages(trained):
+    model, data = load_denoiser(trained)
+    checkpoint = torch.load(trained, weights_only=True)
+    state = checkpoint["optimizer"]["state"]["output.weight"]
+    assert torch.equal(model.output.weight, state["average"])
+    assert not torch.equal(model.output.weight, checkpoint["model"]["output.weight"])
+    many = draw(model, data, 5, steps=3, seed=0)
+    assert many.shape == (5, 3, 8, 8) and 0 <= many.min() < many.max() <= 1
+    torch.testing.assert_close(draw(model, data, 2, steps=3, seed=0), many[:2])
+    assert not torch.equal(draw(model, data, 5, steps=3, seed=1), many)
+
+
+def test_picture_is_written_by_a_command(trained, tmp_path):
+    command = [sys.executable, "-m", "tasks.diffusion.sample", str(trained)]
+    picture = tmp_path / "grid.png"
+    arguments = [str(picture), "--images=5", "--steps=2", "--device=cpu"]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert Image.open(picture).size == (3 * 10 + 2, 2 * 10 + 2)  # images with a border of 2
+    with pytest.raises(UserError, match="there is no file"):
+        load_denoiser(tmp_path / "missing.pt")
+
+
+def test_checkpoint_of_another_task_is_refused(tmp_path):
+    run = fork_script("train_1gpu.py", output_dir=tmp_path / "run", epochs=1)
+    assert run.code == 0
+    with pytest.raises(UserError, match="is no checkpoint of the diffusion task"):
+        load_denoiser(tmp_path / "run" / "last.pt")
