@@ -500,6 +500,50 @@ BUGS = [
         "text",
     ),
     Bug(
+        "noise-seeded-per-rank",
+        "tasks/diffusion/denoiser.py",
+        '        noise = normal("noise", images.shape, images.device).to(images.dtype)',
+        "        noise = torch.randn_like(images)",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "Noise comes from PyTorch's generator, which is seeded for each rank and step.",
+        "Nothing fails. Which image gets which noise depends on the number of GPUs, and so do the "
+        "weights. The validation loss changes from epoch to epoch by luck.",
+        "Noise is a function of the sample (`utils/sample_random.py`).",
+        "diffusion",
+    ),
+    Bug(
+        "noise-seeded-per-step",
+        "tasks/diffusion/denoiser.py",
+        '        noise = normal("noise", images.shape, images.device).to(images.dtype)',
+        "        self.steps = getattr(self, 'steps', 0) + 1\n"
+        "        generator = torch.Generator().manual_seed(self.steps)\n"
+        "        noise = torch.randn(images.shape, generator=generator).to(images)",
+        "killed, resumed x2",
+        (Problem.WEIGHTS, ""),
+        "The number of the step alone seeds the noise.",
+        "Nothing fails. All ranks and micro-batches get the same noise, and a resumed run starts "
+        "with that of the first steps again.",
+        "The key of a sample contains the seed, the epoch and its index "
+        "(`utils/sample_random.py`).",
+        "diffusion",
+    ),
+    Bug(
+        "draws-numbered-in-their-order",
+        "utils/sample_random.py",
+        "    keys = torch.stack([keys, torch.full_like(keys, _first_counter(name))], -1)",
+        "    _step.draws = getattr(_step, 'draws', 0) + 1\n"
+        "    keys = torch.stack([keys, torch.full_like(keys, _step.draws << 30)], -1)",
+        "accum x2",
+        (Problem.WEIGHTS, ""),
+        "Draws are told apart by the order in which they happen, as those of a generator are, and "
+        "not by their names.",
+        "Nothing fails. The numbers depend on how many micro-batches there are, and on what has "
+        "drawn before: an evaluation in between changes the training.",
+        "Each draw has a name, from which its counters follow (`utils/sample_random.py`).",
+        "diffusion",
+    ),
+    Bug(
         "shares-in-a-row",
         "sources/samplers.py",
         "self.draw()[dp_rank() :: dp_world_size()]",
