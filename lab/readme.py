@@ -12,6 +12,7 @@ from functools import cache
 
 from check.advice import ADVICE
 from check.report import ORDER
+from lab.bench import draws as bench_draws
 from lab.bench import operations as bench_operations
 from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
@@ -230,6 +231,20 @@ def beyond():
     return markdown_table(["what", "where", "lines"], rows)
 
 
+def draws():
+    """What random numbers by sample cost."""
+    return bench_draws.table(_drawn()["costs"])
+
+
+def unkeyed():
+    """What no random numbers by sample can make the same."""
+    return bench_draws.unkeyed(_drawn())
+
+
+def _drawn():
+    return json.loads((RESULTS / "draws.json").read_text(encoding="utf-8"))
+
+
 def watching():
     """The table of `make bench-watching`."""
     result = json.loads((RESULTS / "watching.json").read_text(encoding="utf-8"))
@@ -310,6 +325,8 @@ BLOCKS = {
     "bench": bench,
     "peers": peers,
     "operations": operations,
+    "draws": draws,
+    "unkeyed": unkeyed,
     "watching": watching,
     "beyond": beyond,
     "symptoms": symptoms,
