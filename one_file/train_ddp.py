@@ -6,7 +6,7 @@
 It needs torch and torchvision, and downloads CIFAR-10. To train something else, edit the part "What
 is trained", and the accuracy in evaluate(). The weights do not depend on the number of processes,
 on --micro-batches, on workers or on restarts, except for rounding: every global batch holds the
-same samples with the same augmentation. (A model with dropout drops different elements.)
+same samples with the same augmentation. (Only nn.Dropout draws numbers of each process.)
 """
 
 import argparse
