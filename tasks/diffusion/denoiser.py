@@ -47,14 +47,16 @@ class Denoiser(nn.Module):
 
     def add_noise(self, images: Tensor) -> Tensor:
         """images: (n, 3, size, size) -> tokens of noisy ones, (n, 1 + patches, width)."""
-        levels = uniform("levels", images.shape[:1], images.device).to(images.dtype)
+        precise = torch.promote_types(images.dtype, torch.float32)  # of bfloat16, for sines
+        levels = uniform("levels", images.shape[:1], images.device).to(precise)
         noise = normal("noise", images.shape, images.device).to(images.dtype)
-        return self.embed(images.lerp(noise, levels[:, None, None, None]), levels)
+        noisy = images.lerp(noise, levels.to(images.dtype)[:, None, None, None])
+        return self.embed(noisy, levels)
 
     def embed(self, noisy: Tensor, levels: Tensor) -> Tensor:
         """See denoise() -> (n, 1 + patches, width), the first of which tells the level."""
         patches = self.patches(noisy).flatten(2).mT + self.positions
-        level = self.level(_waves(levels, patches.shape[-1]))
+        level = self.level(_waves(levels, patches.shape[-1]).to(patches.dtype))
         return torch.cat([level[:, None], patches], 1)
 
     def predict(self, tokens: Tensor) -> Tensor:

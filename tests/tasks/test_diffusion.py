@@ -86,6 +86,17 @@ def test_noise_is_on_the_straight_path_to_the_image():
     assert levels.min() >= 0 and abs(levels.mean() - 0.5) < 0.03
 
 
+def test_levels_are_precise_in_bfloat16():
+    """As with --fsdp-dtype bfloat16, which has 8 bits: sines of up to 1000 need more."""
+    model, images = model_of(config()), torch.randn(4, 3, 8, 8)
+    start_batch(0, 0, torch.arange(4))
+    expected = model.float()(images)
+    start_batch(0, 0, torch.arange(4))
+    outputs = model.bfloat16()(images.bfloat16())
+    assert outputs.dtype == torch.bfloat16
+    torch.testing.assert_close(outputs.float(), expected, rtol=0.1, atol=0.1)
+
+
 def test_loss_is_the_mean_squared_error_of_a_value():
     outputs, targets = torch.randn(2, 5, 3, 8, 8)
     sums = {"loss": task.loss(outputs, targets), "count": task.count(targets)}

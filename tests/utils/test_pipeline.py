@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torchvision
 from torch import nn
 
+import tasks.diffusion
 import tasks.images
 import tasks.segmentation
 from tasks.images.small_models import ResNet9, ResNet20, vit_tiny
@@ -79,7 +80,7 @@ def test_models_of_unknown_order_are_refused():
         tasks.images.layers(model)
 
 
-@pytest.mark.parametrize("package", [tasks.images, tasks.segmentation])
+@pytest.mark.parametrize("package", [tasks.images, tasks.segmentation, tasks.diffusion])
 def test_no_module_of_a_task_has_the_name_of_a_function(package):
     """Its first import would replace the function: tasks.images.layers() could be called once."""
     modules = {path.stem for path in Path(package.__file__).parent.glob("*.py")}
