@@ -332,7 +332,7 @@ def tensor_parallel_plan(model: GPT, ranks: int) -> list[tuple[nn.Module, dict[s
     if heads % ranks or columns % ranks:
         raise UserError(
             f"{heads} attention heads and {columns} MLP columns cannot both be divided evenly "
-            f"among {ranks} ranks: pass another --heads or --width"
+            f"among {ranks} ranks: pass a different --heads or --width"
         )
     split = ("attention.query", "attention.key", "attention.value", "mlp.0")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in split}

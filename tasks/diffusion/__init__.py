@@ -158,7 +158,7 @@ def tensor_parallel_plan(model: Denoiser, ranks: int) -> list[tuple[nn.Module, d
     if heads % ranks or columns % ranks:
         raise UserError(
             f"{heads} attention heads and {columns} MLP columns cannot both be divided evenly "
-            f"among {ranks} ranks: pass another --heads or --width"
+            f"among {ranks} ranks: pass a different --heads or --width"
         )
     plan: dict[str, Any] = {name: ColwiseParallel() for name in ("query", "key", "value", "mlp.0")}
     plan |= {"output": RowwiseParallel(), "mlp.2": RowwiseParallel()}

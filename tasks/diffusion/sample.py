@@ -37,7 +37,7 @@ def load_denoiser(path: str | Path) -> tuple[Denoiser, dict[str, Any]]:
     checkpoint = read_checkpoint(Path(path))
     config, data = checkpoint["config"], checkpoint["data"]
     if not {*SETTINGS} <= config.keys() or "mean" not in data:
-        raise UserError(f"{path} is no checkpoint of the diffusion task: pass one of a run of it")
+        raise UserError(f"{path} is not a checkpoint of the diffusion task: pass one that is")
     settings: Any = argparse.Namespace(**{name: config[name] for name in SETTINGS})
     model = build_model(settings, train_set=None)  # type: ignore[arg-type]
     weights = weights_of(checkpoint)

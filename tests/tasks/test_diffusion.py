@@ -166,5 +166,5 @@ def test_picture_is_written_by_a_command(trained, tmp_path):
 def test_checkpoint_of_another_task_is_refused(tmp_path):
     run = fork_script("train_1gpu.py", output_dir=tmp_path / "run", epochs=1)
     assert run.code == 0
-    with pytest.raises(UserError, match="is no checkpoint of the diffusion task"):
+    with pytest.raises(UserError, match="not a checkpoint of the diffusion task"):
         load_denoiser(tmp_path / "run" / "last.pt")
