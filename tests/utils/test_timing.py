@@ -197,11 +197,11 @@ def busy(function, seconds, rank):
 
 
 def plant_slow_data():
-    utils.data._make_batch = slow(utils.data._make_batch, 0.05)
+    utils.data._make_batch = slow(utils.data._make_batch, 0.4)  # also on a busy machine
 
 
 def plant_slow_data_on_rank_1():
-    utils.data._make_batch = slow(utils.data._make_batch, 0.2, rank=1)
+    utils.data._make_batch = slow(utils.data._make_batch, 0.6, rank=1)
 
 
 def plant_slow_rank():
@@ -213,7 +213,7 @@ def plant_shared_core():
 
 
 def plant_slow_disk():
-    utils.checkpoint.save_atomically = slow(utils.checkpoint.save_atomically, 0.3)
+    utils.checkpoint.save_atomically = slow(utils.checkpoint.save_atomically, 1.5)
 
 
 def limits_of(run):
