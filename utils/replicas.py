@@ -75,13 +75,15 @@ class CompareSetup(Hook):
 
 class CompareReplicas(CompareSetup):
     """Also raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
-    optimizer state: at the start, before each save, every cfg.check_replicas_every steps, and after
-    the last step of an epoch, because the forward passes of an evaluation would hide it that a rank
-    has buffers of its own: DistributedDataParallel broadcasts those of rank 0."""
+    optimizer state: at the start, after the first step, every cfg.check_replicas_every steps,
+    before each save, and after the last step of an epoch, because the forward passes of an
+    evaluation would hide it that a rank has buffers of its own: DistributedDataParallel broadcasts
+    those of rank 0."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         super().__init__(cfg, state)
         self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
+        self.is_first_step = True
         self.model, self.optimizer = state["model"], state["optimizer"]
 
     def after_load(self, checkpoint: Checkpoint) -> None:
@@ -89,7 +91,8 @@ class CompareReplicas(CompareSetup):
 
     def after_step(self, checkpoint: Checkpoint) -> None:
         loader = checkpoint.state["loader"]
-        is_due = self.every > 0 and loader.step % self.every == 0
+        is_due = self.is_first_step or (self.every > 0 and loader.step % self.every == 0)
+        self.is_first_step = False
         if is_due or loader.step == len(loader):
             self.before_save(checkpoint, between_steps=True)
 
@@ -216,8 +219,10 @@ def _named(model, optimizer, between_steps):
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         if not (between_steps and isinstance(module, _BatchNorm)):
+            left_out = {*module._non_persistent_buffers_set}  # caches
+            left_out |= {*getattr(module, "local_buffers", ())}  # which the user lets differ
             for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:  # caches
+                if name.rpartition(".")[2] not in left_out:
                     yield name, buffer
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, state in optimizer.state.items():
