@@ -27,7 +27,7 @@ SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-oldest test-gpu gpu test-loggers test-slurm test-kubernetes doctor verify \
+.PHONY: help train test test-all test-oldest test-gpu gpu null test-loggers test-slurm test-kubernetes doctor verify \
     verify-all chaos bench bench-quick bench-peers bench-operations bench-watching bench-loader \
     bench-streams bench-checkpoint bench-split lint diff readme clean
 
@@ -63,6 +63,9 @@ test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists wh
 
 gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--data cifar10.tar"
 	$(python) -m lab.gpu $(ARGS)
+
+null: $(env)  ## build a GPU that computes nothing, for python -m lab.null SCRIPT; needs g++
+	$(python) -m lab.null.build
 
 test-loggers: $(dev)  ## --logger with Weights & Biases, trackio and MLflow, which it installs
 	$(python) -m pip install --quiet -r requirements-loggers.txt

@@ -27,7 +27,10 @@ CASES = {f"{suite.task}: {c.name}": (suite, c) for suite in SUITES.values() for 
 
 
 class ForkServer:
-    """tests/fork_server.py. For `with`: at the end, no run goes on."""
+    """tests/fork_server.py. For `with`: at the end, no run goes on. environment: its variables."""
+
+    def __init__(self, environment=None):
+        self.environment = environment or os.environ
 
     def __enter__(self):
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +38,7 @@ class ForkServer:
         self.process = subprocess.Popen(
             # -u: as torchrun's ranks; -P: sys.path begins without tests/.
             [sys.executable, "-u", "-P", fork_server.__file__, str(theirs.fileno())],
-            env={name: value for name, value in os.environ.items() if name not in hidden},
+            env={name: self.environment[name] for name in self.environment if name not in hidden},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
