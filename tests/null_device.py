@@ -14,6 +14,38 @@ from tests.verifying import ForkServer
 from tools.lib.ladder import ROOT
 from tools.lib.runs import finish_run
 
+# A run of 14 steps, saved after every second. DistributedDataParallel waits in its first ten steps,
+# to log times; a resumed run has twelve.
+SETTINGS = {
+    "dataset": "synthetic",
+    "synthetic_samples": 112,
+    "image_size": 8,
+    "model": "vit_tiny",
+    "global_batch_size": 8,
+    "num_workers": 0,
+    "epochs": 1,
+    "save_steps": 2,
+    "timeout": 60,
+}
+
+# script: processes, arguments of lab.null, flags. One process stands for a rank of several where it
+# can: a stage of a pipeline needs the objects of the others.
+RUNS = {
+    "train_1gpu.py": (None, {}, {}),
+    "train_dp.py": (None, {"gpus": 1}, {}),
+    "train_1gpu_graph.py": (None, {}, {}),
+    "train_ddp.py": (None, {"ranks": 4}, {}),
+    "train_ddp_spawn.py": (None, {"gpus": 1}, {}),
+    "train_ddp_amp.py": (None, {"ranks": 4}, {"amp_dtype": "float16"}),
+    "train_ddp_accum.py": (None, {"ranks": 4}, {"micro_batches": 2}),
+    "train_fsdp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
+    "train_tp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
+    "train_fsdp_tp.py": (None, {"ranks": 4}, {"fsdp_size": 2, "fsdp_dtype": "bfloat16"}),
+    "train_pp.py": (2, {}, {}),
+    "train_mp.py": (None, {"gpus": 2}, {}),
+    "train_ddp_mp.py": (None, {"ranks": 2, "gpus": 4}, {}),
+}
+
 
 class NullRun(NamedTuple):
     """A run that has ended, and the reports of its processes, by rank."""
@@ -57,3 +89,18 @@ def null_device():
     device = NullDevice()
     with device.server:
         yield device
+
+
+def stop_and_resume(device, script, folder, nproc=None, arguments=(), **flags):
+    """Run a script, end its processes after three steps, and run it again. Returns the last run."""
+    flags = SETTINGS | {"output_dir": folder} | flags
+    limited = dict(arguments) | {"steps": 3}
+    first = device.run(script, nproc, arguments=limited, **flags)
+    assert first.code == 0, first.stderr
+    assert [len(one["steps"]) for one in first.reports] == [3] * (nproc or 1)
+    second = device.run(script, nproc, arguments=arguments, resume="always", **flags)
+    assert second.code == 0, second.stderr
+    assert "from epoch 0, step 2" in second.stdout
+    assert [len(one["steps"]) for one in second.reports] == [12] * (nproc or 1)
+    assert report.differences(first.reports) == report.differences(second.reports) == []
+    return second

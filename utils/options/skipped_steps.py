@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from utils.batches import on_device_of
 from utils.distributed import all_gather_object, dp_world_size, is_main_process
 from utils.errors import UserError, warn
 from utils.hooks import AsyncCopy, Checkpoint, Hook
@@ -68,7 +69,7 @@ class SkippedSteps(Hook):
         is_finite = meter.sums.isfinite().all().float()
         found = self.found.to(meter.sums.device)
         outcome = AsyncCopy(torch.stack([found, is_finite]))
-        meter.restore_where(found > 0, self.sums)
+        meter.restore_where(found > 0, on_device_of(found, self.sums))  # a checkpoint's: on the CPU
         self._restore_buffers()
         place, targets = (loader.epoch, loader.step), meter.count - self.targets
         previous, self.pending = self.pending, (outcome, place, targets, loader.indices)

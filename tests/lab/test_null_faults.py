@@ -1,0 +1,16 @@
+"""Faults that no test on a CPU can see: each has happened, and shows on the null device."""
+
+from tests.null_device import RUNS, stop_and_resume
+
+RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
+
+
+def resume(device, script, folder, nproc=None, **flags):
+    """stop_and_resume() as in RUNS, with these flags, too."""
+    _, arguments, own = RUNS[script]
+    arguments = {} if nproc else arguments
+    return stop_and_resume(device, script, folder, nproc, arguments, **own | flags)
+
+
+def test_sums_of_a_resumed_epoch_are_on_the_cpu_when_steps_are_skipped(null_device, tmp_path):
+    resume(null_device, "train_1gpu.py", tmp_path, max_skipped_steps=3)
