@@ -1,0 +1,59 @@
+"""Every script on the null device: trains, saves, is stopped and resumed, and no step waits."""
+
+import pytest
+
+from lab.null import report
+from tests.null_device import RUNS, SETTINGS, stop_and_resume
+from tests.processes import planted
+from tools.lib.ladder import RUNGS
+
+
+@pytest.mark.parametrize("script", RUNGS)
+def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
+    nproc, arguments, flags = RUNS[script]
+    run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)
+    assert list(map(report.cause, run.step.get("wait", ()))) == []
+    assert not [name for name in run.step["copy"] if "pageable" in name]
+    launched = report.number(run.step, "kernel") + report.number(run.step, "graph")
+    assert launched > 8
+
+
+def test_wait_in_a_step_is_found(null_device, tmp_path):
+    line = "meter.update(loss_sum, outputs, targets)"
+    copy = planted(tmp_path, "train_1gpu.py", line, f"{line}; loss.item()")
+    run = null_device.run(copy, output_dir=tmp_path / "run", **SETTINGS)
+    ((call, place),) = map(report.cause, run.step["wait"])
+    number = 1 + copy.read_text().partition("; loss.item()")[0].count("\n")
+    assert (call, place) == ("cudaStreamSynchronize", f"{copy}:{number}")
+
+
+RESNET = {"model": "resnet20"}
+OPTIONS = {
+    "1gpu, workers": ("train_1gpu.py", {"loader": "workers", "num_workers": 1}),
+    "1gpu, options": ("train_1gpu.py", {"log_steps": 5, "timing": True, "audit": True}),
+    "1gpu, deterministic": ("train_1gpu.py", {"deterministic": True, "clip_norm": 1.0}),
+    "graph, bfloat16": ("train_1gpu_graph.py", {"amp_dtype": "bfloat16", "clip_norm": 1.0}),
+    "ddp, BatchNorm": ("train_ddp.py", RESNET),
+    "ddp, skipped steps": ("train_ddp.py", {"max_skipped_steps": 3}),
+    "ddp, comparing": ("train_ddp.py", {"check_replicas_every": 100}),
+    "amp, bfloat16": ("train_ddp_amp.py", {"clip_norm": 1.0}),
+    "fsdp, BatchNorm": ("train_fsdp.py", RESNET),
+    "fsdp, BatchNorm, bfloat16": ("train_fsdp.py", RESNET | {"fsdp_dtype": "bfloat16"}),
+    "fsdp, groups": ("train_fsdp.py", {"fsdp_size": 2, "clip_norm": 1.0}),
+    "fsdp, own files": ("train_fsdp.py", {"save_sharded": True}),  # two processes
+    "tp, clipped": ("train_tp.py", {"clip_norm": 1.0}),
+    "mp, clipped": ("train_mp.py", {"clip_norm": 1.0}),
+}
+WAITS_FOR = {"ddp, skipped steps": "options/skipped_steps.py"}  # the step before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, null_device, tmp_path):
+    script, flags = OPTIONS[name]
+    nproc, arguments, own = RUNS[script]
+    if "save_sharded" in flags:  # every rank writes its part of a file
+        nproc, arguments = 2, {}
+    run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **own | flags)
+    waits = [place for _, place in map(report.cause, run.step.get("wait", ()))]
+    assert not [place for place in waits if WAITS_FOR.get(name, "nobody") not in place]
