@@ -98,7 +98,9 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state, fsdp.CompareShards, CompareReplicas, tp.PytorchRowOrder)
+    hooks = build_hooks(
+        cfg, state, fsdp.CompareShards, CompareReplicas, fsdp.OffloadBuffers, tp.PytorchRowOrder
+    )
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)

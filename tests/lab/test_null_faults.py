@@ -14,3 +14,7 @@ def resume(device, script, folder, nproc=None, **flags):
 
 def test_sums_of_a_resumed_epoch_are_on_the_cpu_when_steps_are_skipped(null_device, tmp_path):
     resume(null_device, "train_1gpu.py", tmp_path, max_skipped_steps=3)
+
+
+def test_offloaded_shards_and_buffers_are_on_two_devices_when_resumed(null_device, tmp_path):
+    resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, optimizer="sgd", **RESNET)

@@ -4,7 +4,8 @@ import atexit
 import os
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn, Self
@@ -29,7 +30,7 @@ from utils.distributed import (
     require_gpu_per_rank,
 )
 from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, Hook
+from utils.hooks import Checkpoint, FileForm, Hook
 from utils.rungs.half_precision import warnings_of
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
@@ -197,6 +198,24 @@ class CompareShards(Hook):
                 f"mixed them up: {names}. Let forward use the same ones in the same order for "
                 f"every batch, or use train_ddp.py (docs/recipes/unused-parameters.md)"
             )
+
+
+class OffloadBuffers(FileForm):
+    """With fsdp_offload, the buffers are on the CPU, as the shards are, while a file is read or
+    written: PyTorch distributes the tensors of a file only to a model on one device."""
+
+    @contextmanager
+    def context(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Buffers, such as BatchNorm's statistics, move to the CPU, and back afterwards."""
+        buffers = [*checkpoint.model.buffers()] if checkpoint.cfg.fsdp_offload else []
+        devices = [buffer.device for buffer in buffers]
+        for buffer in buffers:
+            buffer.data = buffer.cpu()
+        try:
+            yield
+        finally:
+            for buffer, device in zip(buffers, devices, strict=True):
+                buffer.data = buffer.to(device)
 
 
 @torch.compiler.disable
