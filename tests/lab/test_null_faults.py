@@ -18,3 +18,7 @@ def test_sums_of_a_resumed_epoch_are_on_the_cpu_when_steps_are_skipped(null_devi
 
 def test_offloaded_shards_and_buffers_are_on_two_devices_when_resumed(null_device, tmp_path):
     resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, optimizer="sgd", **RESNET)
+
+
+def test_gradients_of_offloaded_shards_are_on_the_cpu_when_steps_are_skipped(null_device, tmp_path):
+    resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, max_skipped_steps=3)

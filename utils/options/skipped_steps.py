@@ -48,6 +48,7 @@ class SkippedSteps(Hook):
         norm = get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
         self.found = 1.0 - norm.isfinite().float()
         if dist.is_initialized():  # ranks may hold different shards or stages
+            self.found = self.found.to(self.loader.device)  # offloaded gradients are on the CPU
             dist.all_reduce(self.found, dist.ReduceOp.MAX)
         if optimizer.defaults.get("fused"):
             optimizer.found_inf = self.found  # as torch.amp.GradScaler does
