@@ -83,7 +83,7 @@ LADDER = [
     Rung(
         "train_pp.py",
         "train_ddp.py",
-        37,
+        38,
         "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
         "utils.rungs.pipeline:PipelineSettings",
     ),
