@@ -47,7 +47,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
 @report_errors
 def main():
     cfg = load_config(task.Settings, pipeline.PipelineSettings)
-    device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
+    device = init_distributed(cfg.device, cfg.timeout, bound=False)  # pairs of ranks send alone
     configure_torch(cfg)
     set_seed(cfg.seed)  # the same initial weights everywhere
 
@@ -64,8 +64,7 @@ def main():
     # Model
     model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
     check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
-    # A Pipeline keeps only the layers of this rank's stages.
-    model = pipeline.Pipeline(model, task.layers(model), train_loader, device, cfg)
+    model = pipeline.Pipeline(model, task.layers(model), train_loader, device, cfg)  # its stages
 
     # Optimization
     optimizer = build_optimizer(model, cfg)

@@ -175,7 +175,10 @@ def select_device(
 
 
 def init_distributed(
-    device: str = "auto", timeout: float = 300.0, devices: list[torch.device] | None = None
+    device: str = "auto",
+    timeout: float = 300.0,
+    devices: list[torch.device] | None = None,
+    bound: bool = True,
 ) -> torch.device:
     """Join the process group that torchrun's environment describes; return this rank's device.
 
@@ -188,6 +191,8 @@ def init_distributed(
     Other accelerators likewise.
     timeout: seconds that a collective waits for the other ranks.
     devices: those of this process, if it uses several (utils/rungs/model_parallel.py).
+    bound: bind the group to the device. NCCL then connects all ranks now, and messages between two
+    ranks wait for all that was sent before; otherwise, each pair has a queue of its own.
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     global _device
@@ -199,7 +204,7 @@ def init_distributed(
     devices = devices or [select_device(device, local_rank, local_world_size)]
     _device = devices[-1]
     backend = "gloo" if shared else dist.get_default_backend_for_device(devices[0])
-    device_id = devices[0] if backend != "gloo" and len(devices) == 1 else None
+    device_id = devices[0] if bound and backend != "gloo" and len(devices) == 1 else None
     one_node = local_world_size == world_size
     try:
         store = _join(backend, device_id, timedelta(seconds=timeout), one_node)

@@ -22,3 +22,14 @@ def test_offloaded_shards_and_buffers_are_on_two_devices_when_resumed(null_devic
 
 def test_gradients_of_offloaded_shards_are_on_the_cpu_when_steps_are_skipped(null_device, tmp_path):
     resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, max_skipped_steps=3)
+
+
+def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
+    """Neither for collectives, nor, unless they form a batch, for those of other pairs of ranks."""
+    run = resume(null_device, "train_pp.py", tmp_path, nproc=2)
+    communicators = [
+        {call.partition(" ")[0] for call in calls} for calls in run.reports[0]["calls"].values()
+    ]
+    messages = [kinds for kinds in communicators if kinds & {"send", "receive"}]
+    assert messages == [{"send", "receive"}] * 2  # of the batches, and of the pair
+    assert {"broadcast"} in communicators

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -209,8 +210,10 @@ class Pipeline(Wrapper):
 
     def _build_schedule(self, held, count, cfg):
         numbers = self._numbers(cfg.schedule, self.rank)
+        # Of its own: on a GPU, what a group sends waits for what it has been given before.
+        messages: Any = dist.new_group(timeout=timedelta(seconds=cfg.timeout))
         stages = [
-            NumberedStage(module, number, count, self.device)
+            NumberedStage(module, number, count, self.device, group=messages)
             for module, number in zip(held, numbers, strict=True)
         ]
         try:
