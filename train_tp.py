@@ -75,6 +75,7 @@ def main():
 
     # Optimization
     optimizer = build_optimizer(model, cfg)
+    tp.update_by_mesh(optimizer)  # no kernel takes tensors of several meshes together
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
     meter = Meter(task, train_loader)
 

@@ -16,8 +16,8 @@ def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
     """SGD, Adam or AdamW over the model's trainable parameters.
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
-    parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Tensor
-    parallelism mixes tensors that no kernel takes together: they are updated one by one. Raises
+    parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Neither
+    takes tensors of several meshes together: see tensor_parallel.update_by_mesh(). Raises
     UserError for layers with sparse gradients, which few optimizers and wrappers take.
     """
     for name, module in model.named_modules():
@@ -25,13 +25,10 @@ def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
             raise UserError(f"the layer {name} has sparse gradients: build it with sparse=False")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
-    meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
+    is_whole = not any(hasattr(parameter, "device_mesh") for parameter in parameters)
     is_adam = cfg.optimizer in ("adam", "adamw")
     is_real = all(parameter.is_floating_point() for parameter in parameters)  # not complex
-    if is_real and (meshes == {None} or (len(meshes) == 1 and is_adam)):
-        options["fused"] = True
-    else:  # on CUDA, the default would be foreach, which fails for mixed tensors
-        options["foreach"] = len(meshes) == 1
+    options["fused" if is_real and (is_whole or is_adam) else "foreach"] = True
     if is_adam:
         kind = torch.optim.AdamW if cfg.optimizer == "adamw" else torch.optim.Adam
         return kind(parameters, **options)

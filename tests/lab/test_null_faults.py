@@ -1,5 +1,8 @@
 """Faults that no test on a CPU can see: each has happened, and shows on the null device."""
 
+import pytest
+
+from lab.null import report
 from tests.null_device import RUNS, stop_and_resume
 
 RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
@@ -33,3 +36,12 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     messages = [kinds for kinds in communicators if kinds & {"send", "receive"}]
     assert messages == [{"send", "receive"}] * 2  # of the batches, and of the pair
     assert {"broadcast"} in communicators
+
+
+@pytest.mark.parametrize("script", ["train_tp.py", "train_fsdp_tp.py"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, tmp_path):
+    run = resume(null_device, script, tmp_path, optimizer=optimizer, max_skipped_steps=3)
+    updates = "FusedAdam" if optimizer == "adamw" else "multi_tensor_apply_kernel"
+    assert [name for name in run.step["kernel"] if updates in name]
+    assert report.number(run.step, "kernel") < 400  # 297 to 340; one by one, about 500

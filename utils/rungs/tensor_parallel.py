@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError, say
@@ -117,12 +118,38 @@ def dropout_mask(
     return drop(whole).chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_(), which does not accept a mix of tensors and DTensors."""
+def update_by_mesh(optimizer: Optimizer) -> None:
+    """In each step, let the optimizer update the tensors of each mesh together, and those that are
+    not divided: its kernels take many tensors, but not of several meshes. Between steps, and so in
+    a checkpoint, its groups of parameters are as they were."""
+    whole = []
+
+    def divide(optimizer, *_):
+        whole[:] = optimizer.param_groups  # a list that load_state_dict() replaces
+        optimizer.param_groups[:] = [
+            dict(group, params=same)
+            for group in whole
+            for same in _by_mesh(group["params"]).values()
+        ]
+
+    def join(optimizer, *_):
+        optimizer.param_groups[:] = whole
+
+    optimizer.register_step_pre_hook(divide)
+    optimizer.register_step_post_hook(join)
+
+
+def _by_mesh(parameters):
+    """{a mesh, or None: the parameters that it divides}."""
     kinds = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return kinds
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_(), which does not accept a mix of tensors and DTensors."""
+    kinds = _by_mesh(parameter for parameter in parameters if parameter.grad is not None)
     norms = [get_total_norm([p.grad for p in same]) for same in kinds.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = torch.stack(norms).norm()
