@@ -1,8 +1,7 @@
 """Seeds of random numbers that depend on nothing but settings and positions. Needs only torch."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy
@@ -11,7 +10,7 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 on_batch: list[Callable[[int, int, Tensor], None]] = []  # called by start_batch()
-parts: list[tuple[int, int]] = []  # see part_of_batch()
+parts: list[tuple[int, int]] = []  # (number, count) of a micro-batch: utils/rungs/pipeline.py
 
 
 def set_seed(seed: int) -> None:
@@ -62,17 +61,6 @@ def _seed_cpu(mixed):
     torch.default_generator.manual_seed(mixed)  # torch.manual_seed checks for CUDA: 50 times slower
     random.seed(mixed)
     numpy.random.seed(mixed % 2**32)
-
-
-@contextmanager
-def part_of_batch(number: int, count: int) -> Iterator[None]:
-    """A context for the forward or backward pass of one of `count` micro-batches, where these do
-    not run one after another."""
-    parts.append((number, count))
-    try:
-        yield
-    finally:
-        parts.pop()
 
 
 class SampleSeeds:

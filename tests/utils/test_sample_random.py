@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from utils import sample_random
 from utils.errors import UserError
+from utils.rungs.pipeline import part_of_batch
 from utils.sample_random import (
     Dropout,
     StochasticDepth,
@@ -15,7 +16,7 @@ from utils.sample_random import (
     normal,
     uniform,
 )
-from utils.seeds import derive_seed, part_of_batch, start_batch
+from utils.seeds import derive_seed, start_batch
 
 CPU = torch.device("cpu")
 INDICES = torch.tensor([5, 3, 9, 1, 0, 7])

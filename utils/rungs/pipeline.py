@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through them."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from utils import seeds
 from utils.batches import describe
 from utils.checkpoint import Wrapper, count_trainable
 from utils.contract import trial
@@ -25,7 +26,7 @@ from utils.distributed import (
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
 from utils.options.sharded import part_of
-from utils.seeds import derive_seed, part_of_batch
+from utils.seeds import derive_seed
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -112,6 +113,17 @@ class Stage(nn.Module):
         for function in self.functions:
             x = function(x)
         return x.contiguous()  # gloo sends nothing else
+
+
+@contextmanager
+def part_of_batch(number: int, count: int) -> Iterator[None]:
+    """A context for the forward or backward pass of one of `count` micro-batches, which do not run
+    one after another, for random numbers by sample (utils/sample_random.py)."""
+    seeds.parts.append((number, count))
+    try:
+        yield
+    finally:
+        seeds.parts.pop()
 
 
 class NumberedStage(PipelineStage):
