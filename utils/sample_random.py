@@ -11,6 +11,7 @@ and later, torch.func._random computes it in one kernel; before that, the same b
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ class _Step:
         # One for each n, which stays where it is: a CUDA graph of the training steps reads it.
         self.on_device: dict[tuple[torch.device, int], Tensor] = {}
         self.used: dict[str, int] = {}
-        self.prefix = ""
+        self.prefix, self.thread = "", 0
 
     def start(self, seed: int, epoch: int, indices: Tensor) -> None:
         """A step with the samples `indices` begins. Does not wait for a device. Raises UserError if
@@ -53,6 +54,7 @@ class _Step:
             seeds.derive_seed(seed, epoch)
         )
         self.keys = torch.from_numpy(seeds.mix(numbers).view(numpy.int64))
+        self.thread = threading.get_ident()
         for (device, count), held in self.on_device.items():
             if count == len(self.keys):
                 held.copy_(_pinned(self.keys, device), non_blocking=True)
@@ -61,6 +63,11 @@ class _Step:
         """Keys, int64 (count,), of the next `count` samples for a draw. Raises UserError."""
         if self.keys is None:
             return self._before_the_first_step(name, count, device)
+        if _is_other_thread(self.thread):
+            raise UserError(
+                "nn.DataParallel runs forward passes in threads, which share the samples of a "
+                "step: use DistributedDataParallel"
+            )
         total = len(self.keys)
         if (device, total) not in self.on_device:
             copied = _pinned(self.keys, device).to(device, non_blocking=True, copy=True)
@@ -99,6 +106,11 @@ def _wrong_size(name, count, total):
         f"be that of the batch, and a module or name that is used several times in a step needs a "
         f"name for each: `with draws_named('second'):`"
     )
+
+
+def _is_other_thread(thread):
+    is_other = not torch.compiler.is_compiling() and threading.get_ident() != thread
+    return is_other and not _is_backward()  # which has threads of its own
 
 
 def _is_backward():
@@ -198,11 +210,6 @@ class Dropout(nn.Module):
         """values: (n, ...), a row per sample -> the same shape. Raises UserError."""
         if not self.training or self.p == 0:
             return values
-        if getattr(self, "_is_replica", False):
-            raise UserError(
-                "nn.DataParallel runs forward passes in threads, which share the samples of a "
-                "step: use DistributedDataParallel"
-            )
         dims = values.ndim if self.kept_dims is None else self.kept_dims
         shape = [*values.shape[:dims], *[1] * (values.ndim - dims)]
         scale = 0.0 if self.p == 1 else 1 / (1 - self.p)

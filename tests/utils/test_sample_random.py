@@ -1,5 +1,7 @@
 """utils/sample_random.py: random numbers that depend on the sample, not on ranks or batches."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -115,6 +117,14 @@ def test_draw_without_samples_is_refused():
     assert torch.equal(numbers[0], numbers[1])
     with pytest.raises(UserError, match=r"'draw' needs to know its samples: .*start_batch"):
         uniform("draw", (2, 3), CPU)
+
+
+def test_threads_of_data_parallel_are_refused():
+    start_batch(0, 1, INDICES)
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(uniform, "draw", (3, 2), CPU)
+        with pytest.raises(UserError, match=r"nn\.DataParallel runs forward passes"):
+            thread.result()
 
 
 def test_pipeline_repeats_samples_in_evaluation():
