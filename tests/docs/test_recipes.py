@@ -130,23 +130,28 @@ def test_skipped_step_moves_no_average(fused, tmp_path):
 
 @pytest.mark.slow
 def test_unused_parameters(tmp_path):
+    points = experts_task.Points(60, 0).points
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    uses = experts_task.chosen(experts_task.Points(60, 0).points)[order].view(5, 6, 2).sum(1)
-    assert {int((step > 0).sum()) for step in uses} == {0, 1, 2}  # ranks that use the second one
+    chosen = experts_task.chosen(points)[order]
+    uses = chosen.view(5, 6, 2).sum(1)
+    ranks = (uses > 0).sum(1)  # that use the second one, per step
+    assert set(ranks.tolist()) == {0, 1, 2}
     plain = project_with_task("images", tmp_path / "plain")
     # As a user would: the level is read when torch is imported.
     environment = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "PYTHONPATH": ROOT}
+    script = with_task(plain / "train_ddp.py", EXPERTS)
     flags = SMALL | RUN | {"output_dir": tmp_path / "failed"}
-    failed = finish_run(
-        start_run(with_task(plain / "train_ddp.py", EXPERTS), 2, flags, environment),
-        tmp_path / "failed",
-    )
-    assert failed.code == 1 and "Expected to have finished reduction" in failed.stderr
+    process = start_run(script, 2, flags, environment)
+    failed = finish_run(process, tmp_path / "failed")
+    assert failed.code == 1
+    assert "Expected to have finished reduction" in failed.stderr
     assert "experts.1.weight" in failed.stderr
-    script = with_task(applied("unused-parameters", tmp_path / "copy") / "train_ddp.py", EXPERTS)
-    one = run_to_end(with_task(plain / "train_1gpu.py", EXPERTS), None, tmp_path / "one")[1]
+    script = with_task(plain / "train_1gpu.py", EXPERTS)
+    _, one = run_to_end(script, None, tmp_path / "one")
+    copy = applied("unused-parameters", tmp_path / "copy")
+    script = with_task(copy / "train_ddp.py", EXPERTS)
     run_to_end(script, 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
-    two = run_to_end(script, 2, tmp_path / "two")[1]
+    _, two = run_to_end(script, 2, tmp_path / "two")
     assert largest_difference(two["model"], one["model"]) < ROUNDING
 
 

@@ -510,8 +510,10 @@ def test_damage_that_leaves_size_and_time_is_noticed(tmp_path):
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
 def test_the_members_of_a_sample_have_one_key(form, tmp_path):
     long = "x" * 110 if form == tarfile.PAX_FORMAT else ""
-    path = write_tar(tmp_path / "x.tar", {f"1.cls{long}": b"1", f"1.jpg{long}": b"2"}, format=form)
-    dataset, before = Shards([path]), os.stat(path)
+    path = tmp_path / "x.tar"
+    write_tar(path, {f"1.cls{long}": b"1", f"1.jpg{long}": b"2"}, format=form)
+    dataset = Shards([path])
+    before = os.stat(path)
     write_tar(path, {f"1.cls{long}": b"1", f"2.jpg{long}": b"2"}, format=form)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UserError, match=r"x\.tar .*offset 0 .* not of the sample 1"):

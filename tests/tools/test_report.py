@@ -66,12 +66,22 @@ def full(tmp_path):
     times = {name: [0.0, 0.0] for name in NAMES}
     times |= {"total": 12.0, "computing": [9.0, 6.0], "communicating": [1.0, 4.0]}
     times |= {"validation": [2.0, 2.0]}
-    rows = [epoch(0, 2.0, time=times, limited_by=LIMIT, skipped_steps=[])]
-    rows.append(epoch(1, 1.0, time=times, limited_by=LIMIT, skipped_steps=[3]))
-    steps = [step(e, s, 2.5 - e - s / 10) for e in (0, 1) for s in (5, 10)] + [step(2, 5, 0.5)]
-    starts = [start(0, 0), start(1, 5)]
-    starts[1] |= {"model": "Net, 5 parameters", "torch": "2.14", "command": "train.py --x '<b>'"}
-    return write(tmp_path / "full", rows, steps, starts, epochs=3)
+    rows = [
+        epoch(0, 2.0, time=times, limited_by=LIMIT, skipped_steps=[]),
+        epoch(1, 1.0, time=times, limited_by=LIMIT, skipped_steps=[3]),
+    ]
+    steps = [
+        step(0, 5, 2.0),
+        step(0, 10, 1.5),
+        step(1, 5, 1.0),
+        step(1, 10, 0.5),
+        step(2, 5, 0.5),
+    ]
+    resumed = start(1, 5)
+    resumed["model"] = "Net, 5 parameters"
+    resumed["torch"] = "2.14"
+    resumed["command"] = "train.py --x '<b>'"
+    return write(tmp_path / "full", rows, steps, [start(0, 0), resumed], epochs=3)
 
 
 # What is on the page

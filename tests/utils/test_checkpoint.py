@@ -840,11 +840,13 @@ def test_extra_state_of_any_kind_is_saved(is_sharded, tmp_path):
         return {"model": model, "optimizer": optimizer, "loader": Steps()}
 
     saved, loaded = make(), make()
-    saved["model"][0].extra = {"recipe": "y", "scales": [torch.full((2,), 3.0)]}
+    layer = saved["model"][0]
+    layer.extra = {"recipe": "y", "scales": [torch.full((2,), 3.0)]}
     save(tmp_path, saved, save_sharded=is_sharded)
     assert checkpointer(tmp_path, loaded).load() == 1
-    assert str(loaded["model"][0].extra) == str(saved["model"][0].extra)
-    saved["model"][0].extra["scales"][0][0] = float("nan")
+    assert str(loaded["model"][0].extra) == str(layer.extra)
+    (scale,) = layer.extra["scales"]
+    scale[0] = float("nan")
     with pytest.raises(UserError, match=r"0\._extra_state .* 1 tensors .*--clip-norm"):
         save(tmp_path, saved, 2, save_sharded=is_sharded)
 
