@@ -333,7 +333,7 @@ def test_subsets_are_collated_by_the_dataset_in_them():
     ):
         images, targets = next(iter(make_loader(dataset)))
         assert isinstance(images, list) and isinstance(targets, list)
-    with pytest.raises(UserError, match=r"ConcatDataset .*different .*collate_fn"):
+    with pytest.raises(UserError, match=r"ConcatDataset .*different .*collate_fn: give"):
         list(make_loader(ConcatDataset([whole, Numbered()])).examples([0]))
 
 
