@@ -380,8 +380,9 @@ def test_plain_counts_that_differ_between_the_ranks_are_refused():
     for outcomes in run_ranks(body, 3):
         refused = [text for text in outcomes if isinstance(text, str)]
         assert outcomes == [3, 3, refused[0], 3, 3, 3, refused[1], 3]
-        assert all("count() returns a plain number that differs" in text for text in refused)
-        assert all(text.endswith("return a tensor") for text in refused)
+        for text in refused:
+            assert "count() returns a plain number" in text
+            assert text.endswith("return a tensor")
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])

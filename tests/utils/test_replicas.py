@@ -150,8 +150,8 @@ def test_differing_tensor_and_its_rank_are_named():
         odd = 1 if world_size == 2 else world_size - 2
         for messages in run_ranks(body, world_size, world_size):
             for name, message in zip(cases, messages, strict=True):
-                assert f"rank {odd} differs from the others in {name}" in message
-                assert "the first of 1 tensors that differ" in message
+                assert f"rank {odd} differs" in message
+                assert f" {name}, the first of 1 tensors" in message
 
 
 def test_copies_of_a_shard_are_compared():
@@ -183,7 +183,7 @@ def test_copies_of_a_shard_are_compared():
         assert same == own == (None, "")
         for name, (kind, text) in (("copied", copied), ("sliced", sliced)):
             assert kind is UserError
-            assert f"rank 3 differs from the others in {name}, the first of 1 tensors" in text
+            assert "rank 3 differs" in text and f" {name}, the first of 1 tensors" in text
 
 
 def test_statistics_of_batchnorms_may_differ_between_steps():
@@ -381,7 +381,7 @@ def test_differing_ranks_are_refused():
         (kind, text), (_, of_classes), of_free_settings = outcomes
         assert kind is UserError, text
         expected = "rank 0 has lr 0.1, not 0.5" if rank == 2 else "rank 2 has lr 0.5, not 0.1"
-        assert expected in text and "the ranks must agree on that" in text
+        assert expected in text and "must agree" in text
         assert "has classes [" in of_classes
         assert rank == 1 or "rank 1 has classes ['b'], not ['a']" in of_classes
         assert of_free_settings == (None, "")
