@@ -24,7 +24,7 @@ from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.replicas import CompareReplicas
-from utils.rungs.accumulation import AccumulationSettings
+from utils.rungs.accumulation import AccumulationSettings, RunningStatistics
 from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.seeds import set_seed
 from utils.sync_batchnorm import convert_sync_batchnorm
@@ -95,7 +95,7 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state, CompareReplicas)  # compares the ranks' code, data and weights
+    hooks = build_hooks(cfg, state, CompareReplicas, RunningStatistics)
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -92,7 +92,7 @@ def main():
         "meter": meter,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state)
+    hooks = build_hooks(cfg, state, mp.RunningStatistics)
     checkpoint = Checkpointer(cfg, state, hooks)
     start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)

@@ -1,5 +1,7 @@
 """Gradient accumulation: the settings of train_ddp_accum.py, and what it communicates."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ import tasks.images
 from tests.forked import ROUNDING, fork_script, largest_difference
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config, load_config
-from utils.rungs.accumulation import AccumulationSettings
+from utils.rungs.accumulation import AccumulationSettings, RunningStatistics
 
 
 def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
@@ -110,6 +112,24 @@ def test_micro_batches_with_different_numbers_of_targets_equal_one_batch(tmp_pat
         assert largest_difference(model, expected) < ROUNDING
         for name in ("train_loss", "val_loss", "train_accuracy"):
             assert run.rows[1][name] == pytest.approx(whole.rows[1][name], rel=ROUNDING)
+
+
+def test_modules_whose_statistics_are_those_of_a_micro_batch_are_named(capsys):
+    class Cached(nn.Linear):
+        def forward(self, inputs):
+            self.register_buffer("cache", inputs.detach(), persistent=False)
+            return super().forward(inputs)
+
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), Cached(3, 2))
+    for micro_batches, named in ((2, True), (1, False)):
+        checkpoint = SimpleNamespace(model=model)
+        hook = RunningStatistics(SimpleNamespace(micro_batches=micro_batches), {})
+        hook.after_load(checkpoint)
+        for _ in range(2):
+            model(torch.randn(2, 2, 3))
+            hook.after_step(checkpoint)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.rpartition(": ")[2] for line in lines] == ["1"] * named
 
 
 def test_gradients_are_reduced_once_per_step(tmp_path):

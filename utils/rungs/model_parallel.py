@@ -14,6 +14,7 @@ from utils.batches import map_tensors, tensors_of
 from utils.checkpoint import Wrapper
 from utils.distributed import default_device_type, parse_device
 from utils.errors import UserError
+from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a task's layers()

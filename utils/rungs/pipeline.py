@@ -26,6 +26,7 @@ from utils.distributed import (
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
 from utils.options.sharded import part_of
+from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.seeds import derive_seed
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
