@@ -482,7 +482,7 @@ if __name__ == "__main__":
         # An error that all ranks have is printed once: torchrun ends the others before they do.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)
+            time.sleep(15)
         sys.exit(traceback.format_exc())  # frees the loader, which ends its processes; not `raise`
     dist.destroy_process_group()
     os._exit(0)  # threads of gloo may abort a process that shuts down (pytorch/pytorch#190489)
