@@ -44,4 +44,4 @@ def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, 
     run = resume(null_device, script, tmp_path, optimizer=optimizer, max_skipped_steps=3)
     updates = "FusedAdam" if optimizer == "adamw" else "multi_tensor_apply_kernel"
     assert [name for name in run.step["kernel"] if updates in name]
-    assert report.number(run.step, "kernel") < 400  # 297 to 340; one by one, about 500
+    assert report.number(run.step, "kernel") < 400  # one by one, AdamW takes over 700
