@@ -22,6 +22,8 @@ from lab.chaos import log as chaos_log
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
+from lab.null.budgets import RESULT as BUDGETS
+from lab.null.budgets import table as budgets_table
 from tools.copy import TASKS, options_and_commands, texts
 from tools.lib.closure import purpose, size, total
 from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
@@ -265,6 +267,12 @@ def guarantees():
     return f"{guarantees_table(result['readers'])}\n\nMeasured with {versions}."
 
 
+def budgets():
+    """The counts of lab.null.budgets, and the version of PyTorch."""
+    result = json.loads(BUDGETS.read_text(encoding="utf-8"))
+    return f"{budgets_table(result)}\n\nCounted on the null device, with torch {result['torch']}."
+
+
 def chaos():
     """What `make chaos` did to each script."""
     return chaos_log.report(json.loads(chaos_log.RESULT.read_text(encoding="utf-8")))
@@ -337,6 +345,7 @@ BLOCKS = {
     "split": split,
     "guarantees": guarantees,
     "chaos": chaos,
+    "budgets": budgets,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 

@@ -9,42 +9,14 @@ import pytest
 
 from lab.null import report
 from lab.null.__main__ import INSIDE, environment
+from lab.null.budgets import FLAGS
 from lab.null.build import Unsupported, build
 from tests.verifying import ForkServer
 from tools.lib.ladder import ROOT
 from tools.lib.runs import finish_run
 
-# A run of 14 steps, saved after every second. DistributedDataParallel waits in its first ten steps,
-# to log times; a resumed run has twelve.
-SETTINGS = {
-    "dataset": "synthetic",
-    "synthetic_samples": 112,
-    "image_size": 8,
-    "model": "vit_tiny",
-    "global_batch_size": 8,
-    "num_workers": 0,
-    "epochs": 1,
-    "save_steps": 2,
-    "timeout": 60,
-}
-
-# script: processes, arguments of lab.null, flags. One process stands for a rank of several where it
-# can: a stage of a pipeline needs the objects of the others.
-RUNS = {
-    "train_1gpu.py": (None, {}, {}),
-    "train_dp.py": (None, {"gpus": 1}, {}),
-    "train_1gpu_graph.py": (None, {}, {}),
-    "train_ddp.py": (None, {"ranks": 4}, {}),
-    "train_ddp_spawn.py": (None, {"gpus": 1}, {}),
-    "train_ddp_amp.py": (None, {"ranks": 4}, {"amp_dtype": "float16"}),
-    "train_ddp_accum.py": (None, {"ranks": 4}, {"micro_batches": 2}),
-    "train_fsdp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
-    "train_tp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
-    "train_fsdp_tp.py": (None, {"ranks": 4}, {"fsdp_size": 2, "fsdp_dtype": "bfloat16"}),
-    "train_pp.py": (2, {}, {}),
-    "train_mp.py": (None, {"gpus": 2}, {}),
-    "train_ddp_mp.py": (None, {"ranks": 2, "gpus": 4}, {}),
-}
+# Saved after every second of its 14 steps.
+SETTINGS = FLAGS | {"save_steps": 2}
 
 
 class NullRun(NamedTuple):

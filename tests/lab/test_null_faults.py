@@ -3,7 +3,8 @@
 import pytest
 
 from lab.null import report
-from tests.null_device import RUNS, stop_and_resume
+from lab.null.budgets import RUNS
+from tests.null_device import stop_and_resume
 
 RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
 

@@ -1,0 +1,103 @@
+"""What an ordinary step of each script costs on the null device: kernels, copies, waits, messages.
+
+    python -m lab.null.budgets
+
+Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
+step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts are those of the
+null device, without cuDNN, and of one version of PyTorch.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from lab.null import report
+from tools.lib.ladder import ROOT
+from tools.lib.markdown import markdown_table
+from tools.lib.runs import flag_list
+
+RESULT = ROOT / "docs" / "results" / "null.json"
+# Enough steps for DistributedDataParallel, which waits in its first ten to log times.
+FLAGS = {
+    "dataset": "synthetic",
+    "synthetic_samples": 112,
+    "image_size": 8,
+    "model": "vit_tiny",
+    "global_batch_size": 8,
+    "num_workers": 0,
+    "epochs": 1,
+    "timeout": 60,
+}
+# script: processes, options of lab.null, flags. One process stands for a rank of several where it
+# can: a stage of a pipeline needs the objects of the others.
+RUNS = {
+    "train_1gpu.py": (None, {}, {}),
+    "train_dp.py": (None, {"gpus": 1}, {}),
+    "train_1gpu_graph.py": (None, {}, {}),
+    "train_ddp.py": (None, {"ranks": 4}, {}),
+    "train_ddp_spawn.py": (None, {"gpus": 1}, {}),
+    "train_ddp_amp.py": (None, {"ranks": 4}, {"amp_dtype": "float16"}),
+    "train_ddp_accum.py": (None, {"ranks": 4}, {"micro_batches": 2}),
+    "train_fsdp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
+    "train_tp.py": (None, {"ranks": 4}, {"optimizer": "adamw"}),
+    "train_fsdp_tp.py": (None, {"ranks": 4}, {"fsdp_size": 2, "optimizer": "adamw"}),
+    "train_pp.py": (2, {}, {}),
+    "train_mp.py": (None, {"gpus": 2}, {}),
+    "train_ddp_mp.py": (None, {"ranks": 2, "gpus": 4}, {}),
+}
+HEAD = ["script", "run", "kernels", "graphs", "copies", "waits", "collectives", "bytes sent"]
+
+
+def counts_of(step):
+    """An ordinary step's counts: {kind: number}, and the bytes of its collectives."""
+    counts = {kind: report.number(step, kind) for kind in report.KINDS}
+    return counts | {"bytes": report.size(step, "collective")}
+
+
+def measure(script):
+    """counts_of() a run of a script, of its first rank."""
+    nproc, options, flags = RUNS[script]
+    with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
+        result = Path(folder) / "counts.json"
+        command = [sys.executable, "-m", "lab.null", "--json", str(result), *flag_list(options)]
+        if nproc:
+            command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
+        everything = FLAGS | flags | {"output_dir": f"{folder}/run"}
+        command += [script, *flag_list(everything)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if run.returncode:
+            sys.exit(f"error: {script} on the null device:\n{run.stderr}")
+        return counts_of(report.ordinary_step(json.loads(result.read_text())[0]))
+
+
+def description(script):
+    """How a script was run."""
+    nproc, options, flags = RUNS[script]
+    ranks = nproc or options.get("ranks", 1)
+    return ", ".join([f"{ranks} rank{'s' * (ranks > 1)}", *(t[2:] for t in flag_list(flags))])
+
+
+def table(result):
+    """The published counts, as a Markdown table."""
+    rows = []
+    for script, counts in result["scripts"].items():
+        cells = [f"{number:,}" for number in counts.values()]
+        rows.append([f"`{script}`", description(script), *cells])
+    return markdown_table(HEAD, rows)
+
+
+def main():
+    scripts = {}
+    for script in RUNS:
+        scripts[script] = measure(script)
+        print(script, scripts[script], flush=True)
+    result = {"torch": torch.__version__, "scripts": scripts}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
