@@ -221,16 +221,15 @@ class Checkpointer:
             raise UserError(
                 f"a checkpoint cannot hold the model or the optimizer: {error}"
             ) from None
-        contents = {"model": model, "optimizer": optimizer}
-        contents["id"] = uuid.uuid4().hex  # of this save: see load()
+        contents = with_plain_numbers({"model": model, "optimizer": optimizer})
+        contents |= self._gather_others()
         # A GPU's tensors are copied to pinned memory, without waiting; deepcopy takes the copies.
         copies = {}
         if is_whole and is_main_process():
-            tensors = itertools.chain(*_tensors(contents).values())
+            tensors = tensors_of(contents)
             copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
         with fail_together():  # reads a value from each device, and so waits for the copies
             _refuse_non_finite(contents, self.never_finite)
-        contents = with_plain_numbers(contents) | self._gather_others()
         with fail_together():
             refuse_unreadable(contents)
         return contents, copies
@@ -238,6 +237,7 @@ class Checkpointer:
     def _gather_others(self):
         """The contents of a checkpoint, except for model and optimizer."""
         contents = {"format": FORMAT, "epoch": self.epoch, "config": vars(self.cfg)}
+        contents["id"] = uuid.uuid4().hex  # of this save: see load()
         contents["initial_groups"] = self.initial_groups
         for name, value in self.others.items():
             contents[name] = value.state_dict() if hasattr(value, "state_dict") else value

@@ -4,7 +4,8 @@ import pytest
 
 from lab.null import report
 from lab.null.budgets import RUNS
-from tests.null_device import stop_and_resume
+from tests.null_device import SETTINGS, stop_and_resume
+from tests.processes import planted
 
 RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
 
@@ -46,3 +47,15 @@ def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, 
     updates = "FusedAdam" if optimizer == "adamw" else "multi_tensor_apply_kernel"
     assert [name for name in run.step["kernel"] if updates in name]
     assert report.number(run.step, "kernel") < 400  # one by one, AdamW takes over 700
+
+
+def test_all_of_a_checkpoint_is_copied_to_pinned_memory(null_device, tmp_path):
+    """Also the state of a recipe, which may be as large as the gradients: a copy of it on the GPU
+    would need as much memory again."""
+    line, size = "    hooks = build_hooks(cfg, state)\n", 4 * 10**5
+    state = "    state['errors'] = {'sums': torch.ones(10**5, device=device)}\n"
+    copy = planted(tmp_path, "train_1gpu.py", line, state + line)
+    run = null_device.run(copy, output_dir=tmp_path / "run", **SETTINGS)
+    saved = report.total([*run.reports[0]["steps"][1:], run.reports[0]["end"]])["copy"]
+    assert saved["device to host, pinned"][1] > size
+    assert saved["device to host, pageable"][1] < size
