@@ -43,12 +43,14 @@ class NullDevice:
             pytest.skip(str(error))
         self.server = ForkServer(environment(self.library, ""))
 
-    def run(self, script, nproc=None, limit=120, arguments=(), **flags):
-        """Run a script. nproc: its processes. arguments: those of environment(), by name."""
+    def run(self, script, nproc=None, limit=120, arguments=(), variables=(), **flags):
+        """Run a script. nproc: its processes. arguments: those of environment(), by name.
+        variables: more of its environment."""
         with tempfile.TemporaryDirectory(prefix="null-device-") as folder:
             everything = environment(self.library, folder, **dict(arguments))
             names = [n for n in everything if n.startswith("NULL_") or n not in os.environ]
             changed = {name: everything[name] for name in names} | {"PYTHONPATH": str(INSIDE)}
+            changed |= dict(variables)
             cores = sorted(os.sched_getaffinity(0))[: nproc or 1]
             process = self.server.start(script, nproc, flags, changed, ROOT, cores, None)
             run = finish_run(process, flags.get("output_dir", "/nowhere"), limit)

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from lab.null import report
+from lab.null.__main__ import INSIDE
 from lab.null.budgets import RESULT, RUNS, counts_of
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
-from tools.lib.ladder import RUNGS
+from tools.lib.ladder import ROOT, RUNGS
+from tools.verify import one_file
 
 
 @pytest.mark.parametrize("script", RUNGS)
@@ -65,3 +67,16 @@ def test_options(name, null_device, tmp_path):
     run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **own | flags)
     waits = [place for _, place in map(report.cause, run.step.get("wait", ()))]
     assert not [place for place in waits if WAITS_FOR.get(name, "nobody") not in place]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp.py"])
+def test_one_file(name, null_device, tmp_path):
+    copy = tmp_path / name
+    text = one_file.with_task(ROOT / "one_file" / name)  # asks for signals in every step
+    copy.write_text(text.replace("INTERVAL = 1 ", "INTERVAL = 99 "))
+    variables = {"READS": str(tmp_path / "reads"), "PYTHONPATH": f"{INSIDE}:{ROOT}"}
+    flags = {"checkpoint": tmp_path / "checkpoint.pt", "global_batch": 18, "workers": 0}
+    run = null_device.run(copy, 2, variables=variables, epochs=3, **flags)
+    assert report.differences(run.reports) == []
+    assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
