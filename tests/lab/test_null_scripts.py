@@ -79,4 +79,5 @@ def test_one_file(name, null_device, tmp_path):
     flags = {"checkpoint": tmp_path / "checkpoint.pt", "global_batch": 18, "workers": 0}
     run = null_device.run(copy, 2, variables=variables, epochs=3, **flags)
     assert report.differences(run.reports) == []
+    assert "barrier()" not in run.stderr  # warns that no GPU has been named for it
     assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
