@@ -170,6 +170,21 @@ def test_command_reports_as_text_and_as_json(null_device, tmp_path):
     assert len(json.loads((tmp_path / "counts.json").read_text())[0]["steps"]) == 4
 
 
+@pytest.mark.slow
+def test_races_between_streams_are_found_by_the_sanitizer(null_device, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "numbers = torch.zeros(8, device='cuda')\n"
+        "with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "    numbers.add_(1)  # does not wait for the zeros\n"
+    )
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
+    command = [sys.executable, "-m", "lab.null", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert "possible data race" in run.stderr
+
+
 @pytest.mark.parametrize("difference", [0, 1])
 def test_ranks_call_the_same_collectives(difference, null_device, tmp_path):
     text = GROUPS.replace("DIFFERENCE", str(difference))

@@ -40,8 +40,15 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     assert {"broadcast"} in communicators
 
 
-@pytest.mark.parametrize("script", ["train_tp.py", "train_fsdp_tp.py"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("script", "optimizer"),
+    [
+        ("train_tp.py", "adamw"),
+        pytest.param("train_tp.py", "sgd", marks=pytest.mark.slow),
+        pytest.param("train_fsdp_tp.py", "adamw", marks=pytest.mark.slow),
+        ("train_fsdp_tp.py", "sgd"),
+    ],
+)
 def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, tmp_path):
     run = resume(null_device, script, tmp_path, optimizer=optimizer, max_skipped_steps=3)
     updates = "FusedAdam" if optimizer == "adamw" else "multi_tensor_apply_kernel"
