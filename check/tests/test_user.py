@@ -168,7 +168,9 @@ def test_remedies_for_data_that_is_missing_and_folders_that_are_not_writable():
     assert "--device cpu" in remedies("CUDA error: not initialized")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     """Neither a process, one that has left its session included, nor a folder."""
     source = (
@@ -272,6 +274,7 @@ def numbers(limit, source, folder):
     return [int(word) for word in output(limit, source, folder).split()]
 
 
+@pytest.mark.slow
 def test_limited_lengths_agree(tmp_path):
     source = """
 class Mixin:

@@ -76,7 +76,7 @@ def project(tmp_path_factory):
         yield Project(tmp_path_factory.mktemp("project"), monkeypatch)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_weights_as_without_the_page(architecture, nproc, project, tmp_path):
     project.choose(architecture)

@@ -115,6 +115,7 @@ def outdated_file():
         utils.metrics.read_metrics = lambda path: []
 
 
+@pytest.mark.slow
 def test_early_stopping(tmp_path):
     train = partial(run_to_end, applied("early-stopping", tmp_path / "copy") / "train_ddp.py")
     flags = {"model": "resnet20_gn", "epochs": 30, "lr_schedule": "constant", "seed": 1}

@@ -33,6 +33,7 @@ def soak(tmp_path, names, count, seed=0, real_share=0.0, patience=30, **flags):
     return run.run(names, count, seed, real_share=real_share)
 
 
+@pytest.mark.slow
 def test_run_survives_faults(tmp_path):
     names = ["kill-save", "kill-rename", "eio-link", "usr1-rank", "leave", "flip", "leftover"]
     names += ["torn-row", "kill-launcher"]

@@ -395,6 +395,7 @@ def test_copy_that_is_updated(clone, tmp_path):
     assert json.loads((copy / RECORD).read_text())["options"] == ["audit"]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
     copy, newer = tmp_path / "copy", tmp_path / "newer"
     assert tools_copy(clone, "train_ddp.py", copy, "--plain").returncode == 0
@@ -425,6 +426,7 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
     assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
 
 
+@pytest.mark.slow
 def test_option_that_has_moved_stays(clone, tmp_path):
     copy, newer = tmp_path / "copy", tmp_path / "newer"
     flags = ["--task", "text", "--with", "text_folder"]
