@@ -75,15 +75,15 @@ class CompareSetup(Hook):
 
 class CompareReplicas(CompareSetup):
     """Also raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
-    optimizer state: at the start, after the first step, every cfg.check_replicas_every steps,
-    before each save, and after the last step of an epoch, because the forward passes of an
-    evaluation would hide it that a rank has buffers of its own: DistributedDataParallel broadcasts
-    those of rank 0."""
+    optimizer state: at the start, after the second step (in which DistributedDataParallel itself
+    names parameters without a gradient), every cfg.check_replicas_every steps, before each save,
+    and after the last step of an epoch, because the forward passes of an evaluation would hide it
+    that a rank has buffers of its own: DistributedDataParallel broadcasts those of rank 0."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         super().__init__(cfg, state)
         self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
-        self.is_first_step = True
+        self.steps = 0
         self.model, self.optimizer = state["model"], state["optimizer"]
 
     def after_load(self, checkpoint: Checkpoint) -> None:
@@ -91,8 +91,8 @@ class CompareReplicas(CompareSetup):
 
     def after_step(self, checkpoint: Checkpoint) -> None:
         loader = checkpoint.state["loader"]
-        is_due = self.is_first_step or (self.every > 0 and loader.step % self.every == 0)
-        self.is_first_step = False
+        self.steps += 1
+        is_due = self.steps == 2 or (self.every > 0 and loader.step % self.every == 0)
         if is_due or loader.step == len(loader):
             self.before_save(checkpoint, between_steps=True)
 

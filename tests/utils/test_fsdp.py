@@ -312,9 +312,9 @@ def test_parameters_that_only_some_ranks_use_are_refused(blocks):
     cases = [
         ([BOTH, FIRST, SECOND, BOTH, ([], [])], 1, None),  # all ranks alike
         ([BOTH, ([0], [1]), BOTH], 1, 2),
-        ([BOTH, ([0], [1]), ([1], [0]), BOTH, BOTH], 4, 4),
-        ([([0], [1]), BOTH, BOTH], 0, 1),  # after the first step
-        ([BOTH, ([0], [1]), BOTH], 0, 3),  # after the last step of an epoch
+        ([BOTH, BOTH, ([0], [1]), ([1], [0]), BOTH], 4, 4),
+        ([([0], [1]), BOTH, BOTH], 0, 2),  # after the second step
+        ([BOTH, BOTH, ([0], [1]), BOTH], 0, 4),  # after the last step of an epoch
         ([([0], [1]), BOTH, BOTH], -1, None),
     ]
 

@@ -182,7 +182,7 @@ class CompareShards(Hook):
             if parameter.grad is not None:
                 self.uses[name] = hash((self.uses[name], self.steps))
         loader = checkpoint.state["loader"]
-        is_due = self.steps == 1 or (self.every > 0 and loader.step % self.every == 0)
+        is_due = self.steps == 2 or (self.every > 0 and loader.step % self.every == 0)
         if is_due or loader.step == len(loader):
             self.before_save(checkpoint, between_steps=True)
 
