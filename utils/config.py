@@ -32,8 +32,7 @@ class Watching(BaseSettings):
 
     check_replicas_every: int = free_setting(
         0,
-        "steps between comparisons of ranks; 0: only after the second step, at saves and at the "
-        "end of epochs; -1: never",
+        "steps between comparisons of ranks; 0: only at saves and at the end of epochs; -1: never",
         low=-1,
     )
     log_steps: int = free_setting(

@@ -75,10 +75,11 @@ class CompareSetup(Hook):
 
 class CompareReplicas(CompareSetup):
     """Also raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
-    optimizer state: at the start, after the second step (in which DistributedDataParallel itself
-    names parameters without a gradient), every cfg.check_replicas_every steps, before each save,
-    and after the last step of an epoch, because the forward passes of an evaluation would hide it
-    that a rank has buffers of its own: DistributedDataParallel broadcasts those of rank 0."""
+    optimizer state: at the start, every cfg.check_replicas_every steps, before each save, and after
+    the last step of an epoch, because the forward passes of an evaluation would hide it that a rank
+    has buffers of its own: DistributedDataParallel broadcasts those of rank 0. After the second
+    step, in which DistributedDataParallel names parameters without a gradient, they compare
+    buffers."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         super().__init__(cfg, state)
@@ -92,18 +93,22 @@ class CompareReplicas(CompareSetup):
     def after_step(self, checkpoint: Checkpoint) -> None:
         loader = checkpoint.state["loader"]
         self.steps += 1
-        is_due = self.steps == 2 or (self.every > 0 and loader.step % self.every == 0)
+        is_due = self.every > 0 and loader.step % self.every == 0
         if is_due or loader.step == len(loader):
             self.before_save(checkpoint, between_steps=True)
+        elif self.steps == 2 and self.every >= 0:
+            check_replicas(self.model, None, between_steps=True)
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         if self.every >= 0:
             check_replicas(self.model, self.optimizer, between_steps)
 
 
-def check_replicas(model: nn.Module, optimizer: Optimizer, between_steps: bool = False) -> None:
+def check_replicas(
+    model: nn.Module, optimizer: Optimizer | None, between_steps: bool = False
+) -> None:
     """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
-    single bit. All ranks call it together.
+    single bit. All ranks call it together. optimizer: None: compare the buffers alone.
 
     Of a DTensor, each rank compares its shard with those of the ranks that hold the same one, if
     there are any. between_steps: the statistics of BatchNorms are not compared. Unless these are
@@ -216,7 +221,8 @@ def _shard_number(tensor):
 
 def _named(model, optimizer, between_steps):
     model = unwrap(model)
-    yield from model.named_parameters()
+    if optimizer:
+        yield from model.named_parameters()
     for prefix, module in model.named_modules():
         if not (between_steps and isinstance(module, _BatchNorm)):
             left_out = {*module._non_persistent_buffers_set}  # caches
@@ -225,7 +231,7 @@ def _named(model, optimizer, between_steps):
                 if name.rpartition(".")[2] not in left_out:
                     yield name, buffer
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
+    for parameter, state in optimizer.state.items() if optimizer else ():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 yield f"{names.get(parameter, 'a parameter')} ({key})", value

@@ -41,7 +41,8 @@ class StepLog(Hook):
         self.every, self.path = cfg.log_steps, Path(cfg.output_dir) / "steps.jsonl"
         self.save_errors = cfg.save_errors
         self.loader, self.meter = state["loader"], state["meter"]
-        self.scheduler, self.reader = state["scheduler"], timed_reader(self.loader)
+        self.scheduler = state["scheduler"]
+        self.reader: Any = None
         self.totals = []
         self.pending: Any = None
         self.last_time: Any = None
@@ -55,6 +56,7 @@ class StepLog(Hook):
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Drop the rows of the steps that the run is about to repeat."""
+        self.reader = timed_reader(self.loader)
         here = checkpoint.epoch, self.loader.start
         rows = read_metrics(self.path)
         write_rows(self.path, [row for row in rows if (row["epoch"], row.get("step", 0)) <= here])
