@@ -6,6 +6,8 @@ from functools import cache
 
 from tools.lib.ladder import ROOT
 
+_contents = {}  # {id: bytes}: most files are the same at the next commit
+
 
 class NoHistory(Exception):
     """The history that is needed is not here; the message says what to do about it."""
@@ -72,22 +74,21 @@ def tree(commit):
     return entries
 
 
-@cache
-def _contents(commit):
-    """{path: bytes} of all files at a commit: one process for all of them."""
-    files = tree(commit)
-    output = io.BytesIO(git("cat-file", "--batch", input="\n".join(files.values()).encode()))
-    contents = {}
-    for path in files:
+def _read_blobs(ids):
+    """Add the contents with these ids to _contents, by one process for all of them."""
+    output = io.BytesIO(git("cat-file", "--batch", input="\n".join(ids).encode()))
+    for blob in ids:
         size = int(output.readline().split()[2])
-        contents[path] = output.read(size)
+        _contents[blob] = output.read(size)
         output.read(1)  # a newline
-    return contents
 
 
 def read(commit, path):
     """The contents of a file at a commit, as bytes; None if it was not there."""
-    return _contents(commit).get(path)
+    blob = tree(commit).get(path)
+    if blob is not None and blob not in _contents:
+        _read_blobs(set(tree(commit).values()) - _contents.keys())
+    return _contents.get(blob)
 
 
 def blobs(commits, paths):
