@@ -22,7 +22,8 @@ def test_operations_are_those_of_the_page():
     published = json.loads((RESULTS / "draws.json").read_text())["costs"]
     for what, functions in draws.pairs().items():
         counted = [draws.cost(function, with_time=False) for function in functions]
-        assert counted == published[what]
+        untimed = [row | {"microseconds": None} for row in published[what]]
+        assert counted == untimed
 
 
 def test_sums_differ_with_the_precision():
