@@ -4,10 +4,12 @@ import atexit
 import os
 import sys
 import textwrap
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, NoReturn, Self
 
 import torch
@@ -24,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.distributed import (
     all_gather_object,
+    control_group,
     default_device_type,
     is_main_process,
     launched_world_size,
@@ -33,8 +36,6 @@ from utils.errors import UserError, warn
 from utils.hooks import Checkpoint, FileForm, Hook
 from utils.rungs.half_precision import warnings_of
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
-
-_ORDER = "the order of the blocks"
 
 
 @dataclass(frozen=True)
@@ -159,45 +160,47 @@ def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
 
 
 class CompareShards(Hook):
-    """Raises UserError, on all ranks, if these have used different parameters in a step, or the
-    blocks in a different order: when CompareReplicas compares the ranks.
+    """Raises UserError, on all ranks, if these have run different blocks in a step, or the same in
+    a different order, or if different parameters have a gradient.
 
     FSDP matches what the ranks send by its order alone: it would average the gradient of one
-    rank's parameter with that of a different parameter of another rank.
-
-    uses: {name: a number that depends on the steps in which a parameter had a gradient}.
+    rank's parameter with that of a different parameter of another rank, or wait for ever. The ranks
+    compare a step during the next one, and before they save. On CPUs, where gloo would abort the
+    process, they also compare each block before they gather it.
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.every = cfg.check_replicas_every  # -1: never, 0: not every N steps
+        self.is_on = cfg.check_replicas_every >= 0
         self.parameters = dict(state["model"].named_parameters())
-        self.steps, self.uses = 0, {_ORDER: 0} | dict.fromkeys(self.parameters, 0)
-        for number, module in enumerate(state["model"].modules()):
-            if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(partial(_note_block, self.uses, number))
+        self.blocks: list[str] = []  # run since the last step
+        self.used: list[list[str]] = []  # the blocks, and the parameters, of that step
+        self.work: dist.Work | None = None
+        if self.is_on:
+            for name, module in state["model"].named_modules():
+                if isinstance(module, FSDPModule):
+                    note = partial(_note_block, self.blocks, name or "the model")
+                    module.register_forward_pre_hook(note, prepend=True)  # before FSDP's
+            end = partial(_note_block, self.blocks, "the end of forward")
+            state["model"].register_forward_hook(end)
 
     def after_step(self, checkpoint: Checkpoint) -> None:
-        self.steps += 1
-        for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
-                self.uses[name] = hash((self.uses[name], self.steps))
-        loader = checkpoint.state["loader"]
-        is_due = self.steps == 2 or (self.every > 0 and loader.step % self.every == 0)
-        if is_due or loader.step == len(loader):
-            self.before_save(checkpoint, between_steps=True)
+        if self.is_on:
+            self._compare()
+            with_grad = [name for name, p in self.parameters.items() if p.grad is not None]
+            self.used = [[*self.blocks], with_grad]
+            self.blocks.clear()
+            self.numbers = _both_signs(self.used)
+            group = control_group()
+            self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group, async_op=True)
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
-        if self.every < 0:
-            return
-        ranks = zip(*all_gather_object(list(self.uses.values())), strict=True)
-        different = [name for name, use in zip(self.uses, ranks, strict=True) if len(set(use)) > 1]
-        if different:
-            names = textwrap.shorten(", ".join(different), 300)
-            raise UserError(
-                f"the ranks have not used the same parameters in the same step, so that FSDP has "
-                f"mixed them up: {names}. Let forward use the same ones in the same order for "
-                f"every batch, or use train_ddp.py (docs/recipes/unused-parameters.md)"
-            )
+        self._compare()
+
+    def _compare(self):
+        if self.work:
+            self.work.wait()
+            _refuse_different(self.numbers, self.used)
+            self.work = None
 
 
 class OffloadBuffers(FileForm):
@@ -219,8 +222,35 @@ class OffloadBuffers(FileForm):
 
 
 @torch.compiler.disable
-def _note_block(uses, number, *_):
-    uses[_ORDER] = hash((uses[_ORDER], number))
+def _note_block(blocks, name, *_):
+    blocks.append(name)
+    if dist.get_backend() == "gloo":
+        numbers = _both_signs(name)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        _refuse_different(numbers, [[name], []])
+
+
+def _both_signs(used):
+    """A number that depends on what a rank has used, and its negative: the maxima over the ranks
+    have the same absolute value only if all ranks have the same number."""
+    number = zlib.crc32(repr(used).encode())
+    return torch.tensor([number, -number])
+
+
+def _refuse_different(numbers, used):
+    if numbers.sum():
+        ranks = all_gather_object(used)
+        rank = next(rank for rank, other in enumerate(ranks) if other != ranks[0])
+        (blocks, names), (other_blocks, other_names) = ranks[0], ranks[rank]
+        pairs = zip_longest(blocks, other_blocks, fillvalue="no block")
+        different = [f"{a} on rank 0 but {b} on rank {rank}" for a, b in pairs if a != b][:1]
+        different += sorted({*names} ^ {*other_names})
+        raise UserError(
+            f"ranks 0 and {rank} have not used the same parameters in a step, as FSDP needs: "
+            f"{textwrap.shorten(', '.join(different), 300)}. Let forward use the same ones in the "
+            f"same order for every batch (docs/recipes/multimodal.md), or use train_ddp.py "
+            f"(docs/recipes/unused-parameters.md)"
+        )
 
 
 def exit_process() -> NoReturn:
