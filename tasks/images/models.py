@@ -19,7 +19,12 @@ def build_model(cfg: Any, train_set: Any) -> nn.Module:
     Takes images (n, 3, image_size, image_size), returns (n, number of the train_set's classes).
     Raises UserError for an unknown name, or for weights that do not fit.
     """
-    return build_classifier(cfg, len(train_set.classes))
+    model = build_classifier(cfg, len(train_set.classes))
+    if any(getattr(module, "p", 0) for module in model.modules()):  # dropout or stochastic depth
+        with required_by("--model with dropout"):
+            from utils.sample_random import convert_dropout
+        convert_dropout(model)  # the same elements on any number of ranks
+    return model
 
 
 def build_classifier(cfg: Any, num_classes: int) -> nn.Module:

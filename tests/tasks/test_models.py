@@ -103,6 +103,16 @@ def test_weights_follow_from_the_global_seed_on_every_rank():
     assert first != [p.sum().item() for p in make("resnet20").parameters()]
 
 
+@pytest.mark.parametrize("name", ["squeezenet1_1", "efficientnet_b0"])
+def test_dropout_and_stochastic_depth_draw_by_sample(name):
+    model = build_model(Settings(model=name), SimpleNamespace(classes=range(2)))
+    own = torchvision.models.get_model(name, num_classes=2)
+    assert [*model.state_dict()] == [*own.state_dict()]
+    origins = {type(module).__module__ for module in model.modules()}
+    assert "utils.sample_random" in origins
+    assert not origins & {"torch.nn.modules.dropout", "torchvision.ops.stochastic_depth"}
+
+
 def test_every_batchnorm_is_synchronized_under_its_name():
     plain = make("resnet20")
     names = list(plain.state_dict())
