@@ -55,7 +55,7 @@ def lock_folder(folder: Path, resume: str) -> None:
     run holds the lock, or the folder cannot be written. Only the main process calls it.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.resolve().mkdir(parents=True, exist_ok=True)  # also that to which a link leads
         _lock(folder)
         for leftover in filter(Path.is_file, _matching(folder, LEFTOVERS)):
             leftover.unlink()

@@ -150,6 +150,13 @@ def test_one_run_per_folder(tmp_path):
     lock_folder(tmp_path, "auto")
 
 
+def test_link_to_a_folder_that_is_gone_creates_it(tmp_path):
+    """As after the cleaning of a file system for temporary files."""
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch" / "runs")
+    assert start(tmp_path / "runs" / "first") == 0
+    assert (tmp_path / "scratch" / "runs" / "first" / ".lock").is_file()
+
+
 def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--output-dir .*/file/run: Not a directory"):
