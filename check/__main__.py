@@ -203,6 +203,11 @@ def script_file(command):
 
 def main(arguments=None):
     """Check a script. Returns the exit code: 1 only if the script has a bug."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["diff"]:
+        from check.diff import command
+
+        return command.main(arguments[1:])
     args = parse(arguments)
     try:
         return check(args)

@@ -1,5 +1,6 @@
 """Runs a script under observation: on one process, on two, killed, and started again."""
 
+import contextlib
 import json
 import os
 import re
@@ -68,9 +69,23 @@ def run_all(options, work, processes=None, tell=lambda text: None):
 
     processes: where those of several checks come from; the default is new ones.
     """
+    with starting(options, work, processes) as start:
+        checked = _run_each(options, start.work, start, tell)
+        checked.writable = start.writable
+        return checked
+
+
+@contextlib.contextmanager
+def starting(options, work, processes=None):
+    """A context with a Start, which makes runs in copies of the script's folder. Raises CannotRun
+    if a run could write to the originals, or has done so. See run_all()."""
     if processes is None:
-        with Processes(_environment(options)) as processes:
-            return run_all(options, work, processes, tell)
+        with (
+            Processes(_environment(options)) as processes,
+            starting(options, work, processes) as start,
+        ):
+            yield start
+        return
     source, work = options.source.resolve(), work.resolve()
     originals = survey(source, work, options.hidden, options.linked, options.most_bytes)
     is_protected = confinement.is_protected(originals, options.writable)
@@ -78,10 +93,7 @@ def run_all(options, work, processes=None, tell=lambda text: None):
         _refuse_links(originals, options)
     before = originals.state()
     try:
-        start = Start(options, originals, work, processes)
-        checked = _run_each(options, work, start, tell)
-        checked.writable = start.writable
-        return checked
+        yield Start(options, originals, work, processes)
     finally:
         changed = changes(before, originals.state(), is_protected)
         if changed:
@@ -252,6 +264,7 @@ class Start:
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,
+            "diff": None,
         }
         environment = with_observers(_environment(options, root))
         environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)

@@ -17,6 +17,7 @@ OBSERVERS = {
         "devices",
         "groups",
         "data",
+        "compare",
         "training",
         "exact",
         "files",

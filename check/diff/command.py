@@ -1,0 +1,249 @@
+"""Where do two training runs part first?
+
+    cd your/project
+    python CLONE/check diff -- train.py -- torchrun --nproc_per_node=2 train_ddp.py
+    python CLONE/check diff --at-a main -- train.py        a commit, and the folder as it is
+    python CLONE/check diff --root-b ../other -- train.py -- train.py --lr 0.1
+
+Both commands run for a few steps on CPUs, each in a copy of its folder, and compute in float64,
+where rounding is below 1e-12, and a mistake above 1e-2. The first difference is named in the order
+of causes: samples, inputs, initial weights, outputs of modules, loss, gradients, settings of the
+optimizer, update, its state, buffers; then the same of the next step. The exit code is 0 if the
+runs are equal, 1 if they differ, and 2 if one could not be run.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+from check.diff import report
+from check.diff.factors import EQUAL, ROUNDED
+from check.diff.runs import read_steps
+from check.diff.stages import Comparer
+from check.mirror import MOST_BYTES
+from check.scenarios import CannotRun, Options, starting
+
+LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+
+
+def parse(arguments):
+    """The options, and the two commands after `--`, as [(command, number of processes)]."""
+    parser = argparse.ArgumentParser(
+        prog="check diff",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="check diff [options] -- COMMAND_A [-- COMMAND_B]",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
+    parser.add_argument(
+        "--dtype",
+        choices=["float64", "own"],
+        default="float64",
+        help="own: that of the scripts; differences up to 1e-4 then count as rounding",
+    )
+    for letter in "ab":
+        parser.add_argument(
+            f"--root-{letter}",
+            type=Path,
+            default=Path(),
+            metavar="FOLDER",
+            help=f"the project of command {letter.upper()} (default: the current folder)",
+        )
+        parser.add_argument(
+            f"--at-{letter}", metavar="REVISION", help="this project as it was at a commit of git"
+        )
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="PATTERN=NEW",
+        help="a regular expression, replaced in the names of modules and parameters of B",
+    )
+    parser.add_argument(
+        "--join",
+        action="append",
+        default=[],
+        metavar="Q,K,V=QKV",
+        help="parameters that are one in the other run, by parts of their names",
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for each run")
+    parser.add_argument("--device", choices=["mapped", "cpu"], default="mapped")
+    parser.add_argument("--limit-data", type=int, default=0, metavar="N")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--hide", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--link", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it")
+    options, *commands = _split(arguments)
+    args = parser.parse_args(options)
+    if len(commands) == 1:
+        commands *= 2
+    if len(commands) != 2 or not all(commands):
+        parser.error(
+            "two commands are expected: -- train.py -- torchrun --nproc_per_node=2 train.py"
+        )
+    if args.steps < 1:
+        parser.error("--steps is at least 1")
+    for name, values in (("--rename", args.rename), ("--join", args.join), ("--env", args.env)):
+        for value in values:
+            if "=" not in value:
+                parser.error(f"{name} {value}: a = is expected")
+    args.commands = [launched(command) for command in commands]
+    for letter, (command, _) in zip("ab", args.commands, strict=True):
+        root = getattr(args, f"root_{letter}").resolve()
+        if not root.is_dir():
+            parser.error(f"--root-{letter} {root}: there is no such folder")
+        is_old = getattr(args, f"at_{letter}")
+        if command[:1] != ["-m"] and not (command and (is_old or (root / command[0]).is_file())):
+            parser.error(f"there is no file {command[0] if command else ''} in {root}")
+    return args
+
+
+def _split(arguments):
+    """The parts between the `--`."""
+    parts = [[]]
+    for word in arguments:
+        if word == "--":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def launched(command):
+    """(the script or module and its arguments, the number of processes, whether a launcher starts
+    them) of a command line."""
+    from check.__main__ import script_of
+
+    count = 1
+    for number, word in enumerate(command):
+        name, _, value = word.partition("=")
+        if name in PROCESSES:
+            value = value or (command[number + 1] if number + 1 < len(command) else "")
+            count = int(value) if value.isdigit() else 1
+            break
+        if word.endswith(".py"):
+            break
+    is_launched = any(Path(word).name in LAUNCHERS for word in command[:3])
+    return script_of(command), count if is_launched else 0
+
+
+def main(arguments):
+    """Compare two runs. Returns the exit code."""
+    args = parse(arguments)
+    if args.json not in (None, "-"):
+        Path(args.json).unlink(missing_ok=True)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    work = Path(tempfile.mkdtemp(prefix="diff-")).resolve()
+    try:
+        return compare(args, work)
+    except CannotRun as error:
+        print(error, file=sys.stderr)
+        if args.json:
+            _write(args.json, {"error": str(error)})
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
+
+
+def compare(args, work):
+    """Run both commands, and report where they part. Returns the exit code."""
+    runs, steps = [], []
+    for letter, (command, processes) in zip("ab", args.commands, strict=True):
+        text = " ".join(command)
+        print(f"Running {letter.upper()}: {text}", file=sys.stderr, flush=True)
+        run = observe(args, work / letter, letter, command, processes)
+        found = read_steps(run, work / letter / "runs" / "tensors", args.steps)
+        if not found:
+            raise CannotRun(_failure(run, letter))
+        runs.append(run)
+        steps.append(found)
+    comparer = Comparer(
+        worlds=tuple(len(found[0].ranks) for found in steps),
+        limit=EQUAL if args.dtype == "float64" else ROUNDED,
+        renames=[tuple(text.split("=", 1)) for text in args.rename],
+        joins=[_join(text) for text in args.join],
+    )
+    results = comparer.results(*steps)
+    left_out = sum(rank["left_out"] for found in steps for s in found for rank in s.ranks)
+    if args.json:
+        _write(args.json, report.as_json(results, comparer.worlds, left_out))
+    if args.json != "-":
+        print(report.text(results, steps, comparer.worlds, args.steps, left_out))
+    return 0 if all(result.is_equal for result in results) else 1
+
+
+def _join(text):
+    parts, _, whole = text.partition("=")
+    return whole, parts.split(",")
+
+
+def observe(args, work, letter, command, processes):
+    """Run one of the commands under observation. Returns a Run."""
+    work.mkdir()
+    root = getattr(args, f"root_{letter}").resolve()
+    revision = getattr(args, f"at_{letter}")
+    if revision:
+        root = _checked_out(root, revision, work / "revision")
+    options = Options(
+        command=command,
+        source=root,
+        steps=args.steps + 1,
+        timeout=args.timeout,
+        device=args.device,
+        environment={"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the modules
+        | dict(text.split("=", 1) for text in args.env),
+        hidden=args.hide,
+        linked=args.link,
+        limit_data=args.limit_data,
+        most_bytes=MOST_BYTES,
+    )
+    tensors = work / "runs" / "tensors"  # in the only folder in which the script may write
+    tensors.mkdir(parents=True)
+    with starting(options, work / "runs") as start:
+        plan = {"diff": str(tensors), "dtype": args.dtype, "most_steps": args.steps}
+        launch = "torchrun" if processes else "python"
+        return start.run("diff", launch, max(1, processes), **plan)
+
+
+def _checked_out(root, revision, target):
+    """The folder `root` as it was at a commit."""
+    git = ["git", "-C", str(root)]
+    done = subprocess.run([*git, "archive", revision], capture_output=True)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CannotRun(f"git cannot read {revision} of {root}: {' '.join(reason)}")
+    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+        archive.extractall(target, filter="data")
+    return target
+
+
+def _failure(run, letter):
+    output = run.output.strip()[-3000:]
+    if run.timed_out:
+        return f"Run {letter.upper()} did not end (--timeout):\n{output}"
+    if run.code:
+        return f"Run {letter.upper()} failed (exit code {run.code}):\n{output}"
+    return f"Run {letter.upper()} made no step of an optimizer. Its output ends with:\n{output}"
+
+
+def _write(path, value):
+    text = json.dumps(value, indent=2)
+    if path == "-":
+        print(text)
+    else:
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(os.path.dirname(path) or ".")
+        Path(path).write_text(f"{text}\n", encoding="utf-8")

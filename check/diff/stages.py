@@ -1,0 +1,279 @@
+"""Compares two runs step by step, in the order of causes: data, forward, backward, update."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from check.diff.factors import EQUAL, common, compare
+
+
+@dataclass
+class Result:
+    """One stage of one step."""
+
+    step: int
+    stage: str
+    compared: int = 0
+    largest: float = 0.0
+    different: list = field(default_factory=list)  # of Comparison
+    text: str = ""  # what is different, in a sentence
+    skipped: str = ""  # why it was not compared, or not all of it
+
+    @property
+    def is_equal(self):
+        return not self.text
+
+
+class Comparer:
+    """Compares the steps of runs A and B. limit: the relative difference that counts as rounding.
+    renames: [(regular expression, replacement)] for names in B. joins: {name in A: names in B, to
+    be joined along the first dimension}, and {name in B: names in A}."""
+
+    def __init__(self, worlds, limit=EQUAL, renames=(), joins=()):
+        self.worlds, self.limit = worlds, limit
+        self.renames, self.joins = renames, joins
+
+    def results(self, steps_a, steps_b):
+        """The Results of all steps, up to the last stage of the first step with a difference."""
+        found = []
+        for number, (a, b) in enumerate(zip(steps_a, steps_b, strict=False)):
+            found += self.step(number, a, b)
+            if not all(result.is_equal for result in found):
+                break
+        return found
+
+    def step(self, number, a, b):
+        """The Results of one step, in the order of causes."""
+        stages = [self._samples(a, b), self._inputs(a, b)]
+        if number == 0:
+            stages.append(self._weights(a, b))
+        stages.append(self._outputs(a, b))
+        stages.append(self._loss(a, b))
+        if any(rank["unclipped"] for step in (a, b) for rank in step.ranks):
+            stages.append(self._gradients("gradients before clipping", a, b, "unclipped"))
+            stages.append(self._norms(a, b))
+        stages.append(self._gradients("gradients", a, b, "gradients"))
+        stages.append(self._settings(a, b))
+        stages.append(self._named("update", a, b, "after"))
+        stages.append(self._named("optimizer state", a, b, "state"))
+        stages.append(self._named("buffers", a, b, "buffers"))
+        for stage in stages:
+            stage.step = number + 1
+        return stages
+
+    def _samples(self, a, b):
+        result = Result(0, "samples")
+        ours, theirs = (Counter(s for rank in step.samples for s in rank) for step in (a, b))
+        if not ours or not theirs:
+            result.skipped = "a run reads no DataLoader"
+            return result
+        distinct = Counter(s for rank in _distinct(b.samples) for s in rank)
+        if ours in (theirs, distinct) or Counter(_flat(_distinct(a.samples))) == distinct:
+            result.compared = sum(ours.values())
+            return result
+        shared = sum((ours & theirs).values())
+        result.text = (
+            f"{_number(sum(ours.values()), 'sample')} in A, {sum(theirs.values())} in B, of which "
+            f"{shared} are the same (A: {_some(ours - theirs)}; B: {_some(theirs - ours)})"
+        )
+        for letter, samples in (("A", a.samples), ("B", b.samples)):
+            if len(samples) > 1 and all(other == samples[0] for other in samples):
+                result.text += f". All ranks of {letter} train on the same samples"
+        return result
+
+    def _inputs(self, a, b):
+        result = Result(0, "inputs")
+        ours, theirs = a.all_rows, b.all_rows
+        if not ours or not theirs:
+            result.skipped = "the models get no tensors"
+        elif ours == theirs:
+            result.compared = sum(ours.values())
+        else:
+            shared = sum((ours & theirs).values())
+            result.text = (
+                f"of {sum(ours.values())} rows in A and {sum(theirs.values())} in B, {shared} are "
+                f"the same: random transforms, or padding, depend on more than the sample"
+            )
+        return result
+
+    def _weights(self, a, b):
+        result = self._named("initial weights", a, b, "before")
+        for letter, step in (("A", a), ("B", b)):
+            ranks = step.disagreements("before")
+            if ranks:
+                name, rank = next(iter(ranks.items()))
+                result.text += f". Rank {rank} of {letter} has a different {name} than the others"
+        if result.text:
+            result.text = f"{result.text.removeprefix('. ')}. Are they seeded alike"
+        return result
+
+    def _outputs(self, a, b):
+        result = Result(0, "outputs of modules")
+        total = a.all_rows
+        ours = a.outputs(a.shares(total))
+        theirs = {self._renamed(k): v for k, v in b.outputs(b.shares(total)).items()}
+        left_out = 0
+        for key, (kind, tensor) in ours.items():
+            _, other = theirs.get(key, (None, None))
+            if tensor is None or other is None or tensor.shape != other.shape:
+                left_out += 1
+                continue
+            name = f"{key[1] or 'the model'}, a {kind}"
+            found = compare(name, tensor, other, self.limit, self.worlds)
+            self._add(result, found)
+        if left_out:
+            result.skipped = f"{left_out} outputs that are divided among ranks, or only in A"
+        if result.different:
+            first = result.different[0]
+            result.text = f"the first is of {first.name}: {first.how}"
+            if "Dropout" in first.name or "Depth" in first.name:
+                result.text += ". It draws random numbers, which are not the same"
+        return result
+
+    def _loss(self, a, b):
+        result = Result(0, "loss")
+        if a.loss is None or b.loss is None:
+            result.skipped = "no backward pass begins with one number"
+            return result
+        self._add(result, compare("the loss", a.loss, b.loss, self.limit, self.worlds))
+        if result.different:
+            result.text = _two(a.loss, b.loss, result.different[0].how)
+        return result
+
+    def _gradients(self, stage, a, b, key):
+        result = self._named(stage, a, b, key)
+        if not result.compared and key == "unclipped":
+            result.skipped = "the runs do not both clip by PyTorch's function"
+        for letter, step in (("A", a), ("B", b)):
+            ranks = step.disagreements(key)
+            if ranks and not result.is_equal:
+                name, rank = next(iter(ranks.items()))
+                result.text += (
+                    f". The ranks of {letter} have different ones (rank {rank}: {name}, and "
+                    f"{len(ranks) - 1} more): not all are averaged over the ranks"
+                )
+        return result
+
+    def _norms(self, a, b):
+        result = Result(0, "norm of the gradients")
+        ours, theirs = ([r["norms"] for r in step.ranks if r["norms"]] for step in (a, b))
+        if not ours or not theirs or len(ours[0]) != len(theirs[0]):
+            result.skipped = "only one of the runs has it"
+            return result
+        for one, two in zip(ours[0], theirs[0], strict=True):
+            found = compare("norm", torch.tensor(one), torch.tensor(two), self.limit, self.worlds)
+            self._add(result, found)
+        if result.different:
+            result.text = _two(ours[0][0], theirs[0][0], result.different[0].how)
+        return result
+
+    def _settings(self, a, b):
+        result = Result(0, "settings of the optimizer")
+        for group, (one, two) in enumerate(
+            zip(a.ranks[0]["settings"], b.ranks[0]["settings"], strict=False)
+        ):
+            for name in one.keys() & two.keys():
+                x, y = (torch.tensor(float(v), dtype=torch.float64) for v in (one[name], two[name]))
+                found = compare(f"{name} of group {group}", x, y, self.limit, self.worlds)
+                self._add(result, found)
+                if found.how:
+                    result.text = f"{name} is {two[name]:.6g} in B, {one[name]:.6g} in A"
+        return result
+
+    def _named(self, stage, a, b, key):
+        """Compare tensors by their names."""
+        result = Result(0, stage)
+        ours = a.joined(key)
+        theirs = {self._renamed(name): value for name, value in b.joined(key).items()}
+        ours, theirs = self._joined(ours, theirs)
+        names = [name for name in ours if name in theirs]
+        if ours and theirs and not names:
+            result.skipped = "the runs have no name in common: --rename"
+            return result
+        only = [*(ours.keys() ^ theirs.keys())]
+        if only:
+            result.skipped = f"only in one of the runs: {_some(only)}"
+        for name in names:
+            self._add(result, compare(name, ours[name], theirs[name], self.limit, self.worlds))
+        if result.different:
+            result.text = self._text(result, names)
+        return result
+
+    def _text(self, result, names):
+        different = [c.name for c in result.different]
+        how = common(result.different, self.worlds)
+        prefix = _prefix(different, names)
+        if len(different) == len(names) > 1:
+            which = f"all {len(names)}"
+        elif len(different) == 1:
+            which = different[0]
+        elif prefix:
+            which = f"{len(different)} of {len(names)}, all of {prefix}"
+        else:
+            which = f"{len(different)} of {len(names)}: {_some(different)}"
+        if how:
+            return f"{which}: {how}"
+        largest = max(result.different, key=lambda c: c.difference)
+        first = result.different[0]
+        return f"{which}: {first.how} ({first.name}); most of all {largest.name}, {largest.how}"
+
+    def _add(self, result, comparison):
+        result.compared += 1
+        if comparison.how:
+            result.different.append(comparison)
+        else:
+            result.largest = max(result.largest, comparison.difference)
+
+    def _renamed(self, key):
+        name = key if isinstance(key, str) else key[1]
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name if isinstance(key, str) else (key[0], name, *key[2:])
+
+    def _joined(self, ours, theirs):
+        for whole, parts in self.joins:
+            for tensors in (ours, theirs):
+                for name in [n for n in tensors if parts[0] in n]:
+                    names = [name.replace(parts[0], part) for part in parts]
+                    if all(tensors.get(n) is not None for n in names):
+                        joined = torch.cat([tensors.pop(n) for n in names])
+                        tensors[name.replace(parts[0], whole)] = joined
+        return ours, theirs
+
+
+def _two(a, b, how):
+    text = f"{b:.6g} in B, {a:.6g} in A"
+    return text if " in A" in how else f"{text}: {how}"
+
+
+def _distinct(lists):
+    found = []
+    for samples in lists:
+        if samples not in found:
+            found.append(samples)
+    return found
+
+
+def _flat(lists):
+    return [x for part in lists for x in part]
+
+
+def _prefix(different, names):
+    """The module that has all of these names and no others, or ""."""
+    parts = different[0].split(".")
+    for length in range(1, len(parts)):
+        prefix = ".".join(parts[:length]) + "."
+        if {n for n in names if n.startswith(prefix)} == {*different}:
+            return f"{prefix}*"
+    return ""
+
+
+def _some(names):
+    names = sorted(map(str, names))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _number(count, noun):
+    return f"{count} {noun}{'s' * (count != 1)}"
