@@ -6,7 +6,8 @@
 It needs torch and torchvision, and downloads CIFAR-10. To train something else, edit the part "What
 is trained", and the accuracy in evaluate(). The weights do not depend on the number of processes,
 on --micro-batches, on workers or on restarts, except for rounding: every global batch holds the
-same samples with the same augmentation. (Only nn.Dropout draws numbers of each process.)
+same samples with the same augmentation. (Exception: what a model draws at random, as nn.Dropout
+does, differs between processes.)
 """
 
 import argparse
@@ -339,6 +340,8 @@ def load(path, model, optimizer, scheduler, run):
 
 
 def main(args):
+    if "RANK" not in os.environ:
+        sys.exit("start one process per device: torchrun --standalone --nproc_per_node=N ...")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -443,9 +446,9 @@ if __name__ == "__main__":
     try:
         main(parse_args())
     except Exception:
-        # An error that all ranks have is printed once: torchrun ends the others before they do.
+        # An error that all ranks have is printed once: torchrun stops the other ranks first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
             time.sleep(15)
-        sys.exit(traceback.format_exc())  # frees the loader, which ends its processes; not `raise`
+        sys.exit(traceback.format_exc())  # unlike `raise`, ends the loader's processes
     dist.destroy_process_group()

@@ -160,15 +160,13 @@ def parse_arguments():
     parser = argparse.ArgumentParser(prog="python -m tools.copy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = [rung.script for rung in LADDER]
-    parser.add_argument(
-        "script", nargs="?", type=lambda path: Path(path).name, choices=names, metavar="SCRIPT"
-    )
+    parser.add_argument("script", nargs="?", type=_script, choices=names, metavar="SCRIPT")
     parser.add_argument("destination", nargs="?", type=Path, metavar="DEST", help="a folder")
     parser.add_argument(
         "--task",
         choices=(*TASKS, OWN),
-        default="images",
-        help="what the script trains; own: the module my_task, which you write",
+        help="what the script trains (default: images, or as in DEST); own: the module my_task, "
+        "which you write",
     )
     listed = dict(metavar="NAME,...", action="append", default=[])
     parser.add_argument(
@@ -200,11 +198,20 @@ def parse_arguments():
     return args
 
 
+def _script(path):
+    """The name of a script, which may be given by its path."""
+    path = Path(path)
+    if path.parent.name == "one_file":
+        raise argparse.ArgumentTypeError(f"{path} needs no other file: copy it by itself")
+    return path.name
+
+
 def choose(names, known):
     """The Options with these names."""
     if unknown := sorted(set(names) - known.keys()):
         choices = ", ".join(known)
-        print(f"unknown option {', '.join(unknown)}: choose from {choices}", file=sys.stderr)
+        text = f"error: unknown option {', '.join(unknown)}: choose from {choices}"
+        print(text, file=sys.stderr)
         sys.exit(2)
     return [known[name] for name in names]
 
@@ -233,10 +240,16 @@ def make_copy(args):
         raise CannotUpdate(
             f"{folder} is a copy of a different commit: run python -m tools.copy --update {folder}"
         )
-    known = options_and_commands(ROOT / args.script, args.task)
+    trained = record["scripts"].get(args.script)
+    task = args.task or trained or next(iter(record["scripts"].values()), "images")
+    if trained not in (None, task) and not args.force:
+        raise CannotUpdate(
+            f"{args.script} in {folder} trains {trained}: pass --task {trained}, or --force"
+        )
+    known = options_and_commands(ROOT / args.script, task)
     kept = GUARDS.keys() & set(args.options)  # of what --plain would leave out
     options = choose(known if args.all else set(args.options) - kept, known)
-    script, guards = {args.script: args.task}, set(args.without)
+    script, guards = {args.script: task}, set(args.without)
     scripts = record["scripts"] | script
     chosen = {*record["options"], *(option.name for option in options)}
     if args.plain:
@@ -244,8 +257,9 @@ def make_copy(args):
     if record["scripts"]:  # the scripts share their modules
         if more := guards.difference(record["without"]):
             raise CannotUpdate(
-                f"{folder} has {', '.join(sorted(more))}: python -m tools.copy --update {folder} "
-                f"--without leaves them out"
+                f"{folder} has {', '.join(sorted(more))}, which its scripts share: leave them out "
+                f"of all by python -m tools.copy --update {folder} --without "
+                f"{','.join(sorted(more))}, or of none"
             )
         guards = set(record["without"])
     try:
@@ -283,7 +297,7 @@ def make_copy(args):
     written = new if args.force else {path: new[path] for path in new.keys() - edited}
     write_files(folder, written | {RECORD: text})
     options = [option for name, option in known.items() if name in chosen]
-    files = files_to_copy(ROOT / args.script, args.task, options)
+    files = files_to_copy(ROOT / args.script, task, options)
     files = [file for file in files if str(file.relative_to(ROOT)) in new]
     left_out = [option for option in known.values() if option.path not in files]
     print(report(files, left_out, guards))
@@ -333,6 +347,8 @@ def update(args):
     """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that use
     what is gone; otherwise 0."""
     folder, new_commit = args.update, resolve("HEAD")
+    if not folder.is_dir():
+        raise CannotUpdate(f"there is no folder {folder}")
     if folder.resolve() == ROOT:
         raise CannotUpdate(f"{folder} is this clone: git pull updates it")
     record = None if args.commit else read_record(folder)
@@ -387,7 +403,9 @@ def update(args):
     since = since if conflicts or stale else None  # the next update looks at all of this again
     text = text_of_record(new_commit, since, record["scripts"], options, guards, sums)
     apply(folder, changes, text)
-    print(f"{folder} is up to date with {new_commit[:12]}, from {old_commit[:12]}")
+    origin = f", from {old_commit[:12]}" * (old_commit != new_commit)
+    state = f"has {len(conflicts)} conflicts with" if conflicts else "is up to date with"
+    print(f"{folder} {state} {new_commit[:12]}{origin}")
     if conflicts:
         print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")
     return 1 if conflicts or stale else 0

@@ -131,7 +131,9 @@ class Config(Machine):
     epochs: int = setting(10, "passes over the training set", low=1)
     global_batch_size: int = setting(256, "samples per step, over all ranks", low=1)
     optimizer: str = setting(
-        "sgd", "adam, adamw: set lr <= 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
+        "sgd",
+        "adam and adamw need a smaller lr, such as 1e-3",
+        choices=("sgd", "sgd_nesterov", "adam", "adamw"),
     )
     lr: float = setting(0.1, "peak learning rate")
     momentum: float = setting(0.9, "momentum of SGD")

@@ -270,10 +270,10 @@ def _read_environment():
         rank, local_rank, world_size, local_world_size, _ = map(int, texts[:5])
         if 0 <= local_rank <= rank < world_size >= local_world_size > local_rank and texts[5]:
             return local_rank, world_size, local_world_size
+    found = ", ".join(map("=".join, zip(names, texts, strict=True))) if any(texts) else "none"
     raise UserError(
-        f"the environment does not describe this process's place among the others: "
-        f"{', '.join(map('='.join, zip(names, texts, strict=True)))}. Start one process per "
-        f"device:  torchrun --standalone --nproc_per_node=N {os.path.basename(sys.argv[0])}"
+        f"start one process per device:  torchrun --standalone --nproc_per_node=N "
+        f"{os.path.basename(sys.argv[0])}  (it sets {', '.join(names)}; here: {found})"
     )
 
 

@@ -250,9 +250,11 @@ class MetricLogger:
         Meaningful on the main process, which alone saves and knows all epochs. At the end of the
         run, says which epoch is the best.
         """
+        if f"val_{name}" not in self.rows[-1]:
+            raise UserError(f"the task names {name} in BEST, but summarize() does not return it")
         values = {row["epoch"]: row.get(f"val_{name}", math.nan) for row in self.rows}
         epochs = [epoch for epoch in values if not math.isnan(values[epoch])]
-        if not epochs:  # of a new metric, or none
+        if not epochs:
             return False
         best = best_of([values[epoch] for epoch in epochs])
         first = next(epoch for epoch in epochs if values[epoch] == best)

@@ -72,7 +72,7 @@ def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
     left_out = samples - len(loader) * cfg.global_batch_size
     without = ""
     if 0 < left_out < cfg.global_batch_size:
-        without = f", each without {left_out} samples, which fill no batch"
+        without = f" ({left_out} samples are left over in each)"
     replicas = f"{dp_world_size()} replica{'s' * (dp_world_size() > 1)}"
     facts = {
         "model": f"{type(model).__name__}, {trained:,} trainable parameters, {cfg.precision}",

@@ -107,6 +107,26 @@ def test_files_of_others_are_not_overwritten(tmp_path):
     assert unknown.returncode == 2 and "unknown option nonsense: choose from" in unknown.stderr
 
 
+def test_copy_keeps_its_task(tmp_path):
+    """The script's import of the user's own task would become that of the images task."""
+    assert copy("train_ddp.py", tmp_path, "--plain", "--task", "own").returncode == 0
+    assert copy("train_ddp.py", tmp_path).returncode == 0
+    assert copy("train_1gpu.py", tmp_path).returncode == 0
+    for script in ("train_ddp.py", "train_1gpu.py"):
+        assert "import my_task as task" in (tmp_path / script).read_text()
+    assert not (tmp_path / "tasks").exists()
+    refused = copy("train_ddp.py", tmp_path, "--task", "text")
+    assert refused.returncode == 1 and "--task own" in refused.stderr
+
+
+def test_scripts_that_need_no_copy_are_refused(tmp_path):
+    refused = copy("one_file/train_ddp.py", tmp_path / "mine")
+    assert refused.returncode == 2 and "one_file/train_ddp.py needs no other file" in refused.stderr
+    assert not (tmp_path / "mine").exists()
+    refused = copy("--update", tmp_path / "nothing")
+    assert refused.returncode == 1 and "there is no folder" in refused.stderr
+
+
 def test_files_that_modules_would_hide_are_refused(tmp_path):
     (tmp_path / "utils.py").touch()
     refused = copy("train_1gpu.py", tmp_path)

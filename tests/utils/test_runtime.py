@@ -211,4 +211,4 @@ def test_summary_counts_the_samples_that_fill_no_batch(tmp_path, capfd):
     flags = ["--global-batch-size=16", f"--output-dir={tmp_path}"]
     state = {"model": torch.nn.Linear(2, 3), "loader": Loader("abc")}
     log_summary(load_config(argv=flags), state, 0)
-    assert " of 3 steps, each without 2 samples" in capfd.readouterr().out
+    assert " of 3 steps (2 samples" in capfd.readouterr().out

@@ -53,7 +53,7 @@ def parse_arguments():
     if args.script:
         name, path = args.like or args.script.name, args.script.resolve()
         args.cases, args.scripts = cases_of(args.suite, name), {name: path}
-        if not path.exists():
+        if not path.is_file():
             parser.error(f"there is no file {path}")
         args.own = own_task(path)
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
