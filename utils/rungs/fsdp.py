@@ -244,7 +244,7 @@ def _refuse_different(numbers, used):
         (blocks, names), (other_blocks, other_names) = ranks[0], ranks[rank]
         pairs = zip_longest(blocks, other_blocks, fillvalue="no block")
         different = [f"{a} on rank 0 but {b} on rank {rank}" for a, b in pairs if a != b][:1]
-        different += sorted({*names} ^ {*other_names})
+        different += [n for n in names + other_names if n not in names or n not in other_names]
         raise UserError(
             f"ranks 0 and {rank} have not used the same parameters in a step, as FSDP needs: "
             f"{textwrap.shorten(', '.join(different), 300)}. Let forward use the same ones in the "
