@@ -64,8 +64,8 @@ test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists wh
 gpu: $(dev)  ## all that only a GPU can show, in calls of 9 minutes: ARGS="--data cifar10.tar"
 	$(python) -m lab.gpu $(ARGS)
 
-null: $(env)  ## build a GPU that computes nothing, for python -m lab.null SCRIPT; needs g++
-	$(python) -m lab.null.build
+null: $(env)  ## build a GPU that computes nothing, for python -m tools.null SCRIPT; needs g++
+	$(python) -m tools.null.build
 
 test-loggers: $(dev)  ## --logger with Weights & Biases, trackio and MLflow, which it installs
 	$(python) -m pip install --quiet -r requirements-loggers.txt

@@ -18,12 +18,12 @@ from lab.bench import peers as bench_peers
 from lab.bench import split as bench_split
 from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
+from lab.budgets import RESULT as BUDGETS
+from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
-from lab.null.budgets import RESULT as BUDGETS
-from lab.null.budgets import table as budgets_table
 from tools.copy import TASKS, options_and_commands, texts
 from tools.lib.closure import purpose, size, total
 from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
@@ -268,7 +268,7 @@ def guarantees():
 
 
 def budgets():
-    """The counts of lab.null.budgets, and the version of PyTorch."""
+    """The counts of lab.budgets, and the version of PyTorch."""
     result = json.loads(BUDGETS.read_text(encoding="utf-8"))
     return f"{budgets_table(result)}\n\nCounted on the null device, with torch {result['torch']}."
 

@@ -1,4 +1,4 @@
-"""Runs scripts on the null device (lab/null), in forks of one process that has imported torch."""
+"""Runs scripts on the null device (tools/null), in forks of one process that has imported torch."""
 
 import os
 import tempfile
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import pytest
 
-from lab.null import report
-from lab.null.__main__ import INSIDE, environment
-from lab.null.budgets import FLAGS
-from lab.null.build import Unsupported, build
+from lab.budgets import FLAGS
 from tests.verifying import ForkServer
 from tools.lib.ladder import ROOT
 from tools.lib.runs import finish_run
+from tools.null import report
+from tools.null.__main__ import INSIDE, environment
+from tools.null.build import Unsupported, build
 
 # Saved after every second of its 14 steps.
 SETTINGS = FLAGS | {"save_steps": 2}

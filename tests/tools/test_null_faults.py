@@ -2,10 +2,10 @@
 
 import pytest
 
-from lab.null import report
-from lab.null.budgets import RUNS
+from lab.budgets import RUNS
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
+from tools.null import report
 
 RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
 

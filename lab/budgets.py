@@ -1,6 +1,6 @@
 """What an ordinary step of each script costs on the null device: kernels, copies, waits, messages.
 
-    python -m lab.null.budgets
+    python -m lab.budgets
 
 Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
 step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts are those of the
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from lab.null import report
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
+from tools.null import report
 
 RESULT = ROOT / "docs" / "results" / "null.json"
 # Enough steps for DistributedDataParallel, which waits in its first ten to log times.
@@ -32,7 +32,7 @@ FLAGS = {
     "epochs": 1,
     "timeout": 60,
 }
-# script: processes, options of lab.null, flags. One process stands for a rank of several where it
+# script: processes, options of tools.null, flags. One process stands for a rank of several where it
 # can: a stage of a pipeline needs the objects of the others.
 RUNS = {
     "train_1gpu.py": (None, {}, {}),
@@ -63,7 +63,7 @@ def measure(script):
     nproc, options, flags = RUNS[script]
     with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
         result = Path(folder) / "counts.json"
-        command = [sys.executable, "-m", "lab.null", "--json", str(result), *flag_list(options)]
+        command = [sys.executable, "-m", "tools.null", "--json", str(result), *flag_list(options)]
         if nproc:
             command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
         everything = FLAGS | flags | {"output_dir": f"{folder}/run"}

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from lab.null import report
-from lab.null.__main__ import INSIDE
-from lab.null.budgets import RESULT, RUNS, counts_of
+from lab.budgets import RESULT, RUNS, counts_of
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
+from tools.null import report
+from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
 
@@ -24,7 +24,7 @@ def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tm
     if published["torch"] == torch.__version__:
         assert counts_of(run.step) == published["scripts"][script], (
             "a step of the script launches, copies, waits or sends more or less than before: if it "
-            "should, run  python -m lab.null.budgets  and say why in the commit"
+            "should, run  python -m lab.budgets  and say why in the commit"
         )
 
 

@@ -28,7 +28,7 @@ void count(const char* kind, const std::string& name, double bytes = 0);
 // Count a wait of the host, by the call that waits and the Python frames that lead to it.
 void count_wait(const char* call);
 
-// Record a collective in the log of its communicator, which `lab/null/report.py` compares between
+// Record a collective in the log of its communicator, which `tools/null/report.py` compares between
 // the ranks.
 void log_collective(const std::string& communicator, const std::string& call);
 

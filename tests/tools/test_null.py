@@ -1,4 +1,4 @@
-"""lab.null: what the null device does, refuses and counts."""
+"""tools.null: what the null device does, refuses and counts."""
 
 import json
 import subprocess
@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from lab.null import build as build_module
-from lab.null import report
-from lab.null.build import Unsupported, build, generated
 from tools.lib.ladder import ROOT
+from tools.null import build as build_module
+from tools.null import report
+from tools.null.build import Unsupported, build, generated
 
 # Each writes what it has seen into a file, as JSON.
 MEMORY = """
@@ -163,7 +163,7 @@ def test_limit_ends_the_process_after_that_many_steps(null_device, tmp_path):
 def test_command_reports_as_text_and_as_json(null_device, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WAITS)
-    command = [sys.executable, "-m", "lab.null", "--json", tmp_path / "counts.json", script]
+    command = [sys.executable, "-m", "tools.null", "--json", tmp_path / "counts.json", script]
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert "rank 0 of 1: 4 steps" in run.stdout and f"{script}:9" in run.stdout
@@ -180,7 +180,7 @@ def test_races_between_streams_are_found_by_the_sanitizer(null_device, tmp_path,
         "    numbers.add_(1)  # does not wait for the zeros\n"
     )
     monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
-    command = [sys.executable, "-m", "lab.null", str(script)]
+    command = [sys.executable, "-m", "tools.null", str(script)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "possible data race" in run.stderr
 

@@ -1,8 +1,8 @@
 """Run a script on a GPU that computes nothing, on a machine without a GPU.
 
-    python -m lab.null train_1gpu.py --dataset synthetic
-    python -m lab.null torchrun --standalone --nproc_per_node=2 train_ddp.py --dataset synthetic
-    python -m lab.null --ranks 64 train_ddp.py --dataset synthetic
+    python -m tools.null train_1gpu.py --dataset synthetic
+    python -m tools.null torchrun --standalone --nproc_per_node=2 train_ddp.py --dataset synthetic
+    python -m tools.null --ranks 64 train_ddp.py --dataset synthetic
 
 PyTorch's own CUDA build runs, on a library that stands in for CUDA, cuBLAS and NCCL: memory is
 allocated, small copies move their bytes, kernels and collectives do nothing but are counted. Prints
@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lab.null import report
-from lab.null.build import Unsupported, build
+from tools.null import report
+from tools.null.build import Unsupported, build
 
 INSIDE = Path(__file__).parent / "inside"
 
@@ -63,7 +63,7 @@ def command_line(words):
 
 def main():
     parser = argparse.ArgumentParser(
-        prog="python -m lab.null",
+        prog="python -m tools.null",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -94,7 +94,7 @@ def main():
         code = subprocess.call(command_line(args.command), env=env)
         reports = report.read(Path(folder))
     if args.json:
-        Path(args.json).write_text(json.dumps(reports) + "\n")
+        Path(args.json).write_text(json.dumps(reports) + "\n", encoding="utf-8")
     print("\n".join(report.text_of(reports, args.kernels)))
     sys.exit(code or bool(report.differences(reports)))
 

@@ -85,11 +85,11 @@ class Counter:
             "calls": logs,
         }
         path = self.folder / f"{os.getpid()}.json"
-        path.write_text(json.dumps(report))
+        path.write_text(json.dumps(report), encoding="utf-8")
 
 
 def install():
-    """Count, and change modules once they are imported, in a process started by lab.null."""
+    """Count, and change modules once they are imported, in a process started by tools.null."""
     if "NULL_REPORT" not in os.environ:
         return
     counter = Counter(os.environ["NULL_REPORT"], int(os.environ.get("NULL_STEPS") or 0))

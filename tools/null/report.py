@@ -9,7 +9,7 @@ KINDS = "kernel", "graph", "copy", "wait", "collective"
 
 def read(folder):
     """The reports of a run's processes, in the order of their ranks."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda report: report["rank"])
 
 
@@ -30,7 +30,7 @@ def size(counts, kind):
 
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
-NOT_A_CAUSE = "/torch/", "/lab/null/inside/", "<frozen", "/contextlib.py"
+NOT_A_CAUSE = "/torch/", "/tools/null/inside/", "<frozen", "/contextlib.py"
 
 
 def cause(wait):

@@ -1,6 +1,6 @@
 """Build the null device's library for the installed PyTorch.
 
-    python -m lab.null.build
+    python -m tools.null.build
 
 The library defines every function of CUDA, cuBLAS, NCCL and the driver that PyTorch's libraries
 import: some are written in source/, and the rest, whose names come from the libraries themselves,
@@ -57,7 +57,7 @@ def find_headers(packages):
 
 
 def _runtime_version(header):
-    text = header.read_text(errors="replace") if header.exists() else ""
+    text = header.read_text(encoding="utf-8", errors="replace") if header.exists() else ""
     match = re.search(r"#define CUDART_VERSION\s+(\d+)", text)
     return int(match[1]) if match else 0
 
@@ -88,7 +88,7 @@ def imported_names(folder):
 
 def written_names():
     """The functions that are written in source/."""
-    text = "".join(path.read_text() for path in sorted(SOURCE.glob("*.cpp")))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.glob("*.cpp")))
     return set(re.findall(r"^API [^(]*?(\w+)\(", text, re.MULTILINE))
 
 
@@ -131,7 +131,8 @@ def build():
 
 def _compile(compiler, torch, headers, folder):
     rest = folder / "rest.c"
-    rest.write_text(generated(imported_names(torch / "lib") - written_names()))
+    names = imported_names(torch / "lib") - written_names()
+    rest.write_text(generated(names), encoding="utf-8")
     options = ["-w", "-O1", "-fPIC"]
     _output(compiler, *options, "-fno-builtin", "-x", "c", "-c", rest, "-o", folder / "rest.o")
     sources = [*sorted(SOURCE.glob("*.cpp")), folder / "rest.o"]
