@@ -146,7 +146,7 @@ def _compile(compiler, torch, headers, folder):
 
 
 def _compile_for_torch(compiler, torch, headers, folder):
-    source = SOURCE / "torch" / "zeros.cpp"
+    source = SOURCE / "torch" / "allocations.cpp"
     options = ["-w", "-O1", "-fPIC", "-shared", "-std=c++20"]
     options += [f"-I{path}" for path in (torch / "include", *headers)]
     link = [f"-L{torch / 'lib'}", "-lc10_cuda", "-lc10"]  # which torch has loaded by then

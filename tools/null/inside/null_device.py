@@ -30,6 +30,8 @@ class Counter:
     def __init__(self, folder, limit):
         self.folder, self.limit = Path(folder), limit  # limit: steps until the process ends; 0: all
         self.steps, self.is_written = [], False
+        self.memory = None  # null_memory.Memory, for tools.fit
+        self.global_batch_size = None  # of a script of this project
         self.library = ctypes.CDLL(None)
         for name in ("null_take_counts", "null_logs"):
             getattr(self.library, name).restype = ctypes.c_void_p
@@ -45,6 +47,8 @@ class Counter:
     def end_step(self, wait=lambda: None):
         """Called at the end of a step; wait: finishes what the script does in the background."""
         self.steps.append(self._take())
+        if self.memory:
+            self.memory.end_step()
         if len(self.steps) == self.limit:
             wait()
             self.write()
@@ -75,14 +79,16 @@ class Counter:
         for line in self._text("null_logs"):
             communicator, call = line.split("\t")
             logs.setdefault(communicator, []).append(call)
-        memory = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
+        peaks = [torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())]
         report = {
             "rank": int(os.environ.get("RANK", 0)),
             "world_size": int(os.environ.get("WORLD_SIZE", 1)),
             "steps": self.steps,
             "end": self._take(),
-            "peak_memory": memory,  # bytes per GPU
+            "peak_memory": peaks,  # bytes per GPU
             "calls": logs,
+            "global_batch_size": self.global_batch_size,
+            "memory": self.memory and self.memory.report(),
         }
         path = self.folder / f"{os.getpid()}.json"
         path.write_text(json.dumps(report), encoding="utf-8")
@@ -96,8 +102,9 @@ def install():
     atexit.register(counter.write)
     os.register_at_fork(after_in_child=lambda: setattr(counter, "is_written", True))
     os._exit = _called_before(os._exit, counter.write)  # which skips what is registered
-    for name in sys.modules.keys() & CHANGES:  # in a fork of a process that has imported it
-        CHANGES[name](sys.modules[name], counter)
+    for name, change in CHANGES.items():
+        if name in sys.modules:  # in a fork of a process that has imported it
+            change(sys.modules[name], counter)
     sys.meta_path.insert(0, _Changes(counter))
 
 
@@ -140,7 +147,14 @@ def _change_torch(torch, counter):
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda._device_count_nvml = lambda: -1  # of the machine's own GPUs: ask CUDA
-    torch.cuda._lazy_call(ctypes.CDLL("libnull_torch.so").null_clear_allocations)
+    library = ctypes.PyDLL("libnull_torch.so")
+    torch.cuda._lazy_call(library.null_clear_allocations)
+    if "NULL_FIT" in os.environ:
+        from null_memory import Memory
+
+        counter.memory = Memory(torch, library)
+        counter.memory.install()
+        torch.cuda._lazy_call(counter.memory.start)
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     hook = register_optimizer_step_post_hook(lambda *_: counter.end_step())
@@ -166,6 +180,7 @@ def _change_checkpoint(checkpoint, counter):
     @wraps(step)
     def counted(self):
         step(self)
+        counter.global_batch_size = self.cfg.global_batch_size
         counter.end_step(self.wait)
 
     checkpoint.Checkpointer.step = counted
@@ -196,9 +211,16 @@ def _change_distributed(distributed, counter):
         distributed.watch = lambda *args, **kwargs: None
 
 
+def _change_fsdp(param_group, counter):
+    """What is gathered and reduced is recorded as such."""
+    if counter.memory:
+        counter.memory.follow_fsdp(param_group)
+
+
 CHANGES = {  # module: what is called after it has been imported
     "torch": _change_torch,
     "utils.checkpoint": _change_checkpoint,
     "utils.metrics": _change_metrics,
     "utils.distributed": _change_distributed,
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": _change_fsdp,
 }

@@ -14,21 +14,26 @@ OBJECT_COLLECTIVES = {  # name: its parameter that names the one peer, if it has
 
 
 def tell_sizes_of_splits(dist, library):
-    """Tell the library how many ranks the next group has that is split off an NCCL group."""
+    """Tell the library how many ranks the next group has that is split off an NCCL group, and how
+    far apart they are."""
     from torch.distributed import device_mesh
 
     core = dist.distributed_c10d
     color_of, split_group = core._process_group_color, dist.split_group
 
+    def tell(ranks):
+        apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        library.null_expect_split(len(ranks), apart)
+
     @wraps(color_of)
     def told_color_of(ranks):
-        library.null_expect_split(len(ranks))
+        tell(ranks)
         return color_of(ranks)
 
     @wraps(split_group)
     def told_split_group(parent_pg=None, split_ranks=(), *args, **kwargs):
         rank = dist.get_rank()
-        library.null_expect_split(next((len(s) for s in split_ranks if rank in s), 0))
+        tell(next((ranks for ranks in split_ranks if rank in ranks), []))
         return split_group(parent_pg, split_ranks, *args, **kwargs)
 
     core._process_group_color = told_color_of

@@ -5,6 +5,7 @@
 #include "null.h"
 
 #include <sys/mman.h>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -41,11 +42,21 @@ const Block* find(const void* address) {
 
 bool is_moved(size_t size) { return size <= LARGEST_MOVED; }
 
+// Zeros, as pages that the system provides when they are read: the copy of a large model takes no
+// memory. Those of files and shared memory stay as they are.
+void clear(char* start, size_t size) {
+  const uintptr_t page = 4096, end = (uintptr_t)start + size;
+  const uintptr_t first = ((uintptr_t)start + page - 1) / page * page, last = end / page * page;
+  memset(start, 0, first - (uintptr_t)start);
+  madvise((void*)first, last - first, MADV_DONTNEED);
+  memset((void*)last, 0, end - last);
+}
+
 void move_to_host(void* to, const void* from, size_t size) {
   if (is_moved(size))
     memmove(to, from, size);
   else
-    memset(to, 0, size);
+    clear((char*)to, size);
   // No kernel has computed the bool that is read alone: as bool(tensor), it is true.
   if (size == 1 && !*(char*)to) *(char*)to = 1;
 }
@@ -95,7 +106,10 @@ API cudaError_t cudaMalloc(void** address, size_t size) {
   if (bytes + size > memory_size()) return fail(cudaErrorMemoryAllocation);
   void* start = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (start == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
+  if (start == MAP_FAILED) {
+    count("memory", "no address space", size);
+    return fail(cudaErrorMemoryAllocation);
+  }
   blocks()[(char*)start] = {size, current_device()};
   bytes += size;
   count("memory", "allocated", size);

@@ -16,12 +16,13 @@ namespace {
 struct Communicator {
   std::string name;  // the same on all its ranks
   int ranks, rank, device;
+  int apart = 1;  // by how much the numbers of its ranks differ
   int splits = 0;
 };
 
-// The ranks of the next communicator that is split off, told by inside/null_device.py: NCCL would
-// ask the other ranks which colors they have.
-int ranks_of_next_split = 0;
+// The ranks of the next communicator that is split off, and how far apart they are, told by
+// inside/null_groups.py: NCCL would ask the other ranks which colors they have.
+int ranks_of_next_split = 0, apart_in_next_split = 1;
 
 struct Type {
   const char* name;
@@ -49,7 +50,8 @@ int collective(const char* kind, size_t elements, int type_number, const std::st
   if (elements && !is_on_device(buffer)) return INVALID_ARGUMENT;
   if (communicator->device != current_device()) return INVALID_USAGE;
   auto& type = type_number < 12 ? TYPES[type_number] : UNKNOWN;
-  const std::string ranks = ", " + std::to_string(communicator->ranks) + " ranks";
+  std::string ranks = ", " + std::to_string(communicator->ranks) + " ranks";
+  if (communicator->apart > 1) ranks += ", " + std::to_string(communicator->apart) + " apart";
   enqueue("collective", kind + ranks, stream, (double)elements * type.size);
   const std::string size = " of " + std::to_string(elements) + " " + type.name;
   log_collective(communicator->name + " of " + std::to_string(communicator->ranks) + " ranks",
@@ -116,11 +118,15 @@ API int ncclCommSplit(Communicator* parent, int color, int, Communicator** made,
   if (color < 0) return 0;  // this rank is not in it
   const std::string name = parent->name + "/" + std::to_string(number) + "/";
   const int ranks = ranks_of_next_split;
-  *made = new Communicator{name + std::to_string(color), ranks, 0, current_device()};
+  const int apart = apart_in_next_split;
+  *made = new Communicator{name + std::to_string(color), ranks, 0, current_device(), apart};
   count("communicator", "of " + std::to_string(ranks) + " ranks, by split");
   return 0;
 }
-API void null_expect_split(int ranks) { ranks_of_next_split = ranks; }
+API void null_expect_split(int ranks, int apart) {
+  ranks_of_next_split = ranks;
+  apart_in_next_split = apart;
+}
 API int ncclCommCount(Communicator* communicator, int* ranks) {
   *ranks = communicator->ranks;
   return 0;
