@@ -66,3 +66,13 @@ def test_all_of_a_checkpoint_is_copied_to_pinned_memory(null_device, tmp_path):
     saved = report.total([*run.reports[0]["steps"][1:], run.reports[0]["end"]])["copy"]
     assert saved["device to host, pinned"][1] > size
     assert saved["device to host, pageable"][1] < size
+
+
+def test_batchnorms_in_float32_are_gathered_together(null_device, tmp_path):
+    """Not one by one, of which each would cost a message for a few numbers."""
+    flags = SETTINGS | RESNET | {"fsdp_dtype": "bfloat16", "output_dir": tmp_path / "run"}
+    run = null_device.run("train_fsdp.py", arguments={"ranks": 4, "steps": 3}, **flags)
+    assert run.code == 0, run.stderr
+    counts = {name.partition(",")[0]: n for name, (n, _) in run.step["collective"].items()}
+    blocks = 9  # and the root, and the 21 BatchNorms together
+    assert counts["reduce-scatter"] == blocks + 2

@@ -147,16 +147,19 @@ def _mesh_of_all(device_type, size):
 
 
 def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
-    """With cfg.fsdp_dtype, shard each BatchNorm separately, in float32, which it needs.
+    """With cfg.fsdp_dtype, shard the BatchNorms separately, in float32, which they need.
 
-    Raises UserError for BatchNorms whose statistics would differ between the ranks.
+    They are gathered together: one by one, each would cost a message, for a few numbers. Raises
+    UserError for BatchNorms whose statistics would differ between the ranks.
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and not cfg.sync_bn and dist.get_world_size() > 1:
-            raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
-        if cfg.fsdp_dtype != "none" and hasattr(module, "running_var"):  # frozen ones, too
-            fully_shard(module, **fsdp_kwargs(cfg) | {"mp_policy": policy})
+    modules = list(model.modules())
+    is_any = any(isinstance(module, _BatchNorm) for module in modules)
+    if is_any and not cfg.sync_bn and dist.get_world_size() > 1:
+        raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
+    norms = [module for module in modules if hasattr(module, "running_var")]  # frozen ones, too
+    if norms and cfg.fsdp_dtype != "none":
+        fully_shard(norms, **fsdp_kwargs(cfg) | {"mp_policy": policy})
 
 
 class CompareShards(Hook):
