@@ -222,17 +222,25 @@ class Checkpointer:
                 f"a checkpoint cannot hold the model or the optimizer: {error}"
             ) from None
         contents = with_plain_numbers({"model": model, "optimizer": optimizer})
+        # deepcopy takes these copies: what has been gathered anyway, and a GPU's tensors, which are
+        # copied to pinned memory, without waiting.
+        copies = self._gathered(contents) if offload else {}
         contents |= self._gather_others()
-        # A GPU's tensors are copied to pinned memory, without waiting; deepcopy takes the copies.
-        copies = {}
         if is_whole and is_main_process():
             tensors = tensors_of(contents)
-            copies = {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
+            copies |= {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
         with fail_together():  # reads a value from each device, and so waits for the copies
             _refuse_non_finite(contents, self.never_finite)
         with fail_together():
             refuse_unreadable(contents)
         return contents, copies
+
+    def _gathered(self, contents):
+        """{id of a tensor: itself}, of those that do not share memory with what is trained."""
+        own = tensors_of([self.model.state_dict(), dict(self.optimizer.state)])
+        held = {_address(getattr(tensor, "_local_tensor", tensor)) for tensor in own}
+        tensors = [t for t in tensors_of(contents) if t.is_cpu and _address(t) not in held]
+        return {id(tensor): tensor for tensor in tensors}
 
     def _gather_others(self):
         """The contents of a checkpoint, except for model and optimizer."""
@@ -401,6 +409,10 @@ def _refuse_non_finite(contents, never_finite):
             f"the model is no longer finite: {names[0]} is the first of {len(names)} tensors that "
             f"hold inf or NaN. Try a smaller --lr, or --clip-norm 1"
         )
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr()
 
 
 def _not_finite(named):

@@ -76,3 +76,21 @@ def test_batchnorms_in_float32_are_gathered_together(null_device, tmp_path):
     counts = {name.partition(",")[0]: n for name, (n, _) in run.step["collective"].items()}
     blocks = 9  # and the root, and the 21 BatchNorms together
     assert counts["reduce-scatter"] == blocks + 2
+
+
+def test_gathered_tensors_are_not_copied_once_more(null_device, tmp_path):
+    """The model and its state would take the memory of the host twice at each save."""
+    count = (
+        "copied, clone = [], torch.Tensor.__deepcopy__\n"
+        "def copy_and_note(tensor, memo):\n"
+        "    copied.append(tensor.nbytes * (id(tensor) not in memo))\n"
+        "    return clone(tensor, memo)\n"
+        "torch.Tensor.__deepcopy__ = copy_and_note\n"
+        "import atexit; atexit.register(lambda: print('copied', sum(copied)))\n"
+    )
+    line = 'if __name__ == "__main__":\n'
+    copy = planted(tmp_path, "train_fsdp.py", line, count + line)
+    flags = SETTINGS | {"save_steps": 0, "optimizer": "adamw", "output_dir": tmp_path / "run"}
+    run = null_device.run(copy, arguments={"ranks": 2}, **flags)  # saves at the end of the epoch
+    assert run.code == 0, run.stderr
+    assert int(run.stdout.rpartition("copied ")[2]) < 10**4  # of 16 * 10**5
