@@ -71,8 +71,9 @@ def get_devices(names: str = "auto") -> list[torch.device]:
         )
     if devices[0].type != "cpu":
         torch.accelerator.set_device_index(devices[0])
+    if devices[0].type != "cpu" and len(devices) > 1:
         # PyTorch's newer NCCL backend binds a process group to one device, the older one does not.
-        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0" if len(devices) > 1 else "1")
+        os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
     return devices
 
 
