@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
 from tools.lib.ladder import ROOT
 from tools.verify.run import write_text
+from utils.distributed import control_group
 
 transformers = pytest.importorskip("transformers")
 PAGE = ROOT / "docs" / "recipes" / "large-models.md"
@@ -76,6 +78,19 @@ def project(tmp_path_factory):
         yield Project(tmp_path_factory.mktemp("project"), monkeypatch)
 
 
+def waits_for_disks():
+    """For fork_script(before=...): the group in which weights are read must not be that of steps,
+    whose timeout may be shorter."""
+    module = sys.modules["utils.large"]
+    load = module.load
+
+    def checked_load(*args, process_group=None, **kwargs):
+        assert process_group is control_group() is not None
+        load(*args, process_group=process_group, **kwargs)
+
+    module.load = checked_load
+
+
 @pytest.mark.parametrize("nproc", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_weights_as_without_the_page(architecture, nproc, project, tmp_path):
@@ -83,7 +98,8 @@ def test_same_weights_as_without_the_page(architecture, nproc, project, tmp_path
     folder = project.pretrained / architecture
     before = project.load_all(folder)
     plain_run, plain = run_text_to_end(project.plain, nproc, tmp_path / "plain", before)
-    run, end = run_text_to_end(project.large, nproc, tmp_path / "large", pretrained=folder)
+    large = tmp_path / "large"
+    run, end = run_text_to_end(project.large, nproc, large, waits_for_disks, pretrained=folder)
     assert run.stderr == ""
     assert largest_difference(end["model"], plain["model"]) < ROUNDING
     for name in ("train_loss", "val_loss"):
