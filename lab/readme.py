@@ -21,6 +21,7 @@ from lab.bench.report import HEAD, table_rows
 from lab.budgets import RESULT as BUDGETS
 from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
+from lab.fit import __main__ as lab_fit
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
@@ -273,6 +274,18 @@ def budgets():
     return f"{budgets_table(result)}\n\nCounted on the null device, with torch {result['torch']}."
 
 
+def fit():
+    """What tools.fit says of a model that others have measured."""
+    result = json.loads(lab_fit.RESULT.read_text(encoding="utf-8"))
+    return f"{lab_fit.comparison(result)}\n\nWith torch {result['torch']}."
+
+
+def fitting():
+    """What tools.fit says of the GPTs of lab.fit."""
+    result = json.loads(lab_fit.RESULT.read_text(encoding="utf-8"))
+    return "\n\n".join(lab_fit.ways(result, name) for name in lab_fit.MODELS)
+
+
 def chaos():
     """What `make chaos` did to each script."""
     return chaos_log.report(json.loads(chaos_log.RESULT.read_text(encoding="utf-8")))
@@ -346,6 +359,8 @@ BLOCKS = {
     "guarantees": guarantees,
     "chaos": chaos,
     "budgets": budgets,
+    "fit": fit,
+    "fitting": fitting,
 }
 BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", re.DOTALL)
 

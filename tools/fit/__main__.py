@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.fit import candidates, search, text
-from tools.fit.run import FITS, OUT_OF_MEMORY, Job, Machine, run
+from tools.fit.run import FITS, OUT_OF_MEMORY, Job, Machine, end_all, run
 from tools.lib.ladder import ONE_PROCESS
+from tools.lib.runs import end_runs_on_sigterm
 from tools.null.build import Unsupported, build
 
 GLOBAL_BATCH = "global_batch_size"
@@ -153,6 +154,7 @@ def _positive(word):
 
 
 def main():
+    end_runs_on_sigterm()
     args, script, arguments = parse(sys.argv[1:])
     if not script.is_file():
         sys.exit(f"error: there is no script {script}")
@@ -166,9 +168,14 @@ def main():
     found = []
     with tempfile.TemporaryDirectory(prefix="fit-") as folder, ThreadPoolExecutor(count) as pool:
         question = Question(script.resolve(), arguments, args, library, folder)
-        for gpus in args.gpus:
-            found.append(answer(question, gpus, pool))
-            print("\n".join(text.lines(question, found[-1])), flush=True)
+        try:
+            for gpus in args.gpus:
+                found.append(answer(question, gpus, pool))
+                print("\n".join(text.lines(question, found[-1])), flush=True)
+        except BaseException:  # Ctrl-C, SIGTERM
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
     print(text.UNKNOWN)
     if args.json:
         everything = {"script": script.name, "arguments": arguments, "memory": args.memory}

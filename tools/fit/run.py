@@ -21,6 +21,15 @@ OWN = 0.1  # of the host's memory: a run that takes less is not the cause
 FITS, OUT_OF_MEMORY, STOPPED = "fits", "out of memory", "stopped"
 
 
+running = set()  # processes that go on
+
+
+def end_all():
+    """End the runs that go on."""
+    for process in list(running):
+        _kill_session(process)
+
+
 class Machine(NamedTuple):
     """GPUs that a run is to fit on. memory: GiB of each that PyTorch's allocator can have."""
 
@@ -54,6 +63,12 @@ class Result(NamedTuple):
     def step(self):
         """The memory of the second step."""
         return self.memory["steps"][STEPS - 1]
+
+    @property
+    def retries(self):
+        """How often the allocator has had to give memory back in the second step."""
+        first, second = self.memory["steps"][:STEPS]
+        return second["retries"] - first["retries"]
 
     @property
     def peak_of_step(self):
@@ -106,6 +121,7 @@ def _watch(process, end):
     """Wait until a process ends. Ends it, and returns why, if it takes too long, or nearly all of
     the host's memory."""
     reason = ""
+    running.add(process)
     try:
         while process.poll() is None and not reason:
             if time.monotonic() > end:
@@ -117,6 +133,7 @@ def _watch(process, end):
                 )
             time.sleep(0.05)
     finally:
+        running.discard(process)
         if process.poll() is None or reason:
             _kill_session(process)
     return reason

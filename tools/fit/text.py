@@ -33,6 +33,8 @@ def facts(result, node):
     rows = bounds.collectives(counts, node)
     return found | {
         "peak": step["peak"],
+        "reserved": step["reserved"],
+        "retries": result.retries,
         "parts": step["parts"],
         "module": step["module"],
         "phase": step["phase"],
@@ -98,6 +100,9 @@ def _facts(found):
     yield f"  peak per rank {gib(found['peak'])}, in {place(found)}"
     parts = [(name, found["parts"].get(name)) for name in ORDER]
     yield "    " + ", ".join(f"{name} {gib(size)}" for name, size in parts if size)
+    yield f"  reserved by the allocator {gib(found['reserved'])}"
+    if found["retries"]:
+        yield f"    it gives memory back {found['retries']} times per step, for which the GPU waits"
     start = found["start"]
     if start["peak"] > found["peak"]:
         yield f"  more at the start: {gib(start['peak'])}, in {place(start)}"
@@ -142,7 +147,8 @@ def _candidates(found):
             bound = max(one["bounds"].values())
             fitting.append((bound, one["bounds"]["compute"], one["peak"], row[0]))
             sent = sum(r["sent"] for r in one["collectives"])
-            cells = ["yes", gib(one["peak"]), gib(sent), f"{one['kernels']:,}", seconds(bound)]
+            fits = "barely" if one["retries"] else "yes"
+            cells = [fits, gib(one["peak"]), gib(sent), f"{one['kernels']:,}", seconds(bound)]
         elif one["outcome"] == OUT_OF_MEMORY:
             cells = ["no", f"> {gib(one['peak'])}", "", "", ""]
         else:

@@ -16,8 +16,7 @@ GRANULE = 512  # bytes: the allocator rounds up to them
 # Tensors of the host from this size on are not filled: it would take minutes, and the host's
 # memory, to draw the weights of a large model.
 LARGE = 2**18  # elements
-FILLING = "normal_", "uniform_", "zero_", "fill_.Scalar", "erfinv_", "clamp_"
-FILLING += "mul_.Tensor", "add_.Tensor", "div_.Tensor"
+FILLING = "normal_", "uniform_", "zero_", "fill_.Scalar"
 GATHERED, GRADIENTS = "gathered", "gradients"
 # Of torch.distributed.fsdp: what the parameters of a block take while it computes, and what their
 # gradients take until they are reduced.
@@ -28,18 +27,34 @@ def leave_large_tensors_unfilled(torch):
     """Drawing or writing numbers into a large float tensor of the host does nothing."""
     library = torch.library.Library("aten", "IMPL")
 
+    def is_left(tensor):
+        is_large = isinstance(tensor, torch.Tensor) and tensor.numel() >= LARGE
+        return is_large and tensor.is_cpu and tensor.is_floating_point()
+
     def replace(name):
         kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
         def fill(keys, tensor, *args, **kwargs):
-            if tensor.numel() >= LARGE and tensor.is_floating_point():
+            if is_left(tensor):
                 return tensor
             return kernel.call_boxed(keys, tensor, *args, **kwargs)
 
         library.impl(name, fill, "CPU", with_keyset=True)
 
+    def replace_initializer(name):
+        function = getattr(torch.nn.init, name)
+
+        @wraps(function)
+        def initialize(tensor, *args, **kwargs):
+            return tensor if is_left(tensor) else function(tensor, *args, **kwargs)
+
+        setattr(torch.nn.init, name, initialize)
+
     for name in FILLING:
         replace(name)
+    for name in dir(torch.nn.init):  # some do more than to draw numbers
+        if name.endswith("_") and not name.startswith("_"):
+            replace_initializer(name)
     return library  # as long as it lives
 
 
@@ -232,6 +247,7 @@ class Memory:
                 "events": self._events()[0],
                 "peak": [cuda.max_memory_allocated(i) for i in devices],
                 "reserved": [cuda.max_memory_reserved(i) for i in devices],
+                "retries": [cuda.memory_stats(i).get("num_alloc_retries", 0) for i in devices],
                 "operations": self.operations.take(),
             }
         )
@@ -267,6 +283,7 @@ class Memory:
             {
                 "peak": step["peak"][device],
                 "reserved": step["reserved"][device],
+                "retries": step["retries"][device],  # since the start
                 "operations": step["operations"],
                 **_peak_of(blocks, ends, names, *bound),
             }

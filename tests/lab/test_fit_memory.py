@@ -1,0 +1,123 @@
+"""What tools.fit says that a rank holds: as by the formulas, and as ranks on the CPU hold."""
+
+import json
+
+import pytest
+import torch
+
+from lab.bench.held import install
+from lab.memory import BYTES, share
+from tests.forked import fork_script
+from tools.fit.candidates import text_of
+from tools.lib.ladder import ROOT
+from tools.verify.run import write_text
+from utils.checkpoint import Checkpointer
+
+BASE = {"epochs": 1, "global_batch_size": 4, "optimizer": "adamw", "lr": 0.001, "timeout": 60}
+TASKS = {
+    "tasks.images": {"model": "vit_tiny", "dataset": "synthetic", "image_size": 16}
+    | {"synthetic_samples": 16},
+    "tasks.text": {"layers": 4, "heads": 4, "width": 32, "context": 24},
+    "tasks.segmentation": {"image_size": 16, "width": 8, "synthetic_samples": 16},
+}
+RUNS = [  # script, task, ranks of the null device, flags
+    ("train_ddp.py", "tasks.images", 2, {}),
+    ("train_ddp_amp.py", "tasks.segmentation", 2, {"amp_dtype": "bfloat16"}),
+    ("train_ddp_accum.py", "tasks.text", 2, {"micro_batches": 2}),
+    ("train_fsdp.py", "tasks.segmentation", 2, {}),
+    ("train_fsdp.py", "tasks.text", 4, {"fsdp_size": 2}),
+    ("train_tp.py", "tasks.images", 2, {}),
+    ("train_fsdp_tp.py", "tasks.text", 4, {"fsdp_size": 2}),
+]
+SLOW = [
+    ("train_1gpu.py", "tasks.segmentation", None, {}),
+    ("train_1gpu_graph.py", "tasks.images", None, {}),
+    ("train_dp.py", "tasks.text", None, {}),
+    ("train_ddp.py", "tasks.text", 3, {}),
+    ("train_ddp.py", "tasks.segmentation", 2, {}),
+    ("train_fsdp.py", "tasks.images", 3, {}),
+    ("train_tp.py", "tasks.text", 4, {}),
+    ("train_fsdp_tp.py", "tasks.images", 4, {"fsdp_size": 2}),
+]
+
+
+def copy_of(script, task, folder):
+    """A copy of a script that trains a task of the project."""
+    path = folder / script
+    text = text_of(ROOT / script, task, False)
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
+    return path
+
+
+def settings_of(task, folder, samples=16):
+    """The settings of a short run."""
+    settings = BASE | TASKS[task]
+    if task == "tasks.text":
+        settings["text_file"] = write_text(folder / "text.txt", train=samples, val=4)
+    return settings
+
+
+def held_on_cpus(script, ranks, folder, settings):
+    """What rank 0 of a real run holds: {kind: bytes}."""
+    result = {}
+
+    def before():
+        install(result)
+        record = Checkpointer.step
+
+        def write(checkpoint):
+            record(checkpoint)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                (folder / "held.json").write_text(json.dumps(result["held"]))
+
+        Checkpointer.step = write
+
+    flags = settings | {"output_dir": folder / "cpu"}
+    run = fork_script(script, ranks, before, settings={"device": "cpu"}, **flags)
+    assert run.code == 0, run.stderr
+    held = json.loads((folder / "held.json").read_text())
+    return held | {"optimizer": held.pop("optimizer state")}
+
+
+def held_on_null_device(device, script, ranks, folder, settings):
+    """What tools.fit says of the same run."""
+    arguments = {"ranks": ranks or 0, "steps": 2, "gpus": 8 if ranks else 1}
+    flags = settings | {"output_dir": folder / "null"}
+    run = device.run(script, arguments=arguments, variables={"NULL_FIT": "1"}, **flags)
+    assert run.code == 0, run.stderr
+    return run.reports[0]["memory"]["held"]
+
+
+@pytest.mark.parametrize(
+    ("script", "task", "ranks", "flags"),
+    [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)],
+    ids=str,
+)
+def test_ranks_on_cpus_hold_as_much(script, task, ranks, flags, null_device, tmp_path):
+    settings = settings_of(task, tmp_path) | flags
+    copy = copy_of(script, task, tmp_path)
+    real = held_on_cpus(copy, ranks, tmp_path, settings)
+    told = held_on_null_device(null_device, copy, ranks, tmp_path, settings)
+    for kind, size in real.items():
+        assert told[kind] == pytest.approx(size, rel=0.01), kind
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "fsdp_size"),
+    [
+        ("train_ddp.py", 64, None),
+        ("train_fsdp.py", 64, None),
+        ("train_fsdp.py", 64, 8),
+    ],
+)
+def test_formulas_hold_for_ranks_that_no_machine_has(
+    script, ranks, fsdp_size, null_device, tmp_path
+):
+    settings = settings_of("tasks.text", tmp_path, 4 * ranks) | {"width": 512, "context": 64}
+    settings |= {"global_batch_size": ranks} | ({"fsdp_size": fsdp_size} if fsdp_size else {})
+    copy = copy_of(script, "tasks.text", tmp_path)
+    held = held_on_null_device(null_device, copy, ranks, tmp_path, settings)
+    embeddings, block = (256 + 64) * 512, 12 * 512**2 + 12 * 512
+    parameters = 4 * block + embeddings + 2 * 512
+    part = share(script, ranks, fsdp_size)
+    assert sum(held.values()) == pytest.approx(part * parameters * BYTES["adamw"], rel=0.01)
