@@ -5,6 +5,7 @@ import pytest
 from lab.budgets import RUNS
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
+from tools.lib.ladder import ROOT
 from tools.null import report
 
 RESNET = {"model": "resnet20"}  # has buffers: BatchNorm's statistics
@@ -94,3 +95,42 @@ def test_gathered_tensors_are_not_copied_once_more(null_device, tmp_path):
     run = null_device.run(copy, arguments={"ranks": 2}, **flags)  # saves at the end of the epoch
     assert run.code == 0, run.stderr
     assert int(run.stdout.rpartition("copied ")[2]) < 10**4  # of 16 * 10**5
+
+
+PHOTOS = """
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+import torch
+sys.path.insert(0, ROOT)
+from utils.data import build_loader
+
+@dataclass
+class Photo:
+    pixels: torch.Tensor
+
+class PinnedPhoto(Photo):
+    def pin_memory(self):
+        return PinnedPhoto(self.pixels.pin_memory())
+
+class Photos(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return KIND(torch.ones(3))
+
+cfg = SimpleNamespace(seed=0, torch_dtype=torch.float32, global_batch_size=2, loader="workers")
+cfg.num_workers, cfg.timeout = 0, 60
+sampler = torch.utils.data.SequentialSampler(range(8))
+for _ in build_loader(Photos(), sampler, 2, torch.device("cuda"), cfg, train=True):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("kind", "copies"), [("Photo", "pageable"), ("PinnedPhoto", "pinned")])
+def test_dataclass_with_pin_memory_is_copied_without_waiting(kind, copies, null_device, tmp_path):
+    script = tmp_path / "photos.py"
+    script.write_text(PHOTOS.replace("KIND", kind).replace("ROOT", repr(str(ROOT))))
+    run = null_device.run(script)
+    assert run.code == 0, run.stderr
+    assert run.reports[0]["end"]["copy"][f"host to device, {copies}"] == [4, 4 * 2 * 3 * 4]
