@@ -18,6 +18,7 @@ import torch
 from tools.fit.text import gib
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
+from tools.lib.runs import flag_list
 
 RESULT = ROOT / "docs" / "results" / "fit.json"
 GPUS = 1, 8, 64, 1024
@@ -26,9 +27,15 @@ MODELS = {  # name: settings of the text task, and samples of a batch per GPU
     "1 billion": ({"layers": 20, "heads": 16, "width": 2048, "context": 2048}, 4),
     "8 billion": ({"layers": 40, "heads": 32, "width": 4096, "context": 2048}, 1),
 }
+TEXT = "a file that is written"
 PARAGRAPHS = 12000  # enough for two batches on all GPUs
 # GiB that torchtitan's team has measured: the peak of what PyTorch's allocator had reserved.
-PUBLISHED = {8: 82.4, 128: 67.0}
+PUBLISHED = [  # GPUs, with torch.compile, GiB
+    (8, False, 82.4),
+    (128, False, 67.0),
+    (8, True, 77.0),
+    (128, True, 62.0),
+]
 SAID = {"out of memory": "out of memory", "stopped": "refused"}  # by the script
 LLAMA = "lab/fit/llama.py"
 
@@ -39,7 +46,7 @@ def fit(words, settings):
         text, result = Path(folder) / "text.txt", Path(folder) / "fit.json"
         text.write_text(("x" * 2049 + "\n\n") * PARAGRAPHS, encoding="utf-8")
         command = [sys.executable, "-m", "tools.fit", *map(str, words), "--json", str(result)]
-        named = [f"--{name}={str(value).format(text=text)}" for name, value in settings.items()]
+        named = flag_list({n: text if v == TEXT else v for n, v in settings.items()})
         run = subprocess.run([*command, "--", *named], cwd=ROOT, capture_output=True, text=True)
         if not result.exists():
             sys.exit(f"error: {' '.join(command)}:\n{run.stderr}")
@@ -51,36 +58,32 @@ def evidence(name, gpus):
     """What fits, of the ways to train a model on so many GPUs."""
     model, samples = MODELS[name]
     script = "train_1gpu.py" if gpus == 1 else "train_fsdp.py"
-    settings = model | {"text-file": "{text}", "num-workers": 0}
+    settings = model | {"text-file": TEXT, "num-workers": 0}
     settings["global-batch-size"] = samples * gpus
     words = [script, "--gpus", gpus, "--task", "tasks.text", "--no-search"]
     return fit(words, settings)[0]["candidates"]
 
 
 def published():
-    """{GPUs: what tools.fit says of the model that others have measured}."""
-    words = [LLAMA, "--gpus", *PUBLISHED, "--memory", 95, "--no-search"]
+    """What tools.fit says of the runs that others have measured."""
     kept = "outcome", "peak", "reserved", "parts", "module", "phase"
-    answers = fit(words, {"batch-size": 2})
-    return {one["gpus"]: {name: one[name] for name in kept} for one in answers}
+    found = []
+    for gpus, compiles, _ in PUBLISHED:
+        words = [LLAMA, "--gpus", gpus, "--memory", 95, "--no-search", "--limit", 1800]
+        answer = fit(words, {"batch-size": 2} | ({"compile": True} if compiles else {}))[0]
+        found.append({name: answer[name] for name in kept})
+    return found
 
 
 def comparison(result):
     """The published figures and those of tools.fit, as a Markdown table."""
     rows = []
-    for gpus, measured in PUBLISHED.items():
-        found = result["published"][str(gpus)]
+    for (gpus, compiles, measured), found in zip(PUBLISHED, result["published"], strict=True):
         reserved = found["reserved"] / 2**30
-        cells = [f"{measured:.1f}", f"{reserved:.1f}", f"{reserved / measured - 1:+.1%}"]
-        rows.append([str(gpus), *cells, gib(found["peak"])])
-    head = [
-        "GPUs",
-        "measured, GiB",
-        "tools.fit, GiB",
-        "difference",
-        "of which tensors, at the peak",
-    ]
-    return markdown_table(head, rows)
+        cells = [f"{measured:.1f}", f"{reserved:.1f}", f"{abs(reserved / measured - 1):.1%}"]
+        rows.append([str(gpus), "yes" if compiles else "no", *cells, gib(found["peak"])])
+    head = ["GPUs", "torch.compile", "measured, GiB", "tools.fit, GiB", "difference"]
+    return markdown_table([*head, "of which tensors, at the peak"], rows)
 
 
 def ways(result, name):

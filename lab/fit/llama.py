@@ -132,6 +132,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="each block, as a whole")
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -141,7 +142,7 @@ def main():
         model = Llama(args.length)
     for number, layer in enumerate(model.layers):
         wrapped = checkpoint_wrapper(layer, context_fn=contexts, preserve_rng_state=False)
-        model.layers[number] = wrapped
+        model.layers[number] = torch.compile(wrapped, fullgraph=True) if args.compile else wrapped
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for number, layer in enumerate(model.layers):
         again = number < LAYERS - 1

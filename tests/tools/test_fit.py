@@ -114,6 +114,8 @@ def ended(code, error, reports=()):
 
 def test_reason_is_what_the_script_has_said_last():
     assert ended(2, "usage: ...\nunrecognized arguments: --no-such-flag").reason.endswith("-flag")
+    late = "[rank0]:[W1127 15:53:49.97 ProcessGroupNCCL.cpp:1641] Warning: WARNING: destroy_process"
+    assert ended(1, f"ValueError: why\n{late}_group() was not called").reason == "ValueError: why"
     one_step = {"steps": [{}], "end": {}}
     assert "after step 1" in ended(0, "", [one_step]).reason
     assert "without using CUDA" in ended(0, "").reason

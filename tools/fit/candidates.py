@@ -2,6 +2,7 @@
 
 import ast
 import re
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ NOT_ALONE = {  # scripts that cannot run as one rank of many
     "train_ddp_mp.py": "each process drives several GPUs: run  python -m tools.null --ranks N "
     "train_ddp_mp.py",
 }
+_writing = threading.Lock()
 
 
 class Candidate(NamedTuple):
@@ -155,5 +157,7 @@ def write(candidate_script, folder, task, recomputes):
     if not task and not recomputes:
         return script
     path = Path(folder) / f"{script.stem}{'-recomputes' * recomputes}.py"
-    path.write_text(text_of(script, task, recomputes), encoding="utf-8")
+    with _writing:
+        if not path.exists():  # or a run may be reading it
+            path.write_text(text_of(script, task, recomputes), encoding="utf-8")
     return path

@@ -1,6 +1,7 @@
 """One run of a script as one rank of N on the null device, and what it needed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tools.lib.runs import last_line
 from tools.null import report
 from tools.null.__main__ import environment
 
+WARNING = re.compile(r"^(\[rank\d+\]:)?\[?W\d{4} |Warning: ")  # of PyTorch's C++, or of Python
 STEPS = 2  # the second one is like those that follow: the optimizer has its state
 SPARE = 0.04  # of the host's memory: a run that leaves less is ended
 OWN = 0.1  # of the host's memory: a run that takes less is not the cause
@@ -187,7 +189,8 @@ def _lacks_addresses(reports):
 
 def _reason(code, texts, reports):
     """What stopped a run, in a line."""
-    error = last_line(texts[1] or texts[0])
+    said = [line for line in texts[1].splitlines() if not WARNING.search(line)]
+    error = last_line("\n".join(said) or texts[0])
     if _lacks_addresses(reports):
         return (
             "this machine has no address space for the memory of such a GPU: raise ulimit -v, or "
