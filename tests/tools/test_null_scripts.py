@@ -1,6 +1,9 @@
 """Every script on the null device: trains, saves, is stopped and resumed, and no step waits."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from lab.budgets import RESULT, RUNS, counts_of
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
+from tools.lib.runs import flag_list
 from tools.null import report
 from tools.null.__main__ import INSIDE
 from tools.verify import one_file
@@ -81,3 +85,28 @@ def test_one_file(name, null_device, tmp_path):
     assert report.differences(run.reports) == []
     assert "barrier()" not in run.stderr  # warns that no GPU has been named for it
     assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
+
+
+# The sanitizer takes kernels for run that are only captured.
+NOT_CAPTURED = [script for script in RUNGS if script != "train_1gpu_graph.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", NOT_CAPTURED)
+def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
+    """PyTorch's sanitizer, which it enables when it is imported."""
+    nproc, arguments, flags = RUNS[script]
+    command = [sys.executable, "-m", "tools.null", *flag_list(arguments)]
+    if nproc:
+        command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
+    flags = SETTINGS | flags | {"output_dir": tmp_path / "run"}
+    run = subprocess.run(
+        [*command, script, *flag_list(flags)],
+        cwd=ROOT,
+        env=os.environ | {"TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "possible data race" not in run.stderr
