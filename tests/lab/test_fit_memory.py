@@ -15,12 +15,12 @@ from tools.lib.ladder import ROOT
 from tools.verify.run import write_text
 from utils.checkpoint import Checkpointer
 
-BASE = {"epochs": 1, "global_batch_size": 4, "optimizer": "adamw", "lr": 0.001, "timeout": 60}
+BASE = {"epochs": 1, "global_batch_size": 12, "optimizer": "adamw", "lr": 0.001, "timeout": 60}
 TASKS = {
     "tasks.images": {"model": "vit_tiny", "dataset": "synthetic", "image_size": 16}
-    | {"synthetic_samples": 16},
+    | {"synthetic_samples": 48},
     "tasks.text": {"layers": 4, "heads": 4, "width": 32, "context": 24},
-    "tasks.segmentation": {"image_size": 16, "width": 8, "synthetic_samples": 16},
+    "tasks.segmentation": {"image_size": 16, "width": 8, "synthetic_samples": 48},
 }
 RUNS = [  # script, task, ranks of the null device, flags
     ("train_ddp.py", "tasks.images", 2, {}),
@@ -51,7 +51,7 @@ def copy_of(script, task, folder):
     return path
 
 
-def settings_of(task, folder, samples=16):
+def settings_of(task, folder, samples=48):
     """The settings of a short run."""
     settings = BASE | TASKS[task]
     if task == "tasks.text":
