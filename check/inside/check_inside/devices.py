@@ -6,11 +6,14 @@ Nothing of this is active with --device cpu, for a script's own CPU path, or wit
 import collections
 import contextlib
 import sys
+import time
 import types
 
-from check_inside.record import PLAN, replace
+from check_inside.record import PLAN, called_by_user, replace
 
 _current = 0
+_is_used = False  # the script has asked for a GPU
+TYPES = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
 
 
 def install(name, torch):
@@ -21,6 +24,10 @@ def install(name, torch):
     if PLAN["device"] != "mapped":
         return
     _map_tensors(torch)
+    _map_attributes(torch)
+    _map_types(torch)
+    _map_generators(torch)
+    _map_profiler(torch)
     _map_cuda(torch)
     _map_accelerator(torch)
     _map_mesh(torch)
@@ -41,11 +48,12 @@ def _no_compile(model=None, **options):
 
 def _device(device):
     """The CPU in place of a CUDA device; anything else as it is."""
-    if isinstance(device, str):
-        return "cpu" if device.split(":")[0] == "cuda" else device
-    if getattr(device, "type", None) == "cuda":
-        return "cpu"
-    return device
+    global _is_used
+    kind = device.split(":")[0] if isinstance(device, str) else getattr(device, "type", None)
+    if kind != "cuda":
+        return device
+    _is_used = True
+    return "cpu"
 
 
 def _map_tensors(torch):
@@ -81,6 +89,7 @@ def _map_tensors(torch):
         "full_like",
         "rand_like",
         "randn_like",
+        "randint_like",
     ):
         replace(torch, function, make)
     tensor = torch.Tensor
@@ -89,13 +98,15 @@ def _map_tensors(torch):
 
     def make_to(original):
         def to(self, *args, **kwargs):
+            asked = kwargs.get("device")
             if args and not isinstance(args[0], torch.Tensor | torch.dtype):
-                args = (_device_or_index(args[0]), *args[1:])
+                asked = args[0]
+                args = (_device_or_index(asked), *args[1:])
             if "device" in kwargs:
-                kwargs["device"] = _device_or_index(kwargs["device"])
+                kwargs["device"] = _device_or_index(asked)
             result = original(self, *args, **kwargs)
             if isinstance(result, torch.Tensor):
-                result._check_on_cpu = False
+                result._check_on_cpu = str(asked) == "cpu"
             return result
 
         return to
@@ -104,6 +115,7 @@ def _map_tensors(torch):
         replace(owner, "to", make_to)
     tensor.cuda = lambda self, *args, **kwargs: self.to("cuda")
     tensor.pin_memory = lambda self, *args, **kwargs: self
+    tensor.record_stream = lambda self, stream: None
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.set_default_device = lambda device: None
 
@@ -118,14 +130,85 @@ def _map_tensors(torch):
 
 def _device_or_index(device):
     """As PyTorch does, a number stands for the accelerator with that index."""
-    return "cpu" if type(device) is int else _device(device)
+    return _device("cuda") if type(device) is int else _device(device)
+
+
+def _map_attributes(torch):
+    """Where a tensor is, for the script's own code, which may demand a GPU. PyTorch and other
+    libraries see the CPU, and so they do not look for kernels that are not there."""
+    tensor = torch.Tensor
+    base = {name: getattr(tensor, name) for name in ("device", "is_cuda", "get_device", "type")}
+
+    def is_mapped(self):
+        is_there = not getattr(self, "_check_on_cpu", False) and base["device"].__get__(self).type
+        return _is_used and is_there == "cpu" and called_by_user(3)
+
+    def device(self):
+        return torch.device("cuda", _current) if is_mapped(self) else base["device"].__get__(self)
+
+    def is_cuda(self):
+        return True if is_mapped(self) else base["is_cuda"].__get__(self)
+
+    def get_device(self):
+        return _current if is_mapped(self) else base["get_device"](self)
+
+    def kind(self, dtype=None, *args, **kwargs):
+        if dtype is None:
+            name = base["type"](self)
+            return name.replace("torch.", "torch.cuda.") if is_mapped(self) else name
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return base["type"](self, dtype, *args, **kwargs)
+
+    tensor.device, tensor.is_cuda = property(device), property(is_cuda)
+    tensor.get_device, tensor.type = get_device, kind
+
+
+def _map_types(torch):
+    """torch.cuda.FloatTensor and the like, which older scripts construct tensors with."""
+    for name in TYPES:
+        setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+
+
+def _map_generators(torch):
+    original = torch.Generator
+
+    class Kind(type(original)):
+        def __instancecheck__(cls, thing):
+            return isinstance(thing, original)
+
+    class Generator(original, metaclass=Kind):
+        def __new__(cls, device="cpu"):
+            return original.__new__(cls, device=_device_or_index(device))
+
+    torch.Generator = Generator
+
+
+def _map_profiler(torch):
+    """There are no kernels on a GPU to be traced; a profiler of nothing else would not start."""
+    profiler = sys.modules.get("torch.profiler.profiler")
+    if profiler is None:
+        return
+    activity = profiler.ProfilerActivity
+
+    def make(original):
+        def __init__(self, *, activities=None, **kwargs):
+            if activities is not None:
+                activities = {a for a in activities if a != activity.CUDA} or {activity.CPU}
+            original(self, activities=activities, **kwargs)
+
+        return __init__
+
+    for kind in (profiler._KinetoProfile, profiler.profile):
+        replace(kind, "__init__", make)
 
 
 def _map_cuda(torch):
     cuda = torch.cuda
 
     def set_device(device):
-        global _current
+        global _current, _is_used
+        _is_used = True
         index = device if isinstance(device, int) else torch.device(device).index
         _current = index or 0
 
@@ -162,9 +245,14 @@ def _map_cuda(torch):
         "set_rng_state": None,
         "set_rng_state_all": None,
         "set_per_process_memory_fraction": None,
+        "_record_memory_history": None,
+        "_snapshot": {},
+        "_dump_snapshot": None,
     }
     for function, answer in answers.items():
-        setattr(cuda, function, _answer(answer))
+        for module in (cuda, cuda.memory, cuda.random):
+            if module is cuda or hasattr(module, function):
+                setattr(module, function, _answer(answer))
     answer_others(cuda, "is_available", lambda: True)
     answer_others(cuda, "is_initialized", lambda: True)
     answer_others(cuda, "device_count", lambda: PLAN["devices"])
@@ -188,7 +276,23 @@ class _Stream:
     """A stream or an event: everything has already happened on a CPU."""
 
     def __init__(self, *args, **kwargs):
-        pass
+        self.time = time.monotonic()
+
+    def record(self, stream=None):
+        self.time = time.monotonic()
+
+    def record_event(self, event=None):
+        return event or _Stream()
+
+    def elapsed_time(self, end):
+        """Milliseconds; never 0, by which scripts divide."""
+        return max(1000 * (end.time - self.time), 1e-3)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
 
     def __getattr__(self, name):
         if name.startswith("_"):
