@@ -31,6 +31,7 @@ from check.mirror import MOST_BYTES
 from check.rules import judge
 from check.scenarios import CannotRun, Options, remove, run_all
 
+WITHOUT_VALUE = ("--standalone", "--no-python", "--no_python", "--use_env", "--use-env")
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
@@ -83,6 +84,13 @@ def parse(arguments):
         help="what the script needs to resume, in one word",
     )
     parser.add_argument(
+        "--rank-args",
+        default="",
+        metavar="ARGS",
+        help="what a launcher gives to each rank, in one word, such as '--local_rank={local_rank}' "
+        "or '--rank {rank} --world-size {world_size}'",
+    )
+    parser.add_argument(
         "--hide",
         action="append",
         default=[],
@@ -130,6 +138,7 @@ def parse(arguments):
     args = parser.parse_args(arguments)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     args.command = script_of(command)
+    args.rank_args = shlex.split(args.rank_args) or rank_arguments_of(command)
     if not args.command:
         parser.error("what is to be checked? For example: -- train.py --its arguments")
     if args.command[0] != "-m":
@@ -186,11 +195,20 @@ def script_of(command):
     if command and (command[0] in TORCHRUN or Path(command[0]).name == "torchrun"):
         command = command[1:]
         while command and command[0].startswith("-") and command[0] not in ("-m", "--module"):
-            has_value = "=" not in command[0] and command[0] not in ("--standalone", "--no-python")
+            has_value = "=" not in command[0] and command[0] not in WITHOUT_VALUE
             command = command[2 if has_value else 1 :]
         if command[:1] == ["--module"]:
             command[0] = "-m"
     return command
+
+
+def rank_arguments_of(command):
+    """What the launcher of a command line gives to each rank besides the script's own arguments."""
+    launcher = "torch.distributed.launch"
+    if launcher not in command:
+        return []
+    own = command[command.index(launcher) + 1 : len(command) - len(script_of(command))]
+    return [] if {"--use_env", "--use-env"} & set(own) else ["--local-rank={local_rank}"]
 
 
 def script_file(command):
@@ -223,6 +241,7 @@ def check(args):
     """Check a script. Returns the exit code. args: what parse() returns."""
     options = Options(
         command=args.command,
+        rank_arguments=args.rank_args,
         source=args.root.resolve(),
         subfolder=os.path.relpath(Path.cwd(), args.root.resolve()),
         steps=args.steps,

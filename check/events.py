@@ -92,7 +92,11 @@ class Rank:
 
 @dataclass
 class Run:
-    """A run of the script. code: the exit code of its first process that failed, or 0."""
+    """A run of the script. code: the exit code of its first process that failed, or 0.
+
+    timed_out: "" if it came to an end; else why the check has ended it: "idle" if nothing happened
+    any more, "limit" if something did, but for longer than --timeout.
+    """
 
     name: str
     folder: Path
@@ -100,7 +104,7 @@ class Run:
     code: int
     output: str
     seconds: float
-    timed_out: bool = False
+    timed_out: str = ""
     stacks: dict = field(default_factory=dict)
     codes: list = field(default_factory=list)  # of each process that the check has started
 
@@ -111,10 +115,7 @@ class Run:
     @property
     def spawned(self):
         """Whether the script starts its own processes."""
-        return any(
-            '"kind": "spawn"' in path.read_text(encoding="utf-8")
-            for path in self.folder.glob("*.jsonl")
-        )
+        return bool(_starters(_by_process(self.folder)))
 
     @property
     def ended(self):
@@ -132,19 +133,33 @@ class Run:
         return [event for rank in self.ranks for event in rank.of(*kinds)]
 
 
-def read_ranks(folder):
-    """The Rank objects of a run, by rank. A process that only starts others is left out."""
+def _by_process(folder):
+    """The events of each process, by its id."""
     by_pid = {}
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]
         if events:
             by_pid[events[0]["pid"]] = events
+    return by_pid
+
+
+def _starters(by_pid):
+    """The processes that start ranks: by mp.spawn, or by anything else, if one that a process has
+    started joins a group, and it has not done so itself."""
+    joining = {pid for pid, events in by_pid.items() if any(e["kind"] == "joins" for e in events)}
+    starters = {by_pid[pid][0]["parent"] for pid in joining} - joining
+    spawning = {pid for pid, events in by_pid.items() if any(e["kind"] == "spawn" for e in events)}
+    return spawning | (starters & by_pid.keys())
+
+
+def read_ranks(folder):
+    """The Rank objects of a run, by rank. A process that only starts others is left out."""
+    by_pid = _by_process(folder)
     spawners = {
         pid
-        for pid, events in by_pid.items()
-        if any(e["kind"] == "spawn" for e in events)
-        and not any(e["kind"] == "step" for e in events)
+        for pid in _starters(by_pid)
+        if not any(event["kind"] == "step" for event in by_pid[pid])
     }
     workers = defaultdict(list)
     ranks = []

@@ -18,6 +18,8 @@ from check.processes import CannotRun, Processes, with_observers
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
 DENIED = "[Pp]ermission denied|cannot be opened|readonly database|unable to open database"
+NEEDS_GPU = "CUDA error|Found no NVIDIA driver|not compiled with CUDA|CUDA_HOME|nvcc|[Tt]riton"
+RANK_ARGUMENT = "(required|unrecognized).*(rank|world[-_]size)|local_rank"
 NO_DATA = "Dataset not found|urlopen error|Error downloading|Hugging Face Hub|[Nn]ame resolution"
 PUT_BACK = "Modes and owners are now as before, and times where the contents are known to be."
 CHANGED = "Files of yours were changed while the check ran, by the script or by something else:"
@@ -31,6 +33,7 @@ class Options:
     command: list  # after the interpreter: ["train.py", "--lr", "0.1"] or ["-m", "module"]
     source: Path  # the folder that is copied for each run
     subfolder: str = "."  # of it, in which the script runs
+    rank_arguments: list = field(default_factory=list)  # of each rank, such as "--rank={rank}"
     steps: int = 4
     epochs: int = 2
     timeout: float = 300.0
@@ -146,6 +149,8 @@ def _run_each(options, work, start, tell):
         if not (distributed and two.ended and two.any("step")):
             raise CannotRun(_failure(one, options))
         not_run["exact-two"] = "the script trains on several processes only"
+    elif one.world_size > 1:
+        not_run["exact-two"] = f"the script always starts {one.world_size} ranks"
     elif distributed and two.ended:
         _compare_exactly(run, runs, not_run, launch, work)
     elif not two.ended:
@@ -207,8 +212,8 @@ def first_save(run):
     """The number of steps that had been made when the first checkpoint was written, or None."""
     for kind in ("save", "dump"):
         for rank in run.ranks:
-            for _, steps in rank.with_steps(kind):
-                if steps:
+            for event, steps in rank.with_steps(kind):
+                if steps and event["model"] is not False:
                     return steps
     return None
 
@@ -269,6 +274,7 @@ class Start:
         environment = with_observers(_environment(options, root))
         environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
         command = [*options.command, *more]
+        name_length = 2 if command[0] == "-m" else 1
         started = time.monotonic()
         if launch == "torchrun":
             port, store = _store(world)
@@ -287,10 +293,11 @@ class Start:
         started_processes = []
         try:
             for rank, variables in enumerate(ranks):
+                own = of_rank(options.rank_arguments, rank, world)
                 started_processes.append(
                     self.processes.start(
                         rank + first,
-                        command,
+                        [*command[:name_length], *own, *command[name_length:]],
                         root / options.subfolder,
                         environment | variables,
                         logs[rank],
@@ -307,6 +314,14 @@ class Start:
         code = next((code for code in codes if code), 0)
         seconds = time.monotonic() - started
         return Run(name, folder, Path(root), code, output, seconds, timed_out, stacks, codes)
+
+
+def of_rank(arguments, rank, world):
+    """The arguments that a launcher gives to one rank."""
+    numbers = {"{rank}": rank, "{local_rank}": rank, "{world_size}": world}
+    for name, number in numbers.items():
+        arguments = [argument.replace(name, str(number)) for argument in arguments]
+    return arguments
 
 
 def _store(world):
@@ -337,7 +352,8 @@ def _torchrun_environment(rank, world, port):
 
 
 def _wait(processes, folder, logs, timeout):
-    """Wait until all have ended, or one has failed. Returns whether they hang."""
+    """Wait until all have ended, or one has failed. Returns "", or why they are to be ended: "idle"
+    if they do nothing, "limit" if they are too slow."""
     end = time.monotonic() + timeout
     size, changed = None, time.monotonic()
     failed = None
@@ -346,14 +362,16 @@ def _wait(processes, folder, logs, timeout):
         new = sum(path.stat().st_size for path in [*folder.glob("*.jsonl"), *logs])
         if new != size:
             size, changed = new, now
-        if now > end or now - changed > IDLE:
-            return True
+        if now - changed > IDLE:
+            return "idle"
+        if now > end:
+            return "limit"
         if any(process.poll() for process in processes):
             failed = failed or now
             if now - failed > GRACE:  # as torchrun does, the others are ended
-                return False
+                return ""
         time.sleep(0.05)
-    return False
+    return ""
 
 
 def _stacks(folder):
@@ -370,11 +388,37 @@ def _stacks(folder):
 def _failure(run, options):
     where = "on one process" if run.name == "one" else "on two processes"
     if run.timed_out:
-        return f"The script did not end {where}:\n" + "\n".join(run.stacks.values())[-3000:]
+        return _not_ended(run, options, where)
     if run.ended:
         return f"The script made no step of an optimizer {where}." + _already_done(run)
     text = f"The script failed {where} (exit code {run.code}):\n{_shortened(run.output)}"
     return "\n".join([text, *_remedies(run.output[-3000:], options)])
+
+
+def _not_ended(run, options, where):
+    """Why a run was ended by the check, how far it had come, and what it was doing."""
+    steps = max((len(rank.steps) for rank in run.ranks), default=0)
+    lines = [line for text in run.stacks.values() for line in own_lines(text)]
+    doing = "\n".join(["It was at:", *dict.fromkeys(lines)][:12]) if lines else ""
+    if run.timed_out == "limit":
+        why = (
+            f"The script needed more than --timeout {options.timeout:.0f} s {where}, in which it "
+            f"made {steps} steps: give it arguments for a smaller model and smaller batches, or "
+            "the check a longer --timeout or fewer --steps."
+        )
+    else:
+        why = f"The script hangs {where}: nothing happened for {IDLE:.0f} s, after {steps} steps."
+    return "\n".join(filter(None, [why, doing, "Its output ends with:", run.output[-1500:]]))
+
+
+def own_lines(stacks):
+    """The lines of a dump of stacks that are of the user's code, the innermost one first."""
+    lines = [line.strip() for line in stacks.splitlines() if line.strip().startswith("File")]
+    return [
+        line
+        for line in lines
+        if not any(part in line for part in ("site-packages", "/lib/python", "check_inside"))
+    ]
 
 
 def _shortened(output):
@@ -386,10 +430,15 @@ def _shortened(output):
 
 def _remedies(output, options):
     """Options that may help a script with this output."""
-    if "CUDA error" in output:
+    if re.search(NEEDS_GPU, output):
         yield (
-            "CUDA graphs, for example, cannot run on a CPU: --device cpu takes the script's own "
-            "path for CPUs."
+            "What only a GPU can do (a CUDA graph, a kernel of its own) is not mapped to the CPU: "
+            "--device cpu takes the script's own path for CPUs."
+        )
+    if re.search(RANK_ARGUMENT, output) and not options.rank_arguments:
+        yield (
+            "A launcher may give each rank arguments of its own, such as --local_rank: "
+            "--rank-args='--local_rank={local_rank}' ({rank} and {world_size} are known, too)."
         )
     if re.search(NO_DATA, output) and options.fake_data is None:
         yield "Without its data: --fake-data puts small random data in place of datasets."

@@ -11,9 +11,16 @@ def where(event):
 
 
 def errors(run):
-    """The lines of the output that name an error, without the rank that torchrun puts before it."""
+    """The lines of the output that name an error, without the rank that torchrun puts before it;
+    lines of code, which tracebacks quote, only if there are no others."""
     lines = re.sub(r"\x1b\[[\d;]*m|\[rank\d+\]: ?", "", run.output).strip().splitlines()
-    return [line.strip() for line in lines if re.search(r"Error\b|Unpickler error", line)]
+    found = [line for line in lines if re.search(r"Error\b|Unpickler error", line)]
+    return [line for line in found if not line.startswith(" ")] or [x.strip() for x in found]
+
+
+def own_errors(run):
+    """The errors in the output of a run, without those of a rank that another one has left."""
+    return [line for line in errors(run) if not re.search("onnection|gloo|[Tt]imed out", line)]
 
 
 def failed_at(run, error):
@@ -58,6 +65,9 @@ def same_data(ranks, first, second):
     both: each rank has loaded data of its own."""
     if first["base"] == first["dataset"] and first["dataset_len"] != second["dataset_len"]:
         return False
+    probes = probe_of(ranks[0], first), probe_of(ranks[1], second)
+    if all(probes):
+        return _same_probes(*probes)
     common = first["contents"].keys() & second["contents"].keys()
     if len(common) < 4:
         return True
@@ -72,7 +82,28 @@ def same_data(ranks, first, second):
     # Augmentation changes the inputs of a sample, but not its label.
     fetches = [f for rank in ranks for f in rank.fetches if f["dataset"] == first["dataset"]]
     is_unknown = not inputs or any(fetch["drew"] for fetch in fetches)
-    return is_unknown and all(share > 0.9 for share in labels)
+    return is_unknown and bool(labels) and all(share > 0.9 for share in labels)
+
+
+def probe_of(rank, epoch):
+    """What a rank has found at some indices of the dataset of an epoch, or None."""
+    return next((p for p in rank.of("probe") if p["dataset"] == epoch["base"]), None)
+
+
+def _same_probes(ours, theirs):
+    """Whether two ranks have the same samples under the same indices, as far as they were read."""
+    other = dict(theirs["rows"])
+    pairs = [(leaves, other[index]) for index, leaves in ours["rows"] if index in other]
+    if len(pairs) < 4:
+        return True
+    if ours["repeats"] and theirs["repeats"]:
+        return sum(a == b for a, b in pairs) > 0.5 * len(pairs)
+    # A dataset with random numbers of its own: its labels are what can be compared.
+    for column in zip(*(zip(a, b, strict=False) for a, b in pairs), strict=False):
+        equal = sum(a == b for a, b in column) > 0.9 * len(column)
+        if equal and len({a for a, _ in column}) > 1:
+            return True
+    return False
 
 
 def is_sharded(ranks):

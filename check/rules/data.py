@@ -1,7 +1,16 @@
 """Rules about the samples that the ranks train on."""
 
 from check.findings import Finding, NotChecked
-from check.rules.common import first_ranks, holds_parts, replicas, same_data, where
+from check.rules.common import (
+    first_ranks,
+    holds_parts,
+    probe_of,
+    replicas,
+    same_data,
+    where,
+)
+
+OWN = "a generator of its own"  # as inside/check_inside/data.py calls those that a dataset holds
 
 
 def same_samples(checked):
@@ -24,7 +33,10 @@ def same_samples(checked):
             why = "the loader reads samples by keys, or yields batches, that cannot be compared"
             yield NotChecked("samples per rank", why)
             continue
+        if _takes_a_slice(ranks, first):
+            continue
         if not same_data(ranks, first, second):
+            yield from _other_orders(ranks, first, second)
             continue
         count = min(len(ours), len(theirs))
         common = set(ours) & set(theirs)
@@ -52,6 +64,51 @@ def same_samples(checked):
             if first["dataset"] == first["base"]:  # or the ranks may have drawn different subsets
                 text += f", and {missing} of {length} in neither"
             yield Finding("shares-overlap", where(first), text)
+
+
+def _takes_a_slice(ranks, epoch):
+    """Whether each rank trains a part of its own of the batches that all of them read."""
+    inputs = []
+    for rank in ranks[:2]:
+        forwards = [
+            f["inputs"] for step in rank.steps[:3] for f in step["forwards"] if "inputs" in f
+        ]
+        inputs.append([rows for rows in forwards if rows])
+    most = max((len(rows) for rows in inputs[0]), default=0)
+    if not all(inputs) or most * len(ranks) > epoch["sizes"][1]:
+        return False
+    ours, theirs = ({row for rows in own for row in rows} for own in inputs)
+    return not ours & theirs
+
+
+def _other_orders(ranks, first, second):
+    """Datasets of the ranks that hold the same samples, but each in an order of its own, so that
+    indices that are divided do not divide the samples."""
+    ours, theirs = probe_of(ranks[0], first), probe_of(ranks[1], second)
+    if not ours or not theirs or not (ours["repeats"] and theirs["repeats"]):
+        return
+    samples = [dict((i, tuple(leaves)) for i, leaves in p["rows"]) for p in (ours, theirs)]
+    sets = [set(own.values()) for own in samples]
+    common = len(sets[0] & sets[1])
+    least = min(map(len, sets))
+    if least < 0.5 * min(map(len, samples)) or ours["length"] != theirs["length"]:
+        return  # too many are equal by themselves; or no order of one set
+    likely = least**2 / ours["length"]  # in both of two random parts of the same samples
+    if common < max(4, 0.2 * likely):
+        return  # each rank has loaded samples of its own
+    if least < ours["length"]:
+        text = f"of {least} samples of each rank's dataset, {common} are in that of the other one"
+    else:
+        shares = [
+            {own[index] for index in epoch["base_samples"] if index in own}
+            for own, epoch in zip(samples, (first, second), strict=True)
+        ]
+        both = shares[0] & shares[1]
+        if not both:
+            return
+        text = f"{len(both)} of {len(shares[0])} samples are in the shares of rank 0 and of rank 1"
+    observed = f"{text}: the ranks have them under different indices"
+    yield Finding("shares-overlap", where(first), observed)
 
 
 def _fillers(ranks, epoch, missing):
@@ -239,6 +296,8 @@ def validation_in_training(checked):
 
 def same_random_numbers(checked):
     """Ranks, workers or epochs whose augmentation draws the same numbers."""
+    if holds_parts(checked):
+        return  # the ranks read the same samples, and have to
     for run in filter(None, (checked["two"], checked["one"])):
         groups = {}
         for rank in run.ranks:
@@ -255,15 +314,19 @@ def same_random_numbers(checked):
             by_state = {}
             for state, source, rank in draws:
                 by_state.setdefault(state, {})[source] = rank
-            for sources in by_state.values():
-                if len(sources) > 1:
-                    (first, rank), (second, _) = list(sources.items())[:2]
-                    yield Finding(
-                        "same-augmentation",
-                        where(rank.training[0]),
-                        f"{_name(first)} and {_name(second)} draw equal numbers from {generator}",
-                    )
-                    return
+            shared = [sources for sources in by_state.values() if len(sources) > 1]
+            is_own = generator.startswith(OWN)
+            if len(shared) > is_own:  # one that is seeded for each sample has equal states once
+                (first, rank), (second, _) = list(shared[0].items())[:2]
+                source = (
+                    f"the dataset's {generator.removeprefix(OWN + '.')}" if is_own else generator
+                )
+                yield Finding(
+                    "same-augmentation",
+                    where(rank.training[0]),
+                    f"{_name(first)} and {_name(second)} draw equal numbers from {source}",
+                )
+                return
 
 
 def same_numbers_again(checked):

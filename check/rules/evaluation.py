@@ -1,8 +1,9 @@
 """Rules about evaluation."""
 
+import math
 from collections import Counter
 
-from check.findings import Finding
+from check.findings import Finding, NotChecked
 from check.rules.common import first_ranks, replicas, same_data, where
 
 
@@ -55,7 +56,7 @@ def _mode(rank):
 def division(checked):
     """Validation that is padded, on one rank only, or repeated on each; a metric of one rank."""
     ranks = replicas(checked)
-    if ranks is None:
+    if ranks is None or not checked["two"].ended:
         return
     evaluating = [rank for rank in ranks if rank.evaluation]
     if not evaluating:
@@ -82,9 +83,10 @@ def _division(ranks, shares):
     read = [share["base_samples"] for share in shares]
     if not all(read):
         return
-    calls = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
+    events = [list(_during(rank, shares[0]["loader"])) for rank in ranks]
+    calls = [[event for event in own if event["kind"] == "collective"] for own in events]
     if not same_data(ranks, *shares[:2]):
-        yield from _one_rank_metric(ranks, shares, calls)
+        yield from _one_rank_metric(ranks, shares, events)
         return
     if all(set(samples) == set(read[0]) for samples in read[1:]):
         yield Finding(
@@ -93,7 +95,7 @@ def _division(ranks, shares):
             f"each of the {len(ranks)} ranks evaluates the same {len(set(read[0]))} samples",
         )
         return
-    yield from _one_rank_metric(ranks, shares, calls)
+    yield from _one_rank_metric(ranks, shares, events)
     if not _have_one_set(shares):
         return  # samples are in two shares because the ranks split the dataset differently
     counts = Counter(sample for samples in read for sample in samples)
@@ -107,6 +109,20 @@ def _division(ranks, shares):
     values = [[value for call in own for value in call["values"] or []] for own in calls]
     sums = [sum(pair) for pair in zip(*values, strict=False)]
     if distinct in sum(values, sums) or any(rank.of("drops_padding") for rank in ranks):
+        return
+    own = events[0]  # the results of single samples may be gathered, put in order, and cut
+    if any(event["kind"] == "cut" and event["size"] == distinct for event in own):
+        return
+    gathered = sum(math.prod(size) for call in calls[0] for size in call["sizes"])
+    kinds = {event["kind"] for event in own}
+    is_gathered = any("GATHER" in call["name"].upper() for call in calls[0])
+    if is_gathered and (
+        "gathers_objects" in kinds or ("converted" in kinds and gathered >= total // len(ranks))
+    ):
+        why = (
+            "the ranks gather the results of samples, and what becomes of repeated ones is not seen"
+        )
+        yield NotChecked("padding in the evaluation", why)
         return
     yield Finding(
         "padding-counted",
@@ -126,8 +142,8 @@ def _have_one_set(shares):
 
 
 def _during(rank, loader):
-    """The collectives from the first batch of an evaluation to the next one of training: there may
-    be one for the results of several loaders."""
+    """The collectives, and what is written, from the first batch of an evaluation to the next one
+    of training: there may be one collective for the results of several loaders."""
     inside = False
     evaluated = {e["epoch"] for e in rank.evaluation if e["loader"] == loader}
     training = {e["epoch"] for e in rank.training}
@@ -136,26 +152,45 @@ def _during(rank, loader):
             inside = True
         elif event["kind"] == "batch" and event["epoch"] in training:
             inside = False
-        elif event["kind"] == "collective" and inside:
+        elif event["kind"] in WATCHED and inside:
             yield event
 
 
+WATCHED = ("collective", "cut", "converted", "gathers_objects", "save", "dump", "write")
 JOINING = ("REDUCE", "GATHER", "SEND", "RECV", "ALLTOALL")
 
 
-def _one_rank_metric(ranks, shares, calls):
+def _one_rank_metric(ranks, shares, events):
     if any(rank.of("no_hooks") for rank in ranks):
         return
     joined = any(
-        any(name in call["name"].upper() for name in JOINING) for own in calls for call in own
+        any(name in event["name"].upper() for name in JOINING)
+        for own in events
+        for event in own
+        if event["kind"] == "collective"
     )
-    if not joined:
+    if not joined and not _joined_by_files(ranks, events):
         yield Finding(
             "metric-of-one-rank",
             where(shares[0]),
             f"each rank evaluates its {len(shares[0]['samples'])} samples, and nothing joins the "
             "results",
         )
+
+
+def _joined_by_files(ranks, events):
+    """Whether a rank reads what each of the others has written during the evaluation, which is no
+    checkpoint."""
+    written = [
+        {event["path"] for event in own if event["kind"] != "collective" and "path" in event}
+        - {event["path"] for event in own if event.get("model")}
+        for own in events
+    ]
+    for reader, rank in enumerate(ranks):
+        read = {event["path"] for event in rank.of("load", "read")}
+        if all(read & paths for writer, paths in enumerate(written) if writer != reader):
+            return True
+    return False
 
 
 def augmented(checked):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import errors, failed_at, two_ranks, where
+from check.rules.common import errors, failed_at, own_errors, two_ranks, where
 
 
 def writers(checked):
@@ -16,7 +16,8 @@ def writers(checked):
         by_path = {}
         saved = {event["path"] for rank in ranks for event in _saves(rank, checked)}
         for rank in ranks:
-            for event in [*_saves(rank, checked), *rank.of("write", "dump")]:
+            others = [e for e in rank.of("save") if e["model"] is False]
+            for event in [*_saves(rank, checked), *others, *rank.of("write", "dump")]:
                 by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
         for path, events in by_path.items():
             if len(events) > 1 and os.path.basename(path) != "null":
@@ -58,7 +59,10 @@ def _saves(rank, checked):
 
 
 def _is_checkpoint(event, again):
-    """Whether this is no other file of pickle or NumPy: a run that is started again reads it."""
+    """Whether this is no other file: one without parameters, such as predictions, or one of pickle
+    or NumPy that a run that is started again does not read."""
+    if event["model"] is False:
+        return False
     if event["kind"] == "save":
         return True
     names = {os.path.basename(load["path"]) for load in again.any("load")} if again else set()
@@ -88,14 +92,24 @@ def resumed(checked):
         why = checked.not_run.get("killed") or checked.not_run.get("resumed")
         yield NotChecked("resuming", why or "the script did not end on two processes")
         return
+    if again.timed_out == "limit" and not again.any("step"):
+        yield NotChecked("resuming", "the run that was started again needed more than --timeout")
+        return
     if not again.ended and not again.any("step"):
-        text = (errors(again) or [f"exit code {again.code}"])[-1]
+        # A rank that fails takes the others with it, whose errors only say that it has gone.
+        text = (own_errors(again) or errors(again) or [f"exit code {again.code}"])[-1]
         place = failed_at(again, text)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return
-    written = {os.path.basename(event["path"]) for event in killed.any("save", "dump")}
+    saves = [*killed.any("save", "dump"), *again.any("save", "dump")]
+    others = {event["path"] for event in saves if event["model"] is False}
+    written = {os.path.basename(event["path"]) for event in saves if event["path"] not in others}
     source = checked.options.source
-    loads = [event for event in again.any("load") if _is_new(event["path"], killed, source)]
+    loads = [
+        event
+        for event in again.any("load")
+        if event["path"] not in others and _is_new(event["path"], killed, source)
+    ]
     if not loads:
         yield NotChecked(
             "resuming",
@@ -130,7 +144,7 @@ def resumed(checked):
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )
         return
-    found = list(_lost(before, after, index, place))
+    found = list(_lost(before, after, index, place, _places_of_epochs(checked)))
     yield from found or _lost_on_other_ranks(killed, again, index, place)
 
 
@@ -167,7 +181,7 @@ def _is_new(path, killed, source):
     return path.startswith(root + os.sep) and not (source / os.path.relpath(path, root)).exists()
 
 
-def _lost(before, after, index, place):
+def _lost(before, after, index, place, prints=()):
     old, new = before.steps[index], after.steps[0]
     is_lost = old["state"] != new["state"] and old["state"][0] > 0
     if is_lost:
@@ -186,7 +200,7 @@ def _lost(before, after, index, place):
             place,
             f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
         )
-    yield from _epoch(before, after, index, place)
+    yield from _epoch(before, after, index, place, prints)
 
 
 def _first_steps(before, after, index):
@@ -249,7 +263,7 @@ def _close(first, second):
     )
 
 
-def _epoch(before, after, index, place):
+def _epoch(before, after, index, place, prints):
     """The epoch and the order of the samples go on."""
     expected, number = _epoch_of(before, index), _epoch_of(after, 0)
     if expected is not None and number is not None and number < expected:
@@ -273,13 +287,13 @@ def _epoch(before, after, index, place):
     if read[1] > read[0]:  # it skips the batches that were trained on, to find the position again
         yield from _skipped(before, after, index, place)
         return
-    printed = [_printed_epochs(rank) for rank in (before, after)]
     whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
-    if whole and number is None and all(printed) and printed[1][0] == printed[0][0]:
+    again = _printed_again(before, after, prints)
+    if whole and number is None and again is not None:
         yield Finding(
             "epoch-not-restored",
             place,
-            f"started again, the script prints epoch {printed[1][0]}, the first one, again",
+            f"started again, the script prints epoch {again}, the first one, again",
         )
         return
     loader = next((next(iter(s["batches"])) for s in before.steps if s["batches"]), None)
@@ -351,12 +365,33 @@ def _inputs(step):
     return [forward["rows"] for forward in step["forwards"] if forward.get("rows")]
 
 
+def _places_of_epochs(checked):
+    """The places in the code that print numbers of epochs in ascending order: not of arguments."""
+    whole = checked["two"] if checked["killed"].world_size > 1 else checked["one"]
+    found = _printed_epochs(whole.ranks[0]) if whole and whole.ranks else {}
+    return [
+        key
+        for key, numbers in found.items()
+        if numbers == sorted(numbers) != numbers[:1] * len(numbers)
+    ]
+
+
+def _printed_again(before, after, prints):
+    """The first epoch that a script prints, if that is the same after a restart; else None."""
+    old, new = _printed_epochs(before), _printed_epochs(after)
+    for key in prints:
+        if key in old and key in new:
+            return new[key][0] if new[key][0] == old[key][0] else None
+    return None
+
+
 def _printed_epochs(rank):
-    found = []
+    """For each place, and each position of such a number in its text, the numbers of epochs."""
+    found = {}
     for event in rank.of("print"):
-        match = re.search(r"epoch\W{0,4}(\d+)", event["text"], re.IGNORECASE)
-        if match:
-            found.append(int(match[1]))
+        texts = re.findall(r"epoch\W{0,4}(\d+)", event["text"], re.IGNORECASE)
+        for position, text in enumerate(texts):
+            found.setdefault((where(event), position), []).append(int(text))
     return found
 
 

@@ -27,6 +27,11 @@ def scale(checked):
     if _start_differently(two.ranks):
         yield NotChecked(what, "the ranks start with different models")
         return
+    if _inputs_differ(one, two):
+        yield NotChecked(
+            what, "the model gets other inputs on one process: of random numbers, maybe"
+        )
+        return
     import torch
 
     folder = two.folder.parent / "exact"
@@ -73,6 +78,21 @@ def scale(checked):
                 f"for the same samples the gradient of two ranks is {ratio:.3g} times that of one "
                 "process",
             )
+
+
+def _inputs_differ(one, two):
+    """Whether the first step of one process has other inputs than those of the ranks together."""
+    rows = [
+        {
+            row
+            for rank in run.ranks
+            for step in rank.steps[:1]
+            for forward in step["forwards"]
+            for row in forward.get("inputs", [])
+        }
+        for run in (one, two)
+    ]
+    return all(rows) and len(rows[0] & rows[1]) < 0.9 * len(rows[0])
 
 
 def _backward_of(step):

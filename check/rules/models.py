@@ -1,12 +1,19 @@
 """Rules about models, optimizers and the calls that cost time."""
 
-import re
 import signal
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import errors, failed_at, first_ranks, replicas, two_ranks, where
-from check.scenarios import UNUSED
+from check.rules.common import (
+    errors,
+    failed_at,
+    first_ranks,
+    own_errors,
+    replicas,
+    two_ranks,
+    where,
+)
+from check.scenarios import UNUSED, own_lines
 
 
 def start(checked):
@@ -134,7 +141,7 @@ def failures(checked):
             )
             return
     if two is not None and two.world_size < 2 and not two.ended:
-        yield _fails_alone(two)
+        yield _fails_alone(two, checked.options)
         return
     if two is None or two.world_size < 2 or (two.ended and not _lengths_differ(two)):
         if two is not None and two.any("no_hooks"):
@@ -154,7 +161,8 @@ def failures(checked):
                 )
                 return
         lengths = [len(sequence) for sequence in sequences]
-        if lengths[0] != lengths[1] and (two.timed_out or not _own_errors(two)):
+        is_slow = two.timed_out == "limit"  # one of them is at the next call already
+        if lengths[0] != lengths[1] and not is_slow and (two.timed_out or not own_errors(two)):
             more = 0 if lengths[0] > lengths[1] else 1
             extra = sequences[more][min(lengths)]
             yield Finding(
@@ -164,8 +172,10 @@ def failures(checked):
                 f"{min(lengths)} collectives in all",
             )
             return
-    if two.timed_out:
-        tops = [_top(text) for text in two.stacks.values()]
+    if two.timed_out == "limit":
+        yield _too_slow(two, checked.options)
+    elif two.timed_out:
+        tops = [next(iter(own_lines(text)), None) for text in two.stacks.values()]
         text = "; ".join(filter(None, tops)) or "no stacks"
         yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
     else:
@@ -174,23 +184,31 @@ def failures(checked):
 
 def _failure(two):
     lines = [line for line in two.output.strip().splitlines() if line.strip()]
-    text = [*_own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
+    text = [*own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
     place = failed_at(two, text)
     return Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
 
 
-def _fails_alone(two):
-    """Processes that do not end, and have joined no group: where all of them fail, that is a bug.
-    One of two may have met the other in a script that is for one process."""
-    if not two.timed_out and all(code not in (0, -signal.SIGKILL) for code in two.codes):
+def _too_slow(two, options):
+    steps = min(len(rank.steps) for rank in two.ranks) if two.ranks else 0
+    why = f"they needed more than --timeout {options.timeout:.0f} s, and had made {steps} steps"
+    return NotChecked("two processes", why)
+
+
+def _fails_alone(two, options):
+    """Processes that do not end, and have joined no group: where all of them fail, or one waits for
+    the other to join, that is a bug. One of two may have met the other in a script that is for one
+    process."""
+    if two.timed_out == "limit":
+        return _too_slow(two, options)
+    fails = all(code not in (0, -signal.SIGKILL) for code in two.codes) or two.any("joins")
+    if fails and not two.timed_out:
         return _failure(two)
+    if two.timed_out and two.any("joins"):
+        place = where(two.any("joins")[0])
+        return Finding("hangs-on-two", place, "two processes wait for each other to join the group")
     why = "it hangs" if two.timed_out else _failure(two).observed
     return NotChecked("two processes", f"the script joins no process group, and {why}")
-
-
-def _own_errors(run):
-    """The errors in the output of a run, without those of a rank that another one has left."""
-    return [line for line in errors(run) if not re.search("onnection|gloo|[Tt]imed out", line)]
 
 
 def _lengths_differ(run):
@@ -212,13 +230,6 @@ def _collectives(rank):
 def _call(event):
     place = where(event)
     return event["name"] + (f" (line {place[1]})" if place else "")
-
-
-def _top(stacks):
-    """The innermost frame of the user's code in a dump of stacks."""
-    lines = [line.strip() for line in stacks.splitlines() if line.strip().startswith("File")]
-    own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line]
-    return own[0] if own else None
 
 
 RULES = [start, batch_norm, parameters, synchronizations, failures]

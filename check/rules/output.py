@@ -2,7 +2,7 @@
 
 import re
 
-from check.findings import Finding
+from check.findings import Finding, NotChecked
 from check.rules.common import two_ranks, where
 
 
@@ -31,4 +31,12 @@ def repeated(checked):
             return
 
 
-RULES = [repeated]
+def observers(checked):
+    """What could not be observed, since the check has made a mistake."""
+    for run in checked.runs.values():
+        for event in run.any("observer_failed"):
+            why = f"a mistake of the check itself in {event['what']}: {event['why']}"
+            yield NotChecked("a part of what the script does", why)
+
+
+RULES = [repeated, observers]

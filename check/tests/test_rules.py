@@ -15,7 +15,7 @@ from check.events import Rank, Run
 from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
-from check.rules.common import failed_at
+from check.rules.common import failed_at, own_errors
 from check.rules.data import same_samples, samples_left_out
 from check.rules.files import resumed
 from check.rules.models import failures
@@ -286,7 +286,10 @@ def findings_of_two_ranks(rule, shares, **fields):
     """The findings of a rule about two ranks, each with one epoch of these samples."""
     same = {"loader": 0, "dataset": 0, "base": 0, "contents": {}, "iterable": False, "place": None}
     epochs = [same | {"samples": own, "base_samples": own} | fields for own in shares]
-    ranks = [SimpleNamespace(training=[epoch], fetches=[]) for epoch in epochs]
+    ranks = [
+        SimpleNamespace(training=[epoch], fetches=[], steps=[], of=lambda *kinds: [])
+        for epoch in epochs
+    ]
     two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
     return list(rule({"two": two}))
 
@@ -328,7 +331,7 @@ def test_restart_is_compared_with_the_step_of_the_checkpoint(kind, function, tmp
         ]
 
     path = str(tmp_path / "copy" / "last.pkl")
-    save = {"kind": kind, "function": function, "path": path}
+    save = {"kind": kind, "function": function, "path": path, "model": None}
     before, after = events((10, 0), (11, 1), (11, 2), (12, 3)), events((11, 1))
     before.insert(1, save)
     after.insert(0, {"kind": "load", "path": path, "place": None})
@@ -375,7 +378,7 @@ def restarted(tmp_path, resumed_events, **changes):
     reads = sum(name == "batch" for name, _ in resumed_events)
     saved = changes.pop("saved", 4)
     after.append(step(0, **same | changes | {"parameters": [saved], "batches": {"0": reads}}))
-    save = {"kind": "save", "function": "torch.save", "path": path, "keys": []}
+    save = {"kind": "save", "function": "torch.save", "path": path, "model": True}
     position = [i for i, event in enumerate(before) if event["kind"] == "step"][saved - 1] + 1
     before.insert(position, save)
     epoch = {"kind": "epoch", "steps": 3, "steps_before": 0, "backwards": 3, "whole": True}
@@ -435,6 +438,36 @@ def test_all_processes_that_fail_before_they_join_a_group_are_a_finding(tmp_path
     assert finding.rule == "fails-on-two" and "a batch of 7" in finding.observed
     (not_checked,) = rules(codes=[1, -9])  # ended by the check: one may have met the other
     assert "joins no process group" in not_checked.why and "a batch of 7" in not_checked.why
+
+
+def test_slow_ranks_are_not_checked_and_those_that_wait_for_others_hang(tmp_path):
+    def result(kind, timed_out, codes=(-9, -9)):
+        run = Run("two", tmp_path, tmp_path, 1, "", 9.0, timed_out, codes=list(codes))
+        event = {"kind": kind, "world": 2, "place": ["train.py", 3]}
+        run.ranks = [Rank(number, number, [event]) for number in range(2)]
+        checked = Checked(
+            Options([], tmp_path, timeout=7), {"one": run, "two": run}, {}, "torchrun"
+        )
+        (found,) = failures(checked)
+        return found
+
+    assert "--timeout 7" in result("init", "limit").why
+    assert "--timeout 7" in result("joins", "limit").why
+    assert result("init", "idle").rule == "hangs-on-two"
+    waits = result("joins", "idle")
+    assert waits.rule == "hangs-on-two" and waits.place == ("train.py", 3)
+    assert result("joins", "", codes=(-9, 1)).rule == "fails-on-two"  # before it joined the group
+
+
+def test_errors_are_not_lines_of_code_and_not_those_of_ranks_that_were_left(tmp_path):
+    output = (
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 3, in <module>\n'
+        "    raise KeyError(name)\n"
+        "KeyError: 'epoch'\n"
+        "RuntimeError: [gloo] Connection closed by peer\n"
+    )
+    assert own_errors(Run("two", tmp_path, tmp_path, 1, output, 0.0)) == ["KeyError: 'epoch'"]
 
 
 def test_sarif_has_rules_and_places():

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from check.__main__ import main, parse, repository, script_file
+from check.events import Rank, Run
 from check.findings import Finding
 from check.processes import INSIDE, CannotRun, Processes
 from check.report import as_sarif
-from check.scenarios import Options, _remedies
+from check.rules.output import observers
+from check.scenarios import Options, _remedies, of_rank
 
 FOLDER = Path(__file__).resolve().parents[1]
 CHECK = [sys.executable, FOLDER]
@@ -365,3 +368,73 @@ def test_failure_of_a_script_that_refuses_one_process_is_that_on_two(tmp_path):
     source = RANKS + "if dist.get_world_size() == 1: raise SystemExit(0)\nraise KeyError('mine')\n"
     code, _, stderr = check(project(tmp_path, source), "--", "train.py")
     assert code == 2 and "failed on two processes" in stderr and "KeyError: 'mine'" in stderr
+
+
+WRITTEN_FOR_CUDA = """
+import os
+os.environ["RANK"] = "0"
+device = torch.device("cuda", 0)
+torch.cuda.set_device(device)
+x = torch.ones(4, device=device)
+own = torch.zeros(4)
+generator = torch.Generator(device="cuda").manual_seed(1)
+for each in (generator, torch.default_generator):
+    assert isinstance(each, torch.Generator)
+torch.randn(3, generator=generator, device=device)
+assert torch.cuda.FloatTensor(2, 3).fill_(1).shape == (2, 3)
+assert x.type(torch.cuda.LongTensor).dtype == torch.int64
+assert x.type("torch.cuda.HalfTensor").dtype == torch.float16
+x.record_stream(torch.cuda.current_stream())
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record(), end.record()
+1 / begin.elapsed_time(end)
+assert x.is_cuda and (x + 1).device == device and x.get_device() == 0 and "cuda" in x.type()
+assert not own.is_cuda and own.device.type == "cpu" and not x.to("cpu").is_cuda
+torch.cuda.memory.mem_get_info()
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+    x.sum()
+print("reached the end")
+"""
+
+
+def test_what_is_written_for_cuda_runs_on_a_cpu(tmp_path):
+    path = tmp_path / "train.py"  # a file: only the script's own code sees a GPU
+    path.write_text("import torch\n" + WRITTEN_FOR_CUDA)
+    plan = {"folder": str(tmp_path), "root": str(tmp_path), "run": "one", "limit_data": 0}
+    plan |= {"device": "mapped", "exact": None, "joins_statistics": False, "devices": 1}
+    environment = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
+    done = subprocess.run(
+        [sys.executable, path], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "reached the end" in done.stdout, done.stderr[-2000:]
+
+
+def test_arguments_that_a_launcher_gives_to_each_rank(tmp_path, monkeypatch):
+    project(tmp_path, TRAINS)
+    monkeypatch.chdir(tmp_path)
+    launch = ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2"]
+    assert parse(["--", *launch, "train.py"]).rank_args == ["--local-rank={local_rank}"]
+    args = parse(["--", *launch, "--use-env", "train.py", "--lr", "1"])
+    assert (args.command, args.rank_args) == (["train.py", "--lr", "1"], [])
+    args = parse(["--rank-args=--rank {rank} --size={world_size}", "--", "train.py"])
+    assert of_rank(args.rank_args, 1, 2) == ["--rank", "1", "--size=2"]
+    (hint,) = _remedies("error: unrecognized arguments: --local-rank=0", Options([], Path()))
+    assert "--rank-args" in hint
+
+
+def test_mistake_of_an_observer_does_not_end_the_script(tmp_path):
+    source = """
+from check_inside import record
+@record.guarded
+def observe():
+    raise ValueError("of an observer")
+print(observe(), "goes on")
+"""
+    assert output(0, source, tmp_path).split() == ["None", "goes", "on"]
+    (path,) = tmp_path.glob("*.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    (event,) = (event for event in events if event["kind"] == "observer_failed")
+    run = Run("one", tmp_path, tmp_path, 0, "", 0.0)
+    run.ranks = [Rank(0, 1, [event])]
+    (item,) = observers(SimpleNamespace(runs={"one": run}))
+    assert "observe" in item.why and "of an observer" in item.why

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import sys
+import time
 import weakref
 import zlib
 from array import array
@@ -11,11 +12,13 @@ from multiprocessing import util
 from pathlib import Path
 
 from check_inside import exact, lengths, limits
-from check_inside.record import PLAN, checksum, place, record, replace
+from check_inside.record import PLAN, called_by_user, checksum, guarded, place, record, replace
 from check_inside.state import STATE
 
 SAMPLES_PER_EVENT = 256
 CONTENTS = 8  # batches of an epoch, whose contents are compared between ranks
+PROBES = 512  # samples of a dataset that are compared between ranks
+PROBE_SECONDS = 2.0
 MOST_INDICES = 3_000_000  # of an epoch: infinite samplers never end
 
 
@@ -113,6 +116,7 @@ def _has_length(loader):
     return True
 
 
+_read = {}  # ordinal -> dataset, without those that are subsets of one
 _epochs = 0
 _orders = []  # of samplers that were iterated since a loader has started
 
@@ -179,7 +183,9 @@ def install(name, torch):
 
         return _reset
 
-    util.Finalize(None, finish, exitpriority=100)  # also at the end of a spawned process
+    _finish_at_exit()
+    # Processes that the script forks forget what is to be done at the end.
+    util.register_after_fork(Epoch, lambda epoch: _finish_at_exit())
     replace(loader_class, "__iter__", make_iter)
     replace(base, "_next_index", make_next_index)
     replace(base, "__next__", make_next)
@@ -224,10 +230,53 @@ def install(name, torch):
 
         return __iter__
 
+    if PLAN["run"] == "two":
+        replace(torch.Tensor, "__getitem__", _observe_slice)
+        replace(torch.Tensor, "numpy", _observe_conversion)
+        replace(torch.Tensor, "tolist", _observe_conversion)
     replace(sampler, "set_epoch", make_set_epoch)
     replace(sampler, "__iter__", make_order)
 
 
+_lengths = set()  # of the datasets that are read
+_recorded = set()
+
+
+def _observe_slice(original):
+    """Results that were gathered are cut to the length of the dataset: no sample counts twice."""
+
+    def __getitem__(self, key):
+        if type(key) is slice and key.stop in _lengths and key.stop < len(self):
+            _cut(key.stop)
+        return original(self, key)
+
+    return __getitem__
+
+
+def _cut(size):
+    if called_by_user(3):
+        _record_once("cut", size=size)
+
+
+def _observe_conversion(original):
+    """What becomes of numbers in an array or a list is not seen."""
+
+    def convert(self, *args, **kwargs):
+        if self.dim() and len(self) > 1 and not STATE.fetching and called_by_user():
+            _record_once("converted", size=len(self))
+        return original(self, *args, **kwargs)
+
+    return convert
+
+
+def _record_once(kind, **fields):
+    where = place()
+    if (kind, str(where)) not in _recorded:
+        _recorded.add((kind, str(where)))
+        record(kind, place=where, **fields)
+
+
+@guarded
 def begin(loader, iterator):
     """The Epoch of a loader that starts now."""
     global _epochs
@@ -235,6 +284,8 @@ def begin(loader, iterator):
     _epochs += 1
     epoch.orders += _orders
     STATE.active.append(epoch)
+    if hasattr(loader.dataset, "__len__"):
+        _lengths.add(len(loader.dataset))
     weakref.finalize(iterator, leave, epoch).atexit = False
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
@@ -242,7 +293,14 @@ def begin(loader, iterator):
 
 
 def batch_of(epoch, batch):
-    """Record a batch that the loader hands out; returns the batch that the script gets."""
+    """Observe a batch that the loader hands out; returns the batch that the script gets."""
+    size = _record_batch(epoch, batch)
+    return batch if size is None else exact.batch_of(epoch.loader, batch, size)
+
+
+@guarded
+def _record_batch(epoch, batch):
+    """Returns the number of its samples."""
     ordinal = epoch.loader
     number = epoch.batches
     epoch.batches += 1
@@ -261,7 +319,7 @@ def batch_of(epoch, batch):
         samples=list(epoch.drawn[start : start + size])[:SAMPLES_PER_EVENT] or rows,
         leaves=contents(batch, size) if is_compared else [],
     )
-    return exact.batch_of(ordinal, batch, size)
+    return size
 
 
 def contents(batch, size):
@@ -304,6 +362,7 @@ def leave(epoch):
     finish_epoch(epoch)
 
 
+@guarded
 def finish_epoch(epoch):
     """Record the whole epoch."""
     if epoch not in STATE.active:
@@ -312,6 +371,9 @@ def finish_epoch(epoch):
     if epoch.backwards() and epoch.steps_before >= STATE.steps_of_epochs:
         STATE.training_epochs += 1  # loaders that are read in turns have one epoch together
         STATE.steps_of_epochs = STATE.steps
+    fields = _dataset(epoch.dataset, epoch)
+    if fields["base"] not in _read and not epoch.is_iterable:
+        _read[fields["base"]] = STATE.datasets.objects[fields["base"]]
     path = Path(PLAN["folder"]) / f"indices-{os.getpid()}-{epoch.number}"
     path.write_bytes(epoch.drawn.tobytes())
     record(
@@ -333,7 +395,7 @@ def finish_epoch(epoch):
         forwards=list(epoch.forwards.values()),
         iterable=epoch.is_iterable,
         not_limited=lengths.why_not_limited(epoch),
-        **_dataset(epoch.dataset, epoch),
+        **fields,
     )
 
 
@@ -341,6 +403,69 @@ def finish():
     """Record the epochs that are under way, with their orders to the end."""
     for epoch in list(STATE.active):
         cut(epoch)
+    if PLAN["run"] == "two":
+        for number, dataset in sorted(_read.items()):
+            _probe(number, dataset)
+        _read.clear()
+
+
+def _probe(number, dataset):
+    """Record what a dataset has at some indices, with the same random numbers for each: ranks that
+    read one dataset have the same, whatever they have drawn before.
+
+    At the end, since reading may open files, which loader processes would then share.
+    """
+    STATE.fetching = STATE.calibrating = True
+    end = time.monotonic() + PROBE_SECONDS
+    rows = []
+    try:
+        count = len(dataset)
+        indices = range(0, count, 1 + count // PROBES)
+        twice = [_leaves(_sample(dataset, indices[0])) for _ in range(2)]
+        for index in indices:
+            rows.append([index, _leaves(_sample(dataset, index))])
+            if time.monotonic() > end:
+                break
+        record("probe", dataset=number, repeats=twice[0] == twice[1], length=count, rows=rows)
+    except Exception:  # it cannot be read any more
+        return
+    finally:
+        STATE.fetching = STATE.calibrating = False
+
+
+def _sample(dataset, index):
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    return dataset[index]
+
+
+def _leaves(sample):
+    """A checksum of each tensor, array, image, number or text of a sample."""
+    import torch
+
+    found = []
+    for leaf in torch.utils._pytree.tree_leaves(sample):
+        if isinstance(leaf, torch.Tensor):
+            found.append(checksum(leaf, zlib.crc32(repr(tuple(leaf.shape)).encode())))
+        elif hasattr(leaf, "tobytes"):
+            found.append(zlib.crc32(leaf.tobytes()))
+        elif isinstance(leaf, int | float | str | bytes | bool):
+            found.append(zlib.crc32(repr(leaf).encode()))
+    return found
+
+
+def _finish_at_exit():
+    import torch
+
+    def end():
+        if torch.utils.data.get_worker_info() is None:  # no process of a loader
+            finish()
+
+    util.Finalize(None, end, exitpriority=100)  # also at the end of a spawned process
 
 
 def _dataset(dataset, epoch):
@@ -394,7 +519,46 @@ def _observe_fork(original):
     return fork_rng
 
 
-def random_states():
+OWN = "a generator of its own"
+
+
+def _own_states(dataset):
+    """A checksum of the state of each generator that a dataset, or a part of it, holds."""
+    import torch
+
+    states, seen, pending = {}, set(), [(OWN, dataset)]
+    while pending and len(seen) < 200:
+        name, part = pending.pop(0)
+        if id(part) in seen or isinstance(part, type | torch.nn.Module | torch.Tensor):
+            continue
+        seen.add(id(part))
+        state = _state_of(part)
+        if state is not None:
+            states[name] = zlib.crc32(repr(state).encode())
+        elif isinstance(part, list | tuple):
+            pending += [(f"{name}[{i}]", x) for i, x in enumerate(part[:20])]
+        elif hasattr(part, "__dict__"):
+            pending += [(f"{name}.{key}", x) for key, x in list(vars(part).items())[:50]]
+    return states
+
+
+def _state_of(thing):
+    import torch
+
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().tolist()
+    if isinstance(thing, random.Random):
+        return thing.getstate()
+    kinds = getattr(sys.modules.get("numpy"), "random", None)
+    if kinds and isinstance(thing, kinds.RandomState):
+        return [part.tolist() if hasattr(part, "tolist") else part for part in thing.get_state()]
+    if kinds and isinstance(thing, kinds.Generator):
+        return thing.bit_generator.state
+    return None
+
+
+@guarded
+def random_states(dataset=None):
     """A checksum of the state of each generator that augmentations draw from."""
     import torch
 
@@ -406,7 +570,7 @@ def random_states():
     if numpy is not None:
         state = numpy.random.get_state()
         states["numpy"] = zlib.crc32(state[1].tobytes() + str(state[2:]).encode())
-    return states
+    return states | _own_states(dataset)
 
 
 _fetches = {}
@@ -422,7 +586,7 @@ def _observe_fetch(original):
         key = (dataset, STATE.training_epochs)
         _fetches[key] = _fetches.get(key, 0) + 1
         is_recorded = _fetches[key] <= 2  # the first two of each epoch show it
-        before = random_states() if is_recorded else None
+        before = random_states(self.dataset) if is_recorded else None
         reseeds = _reseeds
         STATE.fetching = True
         _forks.clear()
@@ -431,19 +595,20 @@ def _observe_fetch(original):
         finally:
             STATE.fetching = False
             if is_recorded:
-                _record_fetch(dataset, worker, before, reseeds)
+                _record_fetch(self.dataset, dataset, worker, before, reseeds)
 
     return fetch
 
 
-def _record_fetch(dataset, worker, before, reseeds):
-    after = random_states()
+@guarded
+def _record_fetch(source, dataset, worker, before, reseeds):
+    after = random_states(source)
     record(
         "fetch",
         dataset=dataset,
         worker=worker and worker.id,
         before=before,
-        drew=[name for name in before if before[name] != after[name]],
+        drew=[name for name in before if before[name] != after.get(name)],
         reseeded=_reseeds > reseeds,
         forks=list(_forks),
     )

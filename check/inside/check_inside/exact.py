@@ -206,4 +206,6 @@ def gradients_of(optimizer, parameters):
 
 
 def _whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor.to_dense() if tensor.is_sparse else tensor

@@ -6,13 +6,19 @@ import os
 import pickle
 import shutil
 import sys
+import time
+from collections import Counter
 
-from check_inside.record import PLAN, ROOT, is_user_file, place, record, replace
+from check_inside.record import PLAN, ROOT, guarded, is_user_file, place, record, replace
+from check_inside.state import STATE
 
 BYTES_WRITTEN = 10  # lines within which the bytes of a checkpoint are written
 
+MOST_PARTS = 20_000  # of what is saved, that are looked at
+
 _buffered = None  # the event of a checkpoint that was saved as bytes, to no file yet
 _seen = set()
+_started = time.time()
 _own = tuple(filter(None, (PLAN["folder"], PLAN["exact"])))  # written by the check itself
 
 
@@ -59,10 +65,13 @@ def _observe_save(original, function, position, kind="save"):
         path = _path(target)
         where = place()
         result = original(*args, **kwargs)
+        others = [*args[:position], *args[position + 1 :], *kwargs.values()]
+        thing = others[0] if others and function != "numpy" else others
         event = {
             "function": function,
             "place": where,
-            "keys": _keys(args[0] if args else kwargs.get("obj")),
+            "keys": _keys(thing),
+            "model": _holds_model(thing),
         }
         if path is not None and not path.startswith(_own):
             record(kind, path=path, **event)
@@ -76,6 +85,58 @@ def _observe_save(original, function, position, kind="save"):
 
 def _keys(thing):
     return [str(key) for key in thing][:40] if isinstance(thing, dict) else [type(thing).__name__]
+
+
+@guarded
+def _holds_model(thing):
+    """Whether there are tensors in it with the shapes of the parameters that are trained, as in a
+    checkpoint; False for predictions, statistics and the like; None if that cannot be told."""
+    import torch
+
+    shapes = Counter(tuple(p.shape) for p in STATE.parameters)
+    if not shapes:
+        return None
+    leaves = list(_leaves(thing))
+    if None in leaves:
+        return None
+    found = sum((Counter(leaves) & shapes).values())
+    total = sum(p.numel() for p in STATE.parameters)
+    sizes = [torch.Size(shape).numel() for shape in leaves]
+    is_sharded = any(
+        hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in STATE.parameters
+    )
+    if is_sharded and leaves:
+        return None
+    return found >= 0.5 * shapes.total() or total in sizes
+
+
+def _leaves(thing):
+    """The shapes of all tensors and arrays in a thing; None for what cannot be looked into."""
+    import torch
+
+    seen, pending = set(), [thing]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, bool | int | float | complex | str | bytes | os.PathLike | None):
+            continue
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if len(seen) > MOST_PARTS:
+            yield None
+            return
+        if isinstance(part, torch.Tensor) or type(part).__name__ == "ndarray":
+            yield tuple(part.shape)
+        elif isinstance(part, torch.nn.Module):
+            yield from (tuple(p.shape) for p in part.parameters())
+        elif isinstance(part, dict):
+            pending += part.values()
+        elif isinstance(part, list | tuple | set):
+            pending += part
+        elif hasattr(part, "__dict__") and not isinstance(part, type):
+            pending += vars(part).values()
+        elif not isinstance(part, torch.dtype | torch.device | type | range):
+            yield None
 
 
 def _observe_load(original):
@@ -102,7 +163,8 @@ def _observe_distributed(original, kind):
         result = original(*args, **kwargs)
         path = kwargs.get("checkpoint_id", args[1] if len(args) > 1 else None)
         path = _path(path if path is not None else "distributed checkpoint")
-        record(kind, path=path, function="torch.distributed.checkpoint", place=where, keys=[])
+        function = "torch.distributed.checkpoint"
+        record(kind, path=path, function=function, place=where, keys=[], model=None)
         return result
 
     return run
@@ -117,11 +179,15 @@ def _write_buffered(path):
         record("save", path=path, **event)
 
 
+@guarded
 def _audit(event, args):
     if event == "open":
         path, mode, flags = args
         writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
-        if not writes or not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike):
+            return
+        if not writes:
+            _read(os.path.realpath(os.fspath(path)))
             return
         _detach(os.path.abspath(os.fspath(path)), flags & os.O_TRUNC)
         path = os.path.realpath(os.fspath(path))
@@ -143,9 +209,19 @@ def _audit(event, args):
         )
 
 
-def _by_user():
+def _read(path):
+    """The user's code opens a file for reading: one that this run has written?"""
+    if (path, "r") in _seen or path.startswith(("/dev/", "/proc/", "/sys/", *_own)):
+        return
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_mtime >= _started - 1 and _by_user(4):
+            _seen.add((path, "r"))
+            record("read", path=path, place=place())
+
+
+def _by_user(depth=3):
     """Whether the user's code opened a file itself, or with Python's own modules."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
         if is_user_file(name):

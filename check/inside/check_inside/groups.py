@@ -1,10 +1,11 @@
 """Observes process groups: collectives, DistributedDataParallel, and processes that are spawned."""
 
 import atexit
+import functools
 import sys
 
 from check_inside.devices import answer_others
-from check_inside.record import PLAN, place, record, replace
+from check_inside.record import PLAN, guarded, place, record, replace
 from check_inside.state import STATE
 
 MOST_COLLECTIVES = 20_000
@@ -27,6 +28,7 @@ def install(name, torch):
             if PLAN["device"] == "mapped":
                 backend = "gloo"
                 kwargs.pop("device_id", None)
+            record("joins", place=place())  # it may wait there for a rank that has failed
             result = original(backend, *args, **kwargs)
             _asked[dist.group.WORLD] = asked
             record("init", world=dist.get_world_size(), place=place())
@@ -67,6 +69,10 @@ def install(name, torch):
                 replacement = _of_any_shape(getattr(c10d, function))
                 for module in (c10d, dist):
                     setattr(module, function, replacement)
+    for function in ("all_gather_object", "gather_object"):
+        replacement = _observe_objects(getattr(c10d, function))
+        for module in (c10d, dist):
+            setattr(module, function, replacement)
     _observe_ddp(torch.nn.parallel.DistributedDataParallel)
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
 
@@ -81,6 +87,15 @@ def install(name, torch):
     for module in (spawning, torch.multiprocessing):
         module.start_processes = replacement
     replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+
+def _observe_objects(original):
+    @functools.wraps(original)
+    def gather(*args, **kwargs):
+        record("gathers_objects", place=place())
+        return original(*args, **kwargs)
+
+    return gather
 
 
 def _of_any_shape(original):
@@ -101,6 +116,7 @@ def _observe(group):
         return
     _hooks += 1
 
+    @guarded
     def before(call):
         global _count
         _count += 1

@@ -5,7 +5,7 @@ import io
 import logging
 import sys
 
-from check_inside.record import place, record, replace
+from check_inside.record import guarded, place, record, replace
 
 _most = 400
 
@@ -34,6 +34,7 @@ def install(name, torch):
     replace(logging.StreamHandler, "emit", make_emit)
 
 
+@guarded
 def _record(separator, parts):
     global _most
     where = place()

@@ -1,11 +1,13 @@
 """Writes what happens in one process as lines of JSON, for check/events.py to read."""
 
+import functools
 import json
 import os
 import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zlib
 from pathlib import Path
 
@@ -16,6 +18,7 @@ _LIBRARIES = tuple(
     | {os.path.dirname(os.path.dirname(os.path.realpath(__file__)))}
 )
 _lock = threading.RLock()
+_failed = set()
 _is_user = {}
 _file = None
 _pid = None
@@ -76,8 +79,28 @@ def called_by_user(depth=2):
     return is_user_file(sys._getframe(depth).f_code.co_filename)
 
 
+def guarded(observe):
+    """An observer whose own mistake does not end the script: what it would see is not checked."""
+
+    @functools.wraps(observe)
+    def safely(*args, **kwargs):
+        try:
+            return observe(*args, **kwargs)
+        except Exception as error:
+            if observe.__qualname__ not in _failed:
+                _failed.add(observe.__qualname__)
+                text = traceback.format_exc()[-1500:]
+                record("observer_failed", what=observe.__name__, why=repr(error)[:200], text=text)
+            return None
+
+    return safely
+
+
 def checksum(tensor, start=0):
-    """A CRC-32 of the bytes of a tensor; of this rank's part, if it is distributed."""
+    """A CRC-32 of the bytes of a tensor; of this rank's part, if it is distributed.
+
+    Of the dense form of a sparse one; of what has no such bytes, of the type and the shape.
+    """
     import torch
 
     tensor = tensor.detach()
@@ -85,6 +108,13 @@ def checksum(tensor, start=0):
         tensor = tensor.to_local()
     if tensor.is_meta or tensor.numel() == 0:
         return start
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        try:
+            tensor = tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+        except (RuntimeError, NotImplementedError):
+            return zlib.crc32(
+                repr((tensor.layout, tensor.dtype, tuple(tensor.shape))).encode(), start
+            )
     array = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return zlib.crc32(memoryview(array), start)
 

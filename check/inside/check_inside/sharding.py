@@ -1,6 +1,6 @@
 """Observes fully_shard and its older class: the model of each rank before it is sharded."""
 
-from check_inside.record import checksum, place, record
+from check_inside.record import checksum, guarded, place, record
 
 
 def install(name, module):
@@ -26,6 +26,7 @@ def install(name, module):
     wrapper.__init__ = __init__
 
 
+@guarded
 def _checksums(model):
     """Of the parameters that are not sharded yet."""
     return [

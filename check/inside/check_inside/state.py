@@ -45,6 +45,7 @@ class State:
     steps_of_epochs: int = 0  # at the end of the last one
     backwards_of_run: int = 0
     depth: int = 0  # of forwards within forwards
+    keywords: dict = field(default_factory=dict)  # of the outermost of them, arguments with a name
     fetching: bool = False  # inside of dataset[i]
     is_stage: bool = False  # this process holds a stage of a pipeline
     calibrating: bool = False  # inside of update_bn, which is no evaluation

@@ -5,7 +5,7 @@ import weakref
 
 from check_inside import exact, limits
 from check_inside.data import fingerprints
-from check_inside.record import called_by_user, checksum, place, record, replace
+from check_inside.record import called_by_user, checksum, guarded, place, record, replace
 from check_inside.state import STATE
 
 MOST_TENSORS = 3000  # of which single checksums are recorded
@@ -30,6 +30,7 @@ def install(name, torch):
     import torch.nn.utils.clip_grad as clip_grad
 
     optimizers = sys.modules["torch.optim.optimizer"]
+    replace(torch.nn.Module, "__call__", _observe_call)
     modules.register_module_forward_pre_hook(_before_forward)
     modules.register_module_forward_hook(_after_forward, always_call=True)
     optimizers.register_optimizer_step_pre_hook(_before_step)
@@ -57,6 +58,17 @@ def install(name, torch):
 # Models.
 
 
+def _observe_call(original):
+    """Hooks are not given the arguments that have names."""
+
+    def __call__(self, *args, **kwargs):
+        if STATE.depth == 0:
+            STATE.keywords = kwargs
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
 def _before_forward(module, inputs):
     STATE.depth += 1
     if STATE.depth == 1:
@@ -67,6 +79,7 @@ def _after_forward(module, inputs, outputs):
     STATE.depth = max(0, STATE.depth - 1)
 
 
+@guarded
 def _root_forward(module, inputs):
     """A forward that the script calls itself: of the model, or of its wrapper."""
     import torch
@@ -98,7 +111,9 @@ def _root_forward(module, inputs):
     }
     key = tuple(value for name, value in forward.items() if name != "place")
     if not STATE.active and torch.is_grad_enabled():
-        forward["rows"] = fingerprints(inputs)  # of a script that has no loader
+        forward["rows"] = fingerprints((inputs, STATE.keywords))  # of a script that has no loader
+    if STATE.steps < 3 and torch.is_grad_enabled():
+        forward["inputs"] = fingerprints((inputs, STATE.keywords))
     STATE.forwards.append(forward)
     for epoch in STATE.active:
         epoch.forwards.setdefault(key, forward)
@@ -157,18 +172,11 @@ def _observe_backward(original):
     def backward(tensors, *args, **kwargs):
         limits.before_backward()
         tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
-        for optimizer, gradients in _stale.items():
-            kept = [p.grad is not None and checksum(p.grad) == crc for p, crc in gradients]
-            if gradients and all(kept):
-                _accumulated.add(optimizer)
-            else:
-                _accumulated.discard(optimizer)
+        _find_accumulated()
         where = place()
         is_mean = getattr(tensor, "_check_is_mean", False)
         result = original(tensors, *args, **kwargs)
-        for optimizer in _accumulated:  # the next backward of this step adds to the sum of these
-            kept = [p for p, _ in _stale[optimizer] if p.grad is not None]
-            _stale[optimizer] = [(p, checksum(p.grad)) for p in kept]
+        _follow_accumulated()
         STATE.backwards_of_run += 1
         STATE.backwards.append([where, is_mean])
         _remember_gradient()
@@ -177,9 +185,28 @@ def _observe_backward(original):
     return backward
 
 
+@guarded
+def _find_accumulated():
+    """Optimizers whose gradients of the last step are still there."""
+    for optimizer, gradients in _stale.items():
+        kept = [p.grad is not None and checksum(p.grad) == crc for p, crc in gradients]
+        if gradients and all(kept):
+            _accumulated.add(optimizer)
+        else:
+            _accumulated.discard(optimizer)
+
+
+@guarded
+def _follow_accumulated():
+    for optimizer in _accumulated:  # the next backward of this step adds to the sum of these
+        kept = [p for p, _ in _stale[optimizer] if p.grad is not None]
+        _stale[optimizer] = [(p, checksum(p.grad)) for p in kept]
+
+
 _last_gradient = None
 
 
+@guarded
 def _remember_gradient():
     """The checksum of a gradient after a backward, to notice that it is changed before the step."""
     global _last_gradient
@@ -224,6 +251,11 @@ def _before_step(optimizer, args, kwargs):
     if _step_depth > 1:  # of an optimizer in an optimizer, such as ZeRO's, which has the state
         record("inner_step", step=STATE.steps, state=_state_checksum(optimizer))
         return
+    _record_step(optimizer)
+
+
+@guarded
+def _record_step(optimizer):
     ordinal = STATE.optimizers(optimizer)
     own = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [None if p.grad is None else checksum(p.grad) for p in own[:MOST_TENSORS]]
@@ -270,6 +302,15 @@ def _after_step(optimizer, args, kwargs):
     _step_depth = max(0, _step_depth - 1)
     if _step_depth or _is_initialization():
         return
+    _remember_gradients(optimizer)
+    STATE.steps += 1
+    _start_step()
+    limits.after_step()
+
+
+@guarded
+def _remember_gradients(optimizer):
+    """What is still there at the next backward is added to."""
     small = [
         p
         for group in optimizer.param_groups
@@ -279,9 +320,6 @@ def _after_step(optimizer, args, kwargs):
     ordinal = STATE.optimizers(optimizer)
     _stale[ordinal] = [(p, checksum(p.grad)) for p in small[:3]]
     _accumulated.discard(ordinal)
-    STATE.steps += 1
-    _start_step()
-    limits.after_step()
 
 
 def _start_step():

@@ -93,6 +93,9 @@ CORRECT = [
     Script("lbfgs"),
     Script("reinforce", needs=("tensorboard",)),
     Script("within_epoch", notes=("rate-by-step",)),
+    Script("by_slices"),
+    Script("own_files"),
+    Script("by_processes"),
 ]
 
 BUGS = [
@@ -1404,5 +1407,74 @@ BUGS = [
                 "        order = torch.arange(len(self.dataset))\n",
             ),
         ),
+    ),
+    Bug(
+        "slices: the whole batch on each rank",
+        "by_slices",
+        "same-samples",
+        (
+            (
+                "            items, numbers, labels = (x[rank::world_size] for x in (items, numbers, labels))\n",
+                "",
+            ),
+        ),
+    ),
+    Bug(
+        "slices: results of rank 0",
+        "by_slices",
+        "metric-of-one-rank",
+        (("for other in range(world_size)]", "for other in range(1)]"),),
+    ),
+    Bug(
+        "slices: epoch lost",
+        "by_slices",
+        "epoch-not-restored",
+        (('        args.start_epoch = saved["epoch"] + 1\n', ""),),
+    ),
+    Bug(
+        "own files: all of them on each rank",
+        "own_files",
+        "same-samples",
+        (("Pictures(names[rank::world_size])", "Pictures(names)"),),
+    ),
+    Bug(
+        "own files: an order of each rank",
+        "own_files",
+        "shares-overlap",
+        (
+            (
+                "    train_set = Pictures(names[rank::world_size])\n",
+                "    random.seed()\n    random.shuffle(names)\n    train_set = Pictures(names)\n",
+            ),
+            (
+                "DataLoader(train_set, batch_size=8, shuffle=True, drop_last=True)",
+                "DataLoader(train_set, 8, sampler=DistributedSampler(train_set), drop_last=True)",
+            ),
+        ),
+        also=("no-set-epoch", "epoch-not-restored"),
+    ),
+    Bug(
+        "own files: padding not cut off",
+        "own_files",
+        "padding-counted",
+        (("[: len(val_set)].mean()", ".mean()"),),
+    ),
+    Bug(
+        "own files: a generator of its own",
+        "own_files",
+        "same-augmentation",
+        (
+            (
+                "        self.flip = flip\n",
+                "        self.flip = flip\n        self.random = random.Random(0)\n",
+            ),
+            ("self.flip and random.random() < 0.5", "self.flip and self.random.random() < 0.5"),
+        ),
+    ),
+    Bug(
+        "processes: not averaged",
+        "by_processes",
+        "gradients-not-averaged",
+        (("            average_gradients(model)\n", ""),),
     ),
 ]
