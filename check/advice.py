@@ -147,6 +147,14 @@ ADVICE = {
         "outputs = model(inputs)  # the wrapper, not model.module or a method of the model",
         "around-the-wrapper",
     ),
+    "never-synchronized": Advice(
+        "error",
+        "Within no_sync() each rank keeps gradients of its own, and nothing averages them later.",
+        "# The last micro-batch of a step averages what has been added up:\n"
+        "with contextlib.nullcontext() if is_last else model.no_sync():\n"
+        "    loss = criterion(model(inputs), targets) / accumulation_steps\n"
+        "    loss.backward()",
+    ),
     "gradients-not-averaged": Advice(
         "error",
         "Each rank trains a model of its own on 1/N of the data.",
@@ -157,6 +165,18 @@ ADVICE = {
         "The ranks no longer have the same model, and the one of rank 0 is saved.",
         "# Change parameters in the same way on all ranks, or broadcast the change:\n"
         "dist.broadcast(parameter, src=0)",
+    ),
+    "rates-differ": Advice(
+        "error",
+        "Ranks that step with different rates drift apart, and the model of rank 0 is saved.",
+        "scheduler.step()  # on all ranks; by a value that all of them have:\n"
+        "dist.all_reduce(loss); plateau.step(loss / world_size)",
+    ),
+    "clip-before-average": Advice(
+        "warning",
+        "The mean of clipped gradients is not the clipped mean: it is shorter, points elsewhere, "
+        "and depends on the number of ranks.",
+        "average_gradients(model)\nclip_grad_norm_(model.parameters(), max_norm)",
     ),
     "no-zero-grad": Advice(
         "error",
@@ -228,6 +248,16 @@ ADVICE = {
         "if dist.get_rank() == 0:\n    torch.save(checkpoint, path)",
         "saving-on-every-rank",
     ),
+    "buffers-differ": Advice(
+        "note",
+        "The ranks evaluate with different statistics, and only those of rank 0 are saved.",
+        "model = DistributedDataParallel(model)  # broadcast_buffers=True; and evaluate with it",
+    ),
+    "same-noise": Advice(
+        "note",
+        "Different samples get equal noise on all ranks: N GPUs draw no more of it than one.",
+        "torch.manual_seed(seed + rank)  # after the model was built",
+    ),
     "written-by-every-rank": Advice(
         "note",
         "The ranks write one file at the same time.",
@@ -280,6 +310,12 @@ ADVICE = {
         "warning",
         "The first steps overflow, and are skipped, until the scale is found again.",
         "checkpoint['scaler'] = scaler.state_dict()\nscaler.load_state_dict(checkpoint['scaler'])",
+    ),
+    "ema-not-restored": Advice(
+        "error",
+        "The average begins again with the weights of the restart, or with others: it is often "
+        "what is evaluated and published.",
+        "checkpoint['ema'] = ema.state_dict()\nema.load_state_dict(checkpoint['ema'])",
     ),
     "epoch-not-restored": Advice(
         "error",

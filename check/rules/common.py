@@ -54,6 +54,13 @@ def replicas(checked):
     return None if holds_parts(checked) else two_ranks(checked)
 
 
+def all_close(first, second):
+    """Whether two lists of numbers are equal but for rounding."""
+    return len(first) == len(second) and all(
+        abs(a - b) <= 1e-9 + 1e-6 * abs(a) for a, b in zip(first, second, strict=True)
+    )
+
+
 def first_ranks(checked, *names):
     """Rank 0 of each of these runs that was made, in this order."""
     for run in filter(None, (checked[name] for name in names)):

@@ -1,5 +1,6 @@
 """Rules about evaluation."""
 
+import ast
 import math
 from collections import Counter
 
@@ -76,10 +77,10 @@ def division(checked):
         ]
         if None in shares or any(share["iterable"] for share in shares):
             continue
-        yield from _division(ranks, shares)
+        yield from _division(checked, ranks, shares)
 
 
-def _division(ranks, shares):
+def _division(checked, ranks, shares):
     read = [share["base_samples"] for share in shares]
     if not all(read):
         return
@@ -110,18 +111,8 @@ def _division(ranks, shares):
     sums = [sum(pair) for pair in zip(*values, strict=False)]
     if distinct in sum(values, sums) or any(rank.of("drops_padding") for rank in ranks):
         return
-    own = events[0]  # the results of single samples may be gathered, put in order, and cut
-    if any(event["kind"] == "cut" and event["size"] == distinct for event in own):
-        return
-    gathered = sum(math.prod(size) for call in calls[0] for size in call["sizes"])
-    kinds = {event["kind"] for event in own}
-    is_gathered = any("GATHER" in call["name"].upper() for call in calls[0])
-    if is_gathered and (
-        "gathers_objects" in kinds or ("converted" in kinds and gathered >= total // len(ranks))
-    ):
-        why = (
-            "the ranks gather the results of samples, and what becomes of repeated ones is not seen"
-        )
+    if _may_leave_out(checked["two"], events[0], total // len(ranks)):
+        why = "the ranks gather the results of samples, and may leave out the repeated ones later"
         yield NotChecked("padding in the evaluation", why)
         return
     yield Finding(
@@ -129,6 +120,30 @@ def _division(ranks, shares):
         where(shares[0]),
         f"the ranks evaluate {total} samples, but there are {distinct}: the others are repeated",
     )
+
+
+def _may_leave_out(two, events, count):
+    """Whether results of so many samples are gathered, and become lists or arrays, or the code has
+    a slice with an end that is not a number, as in results[: len(val_set)]."""
+    calls = [event for event in events if event["kind"] == "collective"]
+    gathers = [call for call in calls if "GATHER" in call["name"].upper()]
+    kinds = {event["kind"] for event in events}
+    if not gathers or "gathers_objects" in kinds:
+        return bool(gathers)
+    if sum(math.prod(size) for call in gathers for size in call["sizes"]) < count:
+        return False
+    files = {where(event)[0] for event in gathers if where(event)}
+    return "converted" in kinds or any(_has_slice(two.root / file) for file in files)
+
+
+def _has_slice(path):
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return True
+    slices = (node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+    ends = (part.upper for part in slices if isinstance(part, ast.Slice) and part.lower is None)
+    return any(end is not None and not isinstance(end, ast.Constant | ast.UnaryOp) for end in ends)
 
 
 def _have_one_set(shares):
@@ -156,7 +171,7 @@ def _during(rank, loader):
             yield event
 
 
-WATCHED = ("collective", "cut", "converted", "gathers_objects", "save", "dump", "write")
+WATCHED = ("collective", "converted", "gathers_objects", "save", "dump", "write")
 JOINING = ("REDUCE", "GATHER", "SEND", "RECV", "ALLTOALL")
 
 

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import errors, failed_at, own_errors, two_ranks, where
+from check.rules.common import all_close, errors, failed_at, own_errors, two_ranks, where
 
 
 def writers(checked):
@@ -200,7 +200,35 @@ def _lost(before, after, index, place, prints=()):
             place,
             f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
         )
+    yield from _lost_average(before, after, index, place)
     yield from _epoch(before, after, index, place, prints)
+
+
+def _lost_average(before, after, index, place):
+    """An average of the weights, or a second model that follows the first one."""
+    old, new = _following(before), _following(after)
+    if not old or not new:
+        return
+    saved = dict(map(tuple, before.steps[index]["others"]))
+    ours = Counter(saved[key] for key in old)
+    theirs = Counter(dict(map(tuple, after.steps[0]["others"]))[key] for key in new)
+    kept = (ours & theirs).total()
+    if kept < 0.2 * ours.total():
+        yield Finding(
+            "ema-not-restored",
+            place,
+            f"{ours.total()} tensors besides the parameters change in training (an average of the "
+            f"weights, a second model); after the load {kept} of them are as they were",
+        )
+
+
+def _following(rank):
+    """The tensors besides the parameters that are there at all steps, and change; none if they are
+    fewer than the parameters."""
+    steps = [dict(map(tuple, step["others"])) for step in rank.steps]
+    always = set.intersection(*map(set, steps)) if len(steps) > 1 else set()
+    moving = {key for key in always if len({step[key] for step in steps}) > 1}
+    return moving if len(moving) >= 0.8 * len(rank.steps[0]["parameters"]) else set()
 
 
 def _first_steps(before, after, index):
@@ -213,7 +241,7 @@ def _lost_schedule(before, after, index, place, is_lost):
     """The rate, and what a schedule has counted, where the rate has not changed yet."""
     pairs = _first_steps(before, after, index)
     for old, new in pairs:
-        if not _close(old["rates"], new["rates"]):
+        if not all_close(old["rates"], new["rates"]):
             also = "; the rate is also in the state of the optimizer" if is_lost else ""
             yield Finding(
                 "scheduler-not-restored",
@@ -243,7 +271,7 @@ def _lost_settings(before, after, index, place):
         for old, new in _first_steps(before, after, index)
         for number, (ours, theirs) in enumerate(_pairs(old["settings"], new["settings"]))
         for name in sorted(ours.keys() & theirs.keys())
-        if not _close(ours[name], theirs[name])
+        if not all_close(ours[name], theirs[name])
     ]
     if changed:
         yield Finding("settings-not-restored", place, changed[0])
@@ -255,12 +283,6 @@ def _pairs(first, second):
 
 def _short(values):
     return ", ".join(f"{value:.4g}" for value in values)
-
-
-def _close(first, second):
-    return len(first) == len(second) and all(
-        abs(a - b) <= 1e-9 + 1e-6 * abs(a) for a, b in zip(first, second, strict=True)
-    )
 
 
 def _epoch(before, after, index, place, prints):

@@ -3,7 +3,7 @@
 import math
 
 from check.findings import Finding, NotChecked
-from check.rules.common import first_ranks, holds_parts, is_sharded, replicas, where
+from check.rules.common import all_close, first_ranks, holds_parts, is_sharded, replicas, where
 
 TOLERANCE = 2e-3
 
@@ -60,7 +60,15 @@ def scale(checked):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
-    for ratio, rest, step in rates.values():
+    for optimizer, (ratio, rest, step) in rates.items():
+        parts = len(step["backwards"])
+        whole = next(s for s in two.ranks[0].steps if s["optimizer"] == optimizer)
+        if parts == 2 * len(whole["backwards"]) and abs(ratio - 0.5) < 0.02 and rest < 0.02:
+            # Twice as large a batch is cut into twice as many parts, whose losses are added up.
+            if not list(undivided(checked)):
+                text = f"a batch that is cut into {parts} parts has {parts} backwards, undivided"
+                yield Finding("loss-not-divided", _backward_of(step), text)
+            continue
         if math.isnan(ratio):
             yield NotChecked(what, "all gradients of one process are zero")
             continue
@@ -131,7 +139,9 @@ def undivided(checked):
     for rank in first_ranks(checked, "one", "two"):
         for step in rank.steps:
             times = len(step["backwards"])
-            most = max(step["batches"].values(), default=0) or _inputs(step)
+            most = max(step["batches"].values(), default=0)
+            if sum(step["batches"].values()) < 2:
+                most = _inputs(step, rank)
             are_means = all(is_mean for _, is_mean in step["backwards"])
             if times >= 2 and most == times and not step["rescaled"] and are_means:
                 place = step["backwards"][0][0]
@@ -143,12 +153,19 @@ def undivided(checked):
                 return
 
 
-def _inputs(step):
-    """How many batches a step of a script without a DataLoader has put into its model."""
-    forwards = [forward for forward in step["forwards"] if forward.get("rows")]
+def _inputs(step, rank):
+    """How many batches a step has put into its model: of a script without a DataLoader, or the
+    parts into which one batch was cut."""
+    name = "inputs" if step["batches"] else "rows"
+    forwards = [forward for forward in step["forwards"] if forward.get(name)]
     if len({where(forward) for forward in forwards}) != 1:
         return 0
-    return len({tuple(forward["rows"]) for forward in forwards})
+    rows = [row for forward in forwards for row in forward[name]]
+    if step["batches"]:
+        read = [e for e in rank.of("batch") if e["number"] < step["number"]]
+        if not read or len(rows) != read[-1]["size"] or len(set(rows)) < len(rows):
+            return 0
+    return len({tuple(forward[name]) for forward in forwards})
 
 
 def averaged(checked):
@@ -162,6 +179,10 @@ def averaged(checked):
         count = min(rank.training[0]["steps"] for rank in ranks)
     for ours, theirs in zip(ranks[0].steps[:count], ranks[1].steps[:count], strict=False):
         if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
+            return
+        differing = _settings_differ(ours, theirs)
+        if differing:
+            yield Finding("rates-differ", where(ours), f"at step {ours['step'] + 1} {differing}")
             return
         if ours["parameters"] != theirs["parameters"]:
             differ = _names(ranks[0], ours, theirs, "parameters", "all_names")
@@ -184,6 +205,9 @@ def averaged(checked):
             rule = "ddp-bypassed" if wrapped else "gradients-not-averaged"
             forwards = ours["forwards"]
             place = where(forwards[-1]) if wrapped and forwards else where(ours)
+            syncs = [f["syncs"] for f in forwards if "syncs" in f and f["grad"]]
+            if syncs and not any(syncs) and len(syncs) == len(forwards):
+                rule, place = "never-synchronized", _backward_of(ours)
             yield Finding(
                 rule,
                 place,
@@ -191,6 +215,95 @@ def averaged(checked):
                 "rank 1",
             )
             return
+
+
+def _settings_differ(ours, theirs):
+    """What the ranks have set differently: the rate, something else of a group, or a schedule."""
+    if not all_close(ours["rates"], theirs["rates"]):
+        rates = [f"{step['rates'][0]:.4g}" for step in (ours, theirs)]
+        return f"the rate is {rates[0]} on rank 0 and {rates[1]} on rank 1"
+    for number, (own, other) in enumerate(zip(ours["settings"], theirs["settings"], strict=False)):
+        for name in own.keys() & other.keys():
+            if not all_close(own[name], other[name]):
+                values = f"{own[name]} on rank 0 and {other[name]} on rank 1"
+                return f"{name} of group {number} is {values}"
+    counts = [[count for _, count in step["schedulers"]] for step in (ours, theirs)]
+    if len(counts[0]) == len(counts[1]) and counts[0] != counts[1]:
+        return f"the schedules have come to {counts[0]} on rank 0 and to {counts[1]} on rank 1"
+    return None
+
+
+def plateaus(checked):
+    """A schedule that each rank steers by a value of its own."""
+    ranks = replicas(checked)
+    for ours, theirs in zip(*(rank.of("plateau") for rank in (ranks or [])[:2]), strict=False):
+        if not all_close([ours["value"]], [theirs["value"]]):
+            values = f"{ours['value']:.4g} on rank 0 and {theirs['value']:.4g} on rank 1"
+            text = f"ReduceLROnPlateau gets {values}: sooner or later the rates differ"
+            yield Finding("rates-differ", where(ours), text)
+            return
+
+
+def own_gradients(checked):
+    """The gradient of a step against the mean of those that the ranks have computed themselves."""
+    ranks = replicas(checked)
+    if ranks is None or is_sharded(ranks):
+        return
+    import torch
+
+    is_exact = checked["exact-one"] is not None and checked["exact-one"].ended
+    for ours, theirs in zip(*(rank.of("own_gradients") for rank in ranks[:2]), strict=False):
+        if ours["file"].rpartition("-")[0] != theirs["file"].rpartition("-")[0]:
+            return
+        files = [torch.load(ranks[0].folder / event["file"]) for event in (ours, theirs)]
+        (own, step), (other, same) = files
+        step_of = next(s for s in ranks[0].steps if s["step"] == ours["step"])
+        if own.shape != other.shape or not _equal([step], [same]):
+            return
+        order = _clips_before_averaging(ranks[0], step_of)
+        ratio, rest = _compare(step, (own + other) / 2)
+        if order and rest > 0.02:
+            text = f"step {ours['step'] + 1}: the ranks average what each of them has clipped"
+            yield Finding("clip-before-average", order, text)
+            return
+        all_means = all(
+            is_mean for rank in ranks for s in rank.steps[:2] for _, is_mean in s["backwards"]
+        )
+        is_single = len(step_of["backwards"]) == 1 and not step_of["clips"]
+        if rest < 0.02 and abs(ratio - 2) < 0.02 and all_means and is_single and not is_exact:
+            yield Finding(
+                "gradient-scale",
+                where(step_of),
+                "the gradient of a step is the sum of those of the ranks, whose losses are means",
+            )
+            return
+
+
+def _clips_before_averaging(rank, step):
+    """The place of a clip after which gradients are all-reduced in the same step, or None."""
+    start = max((s["number"] for s in rank.steps if s["number"] < step["number"]), default=0)
+    own = [event for event in rank.of("clip", "collective") if start < event["number"]]
+    own = [event for event in own if event["number"] < step["number"]]
+    clips = [event for event in own if event["kind"] == "clip"]
+    for event in own if clips else []:
+        if event["kind"] == "collective" and event["number"] > clips[-1]["number"]:
+            sizes = [math.prod(size) for size in event["sizes"]]
+            if "REDUCE" in event["name"] and max(sizes, default=0) > 1:
+                return where(clips[-1])
+    return None
+
+
+def same_noise(checked):
+    """Noise that the ranks draw for their batches, from generators with the same seed."""
+    ranks = replicas(checked)
+    if ranks is None or any(len(rank.steps) < 3 for rank in ranks):
+        return
+    noise = [[step["noise"] for step in rank.steps[:3]] for rank in ranks[:2]]
+    drawn = all(len(states) == 2 and states[0] != states[1] for own in noise for states in own)
+    if drawn and noise[0] == noise[1]:
+        forward = next(iter(ranks[0].steps[0]["forwards"]), None)
+        text = "before the forwards of the first 3 steps both ranks draw the same random numbers"
+        yield Finding("same-noise", where(forward), text)
 
 
 def _names(rank, ours, theirs, what, names):
@@ -271,4 +384,15 @@ def rates(checked):
         )
 
 
-RULES = [scale, undivided, averaged, zeroed, zero, clipped, rates]
+RULES = [
+    scale,
+    undivided,
+    averaged,
+    plateaus,
+    own_gradients,
+    same_noise,
+    zeroed,
+    zero,
+    clipped,
+    rates,
+]

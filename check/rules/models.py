@@ -72,6 +72,23 @@ def batch_norm(checked):
                 return
 
 
+def buffers(checked):
+    """Buffers with which the ranks evaluate, such as the statistics of BatchNorm."""
+    ranks = replicas(checked)
+    for ours, theirs in zip(*(rank.of("buffers") for rank in (ranks or [])[:2]), strict=False):
+        if ours["model"] != theirs["model"] or ours["buffers"].keys() != theirs["buffers"].keys():
+            return
+        differ = [n for n, crc in ours["buffers"].items() if theirs["buffers"][n] != crc]
+        if differ:
+            yield Finding(
+                "buffers-differ",
+                where(ours),
+                f"{len(differ)} of {len(ours['buffers'])} buffers ({differ[0]}, …) differ between "
+                "rank 0 and rank 1 in an evaluation",
+            )
+            return
+
+
 def parameters(checked):
     """Optimizers of parameters that are not the model's; parameters without a gradient."""
     for rank in first_ranks(checked, "two", "one"):
@@ -232,4 +249,4 @@ def _call(event):
     return event["name"] + (f" (line {place[1]})" if place else "")
 
 
-RULES = [start, batch_norm, parameters, synchronizations, failures]
+RULES = [start, batch_norm, buffers, parameters, synchronizations, failures]

@@ -231,31 +231,13 @@ def install(name, torch):
         return __iter__
 
     if PLAN["run"] == "two":
-        replace(torch.Tensor, "__getitem__", _observe_slice)
         replace(torch.Tensor, "numpy", _observe_conversion)
         replace(torch.Tensor, "tolist", _observe_conversion)
     replace(sampler, "set_epoch", make_set_epoch)
     replace(sampler, "__iter__", make_order)
 
 
-_lengths = set()  # of the datasets that are read
 _recorded = set()
-
-
-def _observe_slice(original):
-    """Results that were gathered are cut to the length of the dataset: no sample counts twice."""
-
-    def __getitem__(self, key):
-        if type(key) is slice and key.stop in _lengths and key.stop < len(self):
-            _cut(key.stop)
-        return original(self, key)
-
-    return __getitem__
-
-
-def _cut(size):
-    if called_by_user(3):
-        _record_once("cut", size=size)
 
 
 def _observe_conversion(original):
@@ -284,8 +266,6 @@ def begin(loader, iterator):
     _epochs += 1
     epoch.orders += _orders
     STATE.active.append(epoch)
-    if hasattr(loader.dataset, "__len__"):
-        _lengths.add(len(loader.dataset))
     weakref.finalize(iterator, leave, epoch).atexit = False
     for indices in iterator.__dict__.pop("_check_early", []):
         epoch.draw(indices)
@@ -301,6 +281,7 @@ def batch_of(epoch, batch):
 @guarded
 def _record_batch(epoch, batch):
     """Returns the number of its samples."""
+    note_noise()
     ordinal = epoch.loader
     number = epoch.batches
     epoch.batches += 1
@@ -320,6 +301,14 @@ def _record_batch(epoch, batch):
         leaves=contents(batch, size) if is_compared else [],
     )
     return size
+
+
+def note_noise():
+    """The state of the generator, from which noise may be drawn before the next forward."""
+    import torch
+
+    if PLAN["run"] == "two" and STATE.steps < 3:
+        STATE.noise = [checksum(torch.random.get_rng_state())]
 
 
 def contents(batch, size):

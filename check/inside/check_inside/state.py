@@ -55,6 +55,7 @@ class State:
     forwards: list = field(default_factory=list)  # since the last step, of models with parameters
     syncs: dict = field(default_factory=dict)  # since the last step: place -> number
     batch_norms: int = 0  # since the last step, calls that compute statistics of a batch
+    noise: list = field(default_factory=list)  # random states: after a batch, before its forward
     clips: list = field(default_factory=list)
     is_scaled: bool = False  # the gradients are those of a scaled loss
     scaler: object = None

@@ -1,11 +1,12 @@
 """Observes models, backwards, optimizers, gradient scalers and clipping."""
 
+import gc
 import sys
 import weakref
 
-from check_inside import exact, limits
-from check_inside.data import fingerprints
-from check_inside.record import called_by_user, checksum, guarded, place, record, replace
+from check_inside import exact, limits, own
+from check_inside.data import fingerprints, note_noise
+from check_inside.record import PLAN, called_by_user, checksum, guarded, place, record, replace
 from check_inside.state import STATE
 
 MOST_TENSORS = 3000  # of which single checksums are recorded
@@ -46,6 +47,11 @@ def install(name, torch):
     replace(torch.nn.functional, "batch_norm", _count_batch_norms)
     for loss in MEAN_LOSSES:
         replace(torch.nn.functional, loss, _mark_mean)
+    replace(torch.Tensor, "mean", _mark_mean_of_all)
+    replace(torch, "mean", _mark_mean_of_all)
+    for method in ("__add__", "__radd__", "__sub__"):
+        replace(torch.Tensor, method, _pass_mark_on)
+    replace(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", _observe_plateau)
     for method in ("item", "tolist", "__float__", "__int__", "__bool__"):
         replace(torch.Tensor, method, _observe_sync)
     replace(torch.optim.swa_utils, "update_bn", _observe_update_bn)
@@ -77,6 +83,25 @@ def _before_forward(module, inputs):
 
 def _after_forward(module, inputs, outputs):
     STATE.depth = max(0, STATE.depth - 1)
+    if STATE.depth == 0 and not module.training and PLAN["run"] == "two":
+        _record_buffers(module)
+
+
+_evaluated = set()  # (model, number of the epoch)
+
+
+@guarded
+def _record_buffers(module):
+    """The buffers with which a model evaluates, after a wrapper may have broadcast them."""
+    import torch
+
+    key = (id(module), STATE.training_epochs)
+    if torch.is_grad_enabled() or key in _evaluated or id(module) not in STATE.models.numbers:
+        return
+    _evaluated.add(key)
+    buffers = {name: checksum(b) for name, b in module.named_buffers() if b.is_floating_point()}
+    if buffers and STATE.steps:
+        record("buffers", model=STATE.models(module), buffers=buffers, place=place())
 
 
 @guarded
@@ -112,7 +137,11 @@ def _root_forward(module, inputs):
     key = tuple(value for name, value in forward.items() if name != "place")
     if not STATE.active and torch.is_grad_enabled():
         forward["rows"] = fingerprints((inputs, STATE.keywords))  # of a script that has no loader
+    if hasattr(module, "require_backward_grad_sync"):
+        forward["syncs"] = module.require_backward_grad_sync
     if STATE.steps < 3 and torch.is_grad_enabled():
+        if STATE.noise and len(STATE.noise) == 1:
+            STATE.noise.append(checksum(torch.random.get_rng_state()))
         forward["inputs"] = fingerprints((inputs, STATE.keywords))
     STATE.forwards.append(forward)
     for epoch in STATE.active:
@@ -162,6 +191,31 @@ def _mark_mean(original):
         return result
 
     return loss
+
+
+def _mark_mean_of_all(original):
+    def mean(input, *args, **kwargs):
+        result = original(input, *args, **kwargs)
+        if not args and not kwargs and input.dim() and input.requires_grad:
+            result._check_is_mean = True
+        return result
+
+    return mean
+
+
+def _pass_mark_on(original):
+    """A mean to which a penalty is added is still a mean. One that is multiplied may be a share."""
+
+    def operation(self, other):
+        result = original(self, other)
+        is_marked = getattr(self, "_check_is_mean", False) or (
+            getattr(other, "_check_is_mean", False) and original.__name__ != "__sub__"
+        )
+        if is_marked and isinstance(result, self.__class__):
+            result._check_is_mean = True
+        return result
+
+    return operation
 
 
 _stale = {}  # ordinal of an optimizer -> [(parameter, checksum of the gradient after its step)]
@@ -236,6 +290,8 @@ def _observe_parameters(original):
             if id(parameter) not in STATE.parameter_ids:
                 STATE.parameter_ids.add(id(parameter))
                 STATE.parameters.append(parameter)
+                if PLAN["run"] == "two" and parameter.requires_grad:
+                    own.observe(parameter)
 
     return add_param_group
 
@@ -257,8 +313,8 @@ def _before_step(optimizer, args, kwargs):
 @guarded
 def _record_step(optimizer):
     ordinal = STATE.optimizers(optimizer)
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [None if p.grad is None else checksum(p.grad) for p in own[:MOST_TENSORS]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [None if p.grad is None else checksum(p.grad) for p in parameters[:MOST_TENSORS]]
     rescaled = _last_gradient is not None and (
         _last_gradient[0].grad is None or checksum(_last_gradient[0].grad) != _last_gradient[1]
     )
@@ -273,13 +329,15 @@ def _record_step(optimizer):
         schedulers=_schedulers(),
         parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
         gradients=gradients,
-        names=[STATE.names.get(id(p)) for p in own[:MOST_TENSORS]] if STATE.steps < 2 else [],
+        names=[STATE.names.get(id(p)) for p in parameters[:MOST_TENSORS]]
+        if STATE.steps < 2
+        else [],
         all_names=[STATE.names.get(id(p)) for p in STATE.parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
         rounded=_rounded() if STATE.steps == 0 else None,
-        zero=not any(_has_gradient(p) for p in own),
-        sharded=any(_is_sharded(p) for p in own),
+        zero=not any(_has_gradient(p) for p in parameters),
+        sharded=any(_is_sharded(p) for p in parameters),
         state=_state_checksum(optimizer),
         scaler=_scaler_state(),
         backwards=STATE.backwards,
@@ -290,11 +348,14 @@ def _record_step(optimizer):
         clips=STATE.clips,
         rescaled=rescaled and not STATE.clips and not STATE.is_scaled,
         accumulated=ordinal in _accumulated,
-        strangers=sum(id(p) not in trained for p in own) if trained else 0,
-        size=len(own),
+        strangers=sum(id(p) not in trained for p in parameters) if trained else 0,
+        size=len(parameters),
+        noise=STATE.noise,
+        others=_others() if PLAN["run"] in ("killed", "resumed") else [],
         place=place(),
     )
-    exact.gradients_of(ordinal, own)
+    exact.gradients_of(ordinal, parameters)
+    own.write(ordinal, parameters, _scaler_state())
 
 
 def _after_step(optimizer, args, kwargs):
@@ -322,6 +383,30 @@ def _remember_gradients(optimizer):
     _accumulated.discard(ordinal)
 
 
+def _others():
+    """[id, checksum] of tensors with the shape of a parameter that are no parameters, gradients, or
+    states of an optimizer: an average of the weights, or a second model, is among them."""
+    import torch
+
+    shapes = {tuple(p.shape) for p in STATE.parameters}
+    states = (s for o in STATE.optimizers.objects for s in o.state.values() if isinstance(s, dict))
+    known = [x for s in states for x in s.values() if isinstance(x, torch.Tensor)]
+    known += [p.grad for p in STATE.parameters if p.grad is not None] + STATE.parameters
+    if any(x.layout != torch.strided or hasattr(x, "to_local") for x in known):
+        return []
+    pointers = {x.data_ptr() for x in known}
+    kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.is_leaf]
+    pointers |= {x.grad.data_ptr() for x in tensors if x.grad is not None and not x.grad.is_sparse}
+    tensors = [
+        x
+        for x in tensors
+        if x.is_floating_point() and x.layout == torch.strided and tuple(x.shape) in shapes
+    ]
+    found = [x for x in tensors if x.device.type == "cpu" and x.data_ptr() not in pointers]
+    return [[id(x), checksum(x)] for x in found[:MOST_TENSORS]]
+
+
 def _start_step():
     STATE.backwards = []
     STATE.batches = {}
@@ -329,6 +414,7 @@ def _start_step():
     STATE.syncs = {}
     STATE.clips = []
     STATE.batch_norms = 0
+    note_noise()
 
 
 def _is_initialization():
@@ -377,6 +463,19 @@ def _settings(group):
         if name not in skipped and all(isinstance(x, bool | int | float) for x in values):
             found[name] = [float(x) for x in values]
     return found
+
+
+def _observe_plateau(original):
+    def step(self, metrics, *args, **kwargs):
+        _record_metric(metrics)
+        return original(self, metrics, *args, **kwargs)
+
+    return step
+
+
+@guarded
+def _record_metric(metrics):
+    record("plateau", value=float(metrics), place=place())
 
 
 def _new_scheduler(kind, *args, **kwargs):
@@ -453,6 +552,7 @@ def _observe_scaler_step(original):
 
 def _observe_clip(original):
     def clip(*args, **kwargs):
+        record("clip", place=place())
         STATE.clips.append({"scaled": STATE.is_scaled, "place": place()})
         return exact.clip(original, *args, **kwargs)
 

@@ -607,7 +607,7 @@ BUGS = [
     Bug(
         "windows: never synchronized",
         "nanogpt_like",
-        "ddp-bypassed",
+        "never-synchronized",
         (
             (
                 "micro_step == gradient_accumulation_steps - 1",
@@ -708,7 +708,7 @@ BUGS = [
     Bug(
         "amp: always no_sync",
         "amp_trainer",
-        "ddp-bypassed",
+        "never-synchronized",
         (
             (
                 "with nullcontext() if last else self.model.no_sync():",
@@ -1460,6 +1460,21 @@ BUGS = [
         (("[: len(val_set)].mean()", ".mean()"),),
     ),
     Bug(
+        "own files: the same noise on all ranks",
+        "own_files",
+        "same-noise",
+        (
+            (
+                "    torch.manual_seed(1000 * epoch + rank)  #",
+                "    torch.manual_seed(1000 * epoch)  #",
+            ),
+            (
+                "            assert inputs.is_cuda\n",
+                "            inputs = pictures + 0.1 * torch.randn_like(pictures)\n",
+            ),
+        ),
+    ),
+    Bug(
         "own files: a generator of its own",
         "own_files",
         "same-augmentation",
@@ -1476,5 +1491,101 @@ BUGS = [
         "by_processes",
         "gradients-not-averaged",
         (("            average_gradients(model)\n", ""),),
+    ),
+    Bug(
+        "processes: clipped before averaged",
+        "by_processes",
+        "clip-before-average",
+        (
+            (
+                "            average_gradients(model)\n",
+                "            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n            average_gradients(model)\n",
+            ),
+        ),
+    ),
+    Bug(
+        "processes: summed",
+        "by_processes",
+        "gradient-scale",
+        (("        parameter.grad /= dist.get_world_size()\n", ""),),
+    ),
+    Bug(
+        "processes: a rate of each rank",
+        "by_processes",
+        "rates-differ",
+        (("lr=0.1)", "lr=0.1 * (rank + 1))"),),
+    ),
+    Bug(
+        "tutorial: a schedule of each rank",
+        "tutorial",
+        "rates-differ",
+        (
+            (
+                "torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)",
+                "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
+            ),
+            (
+                "        self.scheduler.step()\n",
+                "        self.scheduler.step(F.cross_entropy(self.model(source), targets).item())\n".replace(
+                    "(source)", "(source.to(self.gpu_id))"
+                ).replace("targets)", "targets.to(self.gpu_id))"),
+            ),
+        ),
+        also=("metric-of-one-rank",),
+    ),
+    Bug(
+        "tutorial: micro-batches of one batch",
+        "tutorial",
+        "loss-not-divided",
+        (
+            (
+                "        output = self.model(source)\n        loss = F.cross_entropy(output, targets)\n        loss.backward()\n",
+                "        for part in range(0, len(source), 8):\n"
+                "            output = self.model(source[part : part + 8])\n"
+                "            F.cross_entropy(output, targets[part : part + 8]).backward()\n",
+            ),
+        ),
+    ),
+    Bug(
+        "tutorial: mean by a method",
+        "tutorial",
+        "loss-not-divided",
+        (
+            ("        self.optimizer.zero_grad()\n", ""),
+            (
+                "        loss = F.cross_entropy(output, targets)\n        loss.backward()\n        self.optimizer.step()\n",
+                '        F.cross_entropy(output, targets, reduction="none").mean().backward()\n'
+                '        self.batches = getattr(self, "batches", 0) + 1\n'
+                "        if self.batches % 2 == 0:\n"
+                "            self.optimizer.step()\n"
+                "            self.optimizer.zero_grad()\n",
+            ),
+        ),
+    ),
+    Bug(
+        "tutorial: an average of the weights lost",
+        "tutorial",
+        "ema-not-restored",
+        (
+            (
+                "        self.model = DDP(self.model, device_ids=[self.gpu_id])\n",
+                "        self.average = torch.optim.swa_utils.AveragedModel(self.model)\n"
+                "        self.model = DDP(self.model, device_ids=[self.gpu_id])\n",
+            ),
+            (
+                "        self.optimizer.step()\n",
+                "        self.optimizer.step()\n        self.average.update_parameters(self.model.module)\n",
+            ),
+        ),
+    ),
+    Bug(
+        "tutorial: buffers of each rank",
+        "tutorial",
+        "buffers-differ",
+        (
+            ("torch.nn.ReLU(), torch.nn.Dropout(0.1)", "torch.nn.BatchNorm1d(32), torch.nn.ReLU()"),
+            ("device_ids=[self.gpu_id])\n", "device_ids=[self.gpu_id], broadcast_buffers=False)\n"),
+        ),
+        also=("batchnorm-per-rank",),
     ),
 ]
