@@ -42,6 +42,9 @@ def parse(arguments):
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="where there are several (default: 2)"
+    )
     parser.add_argument("--steps", type=int, default=4, help="steps per epoch (default: 4)")
     parser.add_argument("--epochs", type=int, default=2, help="epochs per run (default: 2)")
     parser.add_argument(
@@ -157,6 +160,8 @@ def parse(arguments):
         parser.error(f"--root {args.root} does not contain {Path.cwd()}")
     if min(args.steps, args.epochs) < 1:
         parser.error("--steps and --epochs are at least 1")
+    if args.processes < 2:
+        parser.error("--processes is at least 2: the script also runs on one")
     if args.limit_data < 0:
         parser.error("--limit-data is a number of samples; 0: all")
     if args.fake_data is not None:
@@ -244,6 +249,7 @@ def check(args):
         rank_arguments=args.rank_args,
         source=args.root.resolve(),
         subfolder=os.path.relpath(Path.cwd(), args.root.resolve()),
+        processes=args.processes,
         steps=args.steps,
         epochs=args.epochs,
         timeout=args.timeout,

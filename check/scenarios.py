@@ -34,6 +34,7 @@ class Options:
     source: Path  # the folder that is copied for each run
     subfolder: str = "."  # of it, in which the script runs
     rank_arguments: list = field(default_factory=list)  # of each rank, such as "--rank={rank}"
+    processes: int = 2  # of the runs on several
     steps: int = 4
     epochs: int = 2
     timeout: float = 300.0
@@ -139,7 +140,8 @@ def _run_each(options, work, start, tell):
     trains_alone = one.ended and one.any("step")
     if one.timed_out or (launch == "python" and not trains_alone):
         raise CannotRun(_failure(one, options))
-    two = run("two", launch, 2)
+    several = options.processes
+    two = run("two", launch, several)
     distributed = two.world_size > 1
     if not trains_alone:
         if one.ended and not two.ended:
@@ -152,7 +154,7 @@ def _run_each(options, work, start, tell):
     elif one.world_size > 1:
         not_run["exact-two"] = f"the script always starts {one.world_size} ranks"
     elif distributed and two.ended:
-        _compare_exactly(run, runs, not_run, launch, work)
+        _compare_exactly(run, runs, not_run, launch, work, several)
     elif not two.ended:
         not_run["exact-two"] = "the script did not end on two processes"
     else:
@@ -167,7 +169,7 @@ def _run_each(options, work, start, tell):
             f"the script wrote no checkpoint in {options.epochs} epochs of {options.steps} steps"
         )
         return Checked(options, runs, not_run, launch)
-    world = 2 if distributed else 1
+    world = several if distributed else 1
     killed = run("killed", launch, world, kill_step=saved + 2, epochs=options.epochs + 2)
     if not killed.any("killed"):
         not_run["resumed"] = "the script ended before it could be killed after a checkpoint"
@@ -177,18 +179,18 @@ def _run_each(options, work, start, tell):
     return Checked(options, runs, not_run, launch)
 
 
-def _compare_exactly(run, runs, not_run, launch, work):
+def _compare_exactly(run, runs, not_run, launch, work, several):
     exact = work / "exact"
     exact.mkdir()
     plan = {"exact": str(exact), "most_steps": 3}
     plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
-    two = run("exact-two", launch, 2, **plan)
+    two = run("exact-two", launch, several, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}
     if not two.ended or not two.any("gradients"):
         not_run["exact-one"] = next(iter(reasons), "the script made no comparable step")
         return
-    turns = _accumulates_more(runs["one"], runs["two"])
-    run("exact-one", launch, 1, **plan, ranks=2, turns=turns)
+    turns = _accumulates_more(runs["one"], runs["two"], several)
+    run("exact-one", launch, 1, **plan, ranks=several, turns=turns)
 
 
 def _joins_statistics(one, two):
@@ -198,14 +200,14 @@ def _joins_statistics(one, two):
     return joins and calls[0] > 0 == calls[1]
 
 
-def _accumulates_more(one, two):
-    """Whether one process reads as many batches per step as two do together."""
+def _accumulates_more(one, two, several):
+    """Whether one process reads as many batches per step as several do together."""
 
     def batches(run):
         counts = [sum(s["batches"].values()) for rank in run.ranks for s in rank.steps[:2]]
         return max(counts, default=0)
 
-    return batches(one) == 2 * batches(two) > 0
+    return batches(one) == several * batches(two) > 0
 
 
 def first_save(run):

@@ -57,7 +57,8 @@ def same_samples(checked):
             )
         elif first["whole"] and not (replaced or first["iterable"]):
             length = first["dataset_len"]
-            missing = length - len(set(ours) | set(theirs)) if length else 0
+            read = _read_by_all(ranks, first)
+            missing = length - len(read) if length else 0
             if len(common) <= _fillers(ranks, first, missing):
                 continue
             text = f"{len(common)} samples are in the shares of rank 0 and of rank 1"
@@ -147,6 +148,12 @@ def _pairs(ranks):
             yield epoch, others[epoch["loader"]]
 
 
+def _read_by_all(ranks, first, what="base_samples"):
+    """The samples of all ranks in their first training epochs of the loader of an epoch."""
+    epochs = [[e for e in rank.training if e["loader"] == first["loader"]][:1] for rank in ranks]
+    return {sample for own in epochs for epoch in own for sample in epoch[what]}
+
+
 def _same_inputs(ranks):
     """The inputs of the model, where there is no DataLoader that tells the samples."""
     ours, theirs = (
@@ -182,11 +189,11 @@ def samples_left_out(checked):
             continue
         if len(ours) < 0.9 * len(first["samples"]) or ours & theirs:
             continue  # with replacement, or reported as an overlap
-        if _others_later(ranks, first["loader"], ours | theirs):
+        if _others_later(ranks, first["loader"], _read_by_all(ranks, first, "samples")):
             continue
         if first["dataset"] != first["base"] or not same_data(ranks, first, second):
             continue
-        missing = length - len(ours | theirs)
+        missing = length - len(_read_by_all(ranks, first, "samples"))
         largest = first["sizes"][1] * 2 * len(ranks)
         if missing > max(largest, 0.1 * length):
             yield Finding(

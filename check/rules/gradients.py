@@ -38,7 +38,8 @@ def scale(checked):
     rates = {}
     for event in one.any("gradients"):
         optimizer = event["optimizer"]
-        paths = [folder / f"exact-two-gradients-{optimizer}-rank{rank}.pt" for rank in range(2)]
+        names = [f"exact-two-gradients-{optimizer}-rank{rank.number}.pt" for rank in two.ranks]
+        paths = [folder / name for name in names]
         if not all(path.exists() for path in paths):
             continue
         ours = torch.load(folder / event["file"])
@@ -55,16 +56,18 @@ def scale(checked):
                 "that depends on the number of processes",
             )
             return
-        other = torch.load(paths[1])
-        if not step["sharded"] and not _equal(theirs, other):
+        others = map(torch.load, paths[1:])
+        if not step["sharded"] and not all(_equal(theirs, other) for other in others):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
     for optimizer, (ratio, rest, step) in rates.items():
         parts = len(step["backwards"])
         whole = next(s for s in two.ranks[0].steps if s["optimizer"] == optimizer)
-        if parts == 2 * len(whole["backwards"]) and abs(ratio - 0.5) < 0.02 and rest < 0.02:
-            # Twice as large a batch is cut into twice as many parts, whose losses are added up.
+        times = len(two.ranks)
+        is_cut = parts == times * len(whole["backwards"])
+        if is_cut and abs(ratio * times - 1) < 0.04 and rest < 0.02:
+            # A batch that is larger is cut into more parts, whose losses are added up.
             if not list(undivided(checked)):
                 text = f"a batch that is cut into {parts} parts has {parts} backwards, undivided"
                 yield Finding("loss-not-divided", _backward_of(step), text)
@@ -76,15 +79,15 @@ def scale(checked):
             yield Finding(
                 "mean-of-means",
                 where(step),
-                f"for the same samples the gradient of two ranks differs from that of one process "
-                f"by {100 * rest:.0f} % of its norm, in other ways than by a factor",
+                f"for the same samples the gradient of {len(ranks)} ranks differs from that of one "
+                f"process by {100 * rest:.0f} % of its norm, in other ways than by a factor",
             )
         elif abs(ratio - 1) > 0.02:
             yield Finding(
                 "gradient-scale",
                 _backward_of(step),
-                f"for the same samples the gradient of two ranks is {ratio:.3g} times that of one "
-                "process",
+                f"for the same samples the gradient of {len(ranks)} ranks is {ratio:.3g} times "
+                "that of one process",
             )
 
 
@@ -177,31 +180,41 @@ def averaged(checked):
     if ranks[0].of("join") and all(rank.training for rank in ranks):
         # When a rank has joined, the steps of the ranks no longer have the same numbers.
         count = min(rank.training[0]["steps"] for rank in ranks)
-    for ours, theirs in zip(ranks[0].steps[:count], ranks[1].steps[:count], strict=False):
+    for other in ranks[1:]:
+        found = list(_drift(ranks[0], other, count))
+        if found:
+            yield from found
+            return
+
+
+def _drift(first, second, count):
+    """The first difference between two replicas."""
+    pair = f"rank 0 and rank {second.number}"
+    for ours, theirs in zip(first.steps[:count], second.steps[:count], strict=False):
         if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
             return
-        differing = _settings_differ(ours, theirs)
+        differing = _settings_differ(ours, theirs, second.number)
         if differing:
             yield Finding("rates-differ", where(ours), f"at step {ours['step'] + 1} {differing}")
             return
         if ours["parameters"] != theirs["parameters"]:
-            differ = _names(ranks[0], ours, theirs, "parameters", "all_names")
+            differ = _names(first, ours, theirs, "parameters", "all_names")
             if ours["step"] == 0:
                 yield Finding(
                     "models-start-differently",
                     where(ours),
-                    f"before the first step {differ} differ between rank 0 and rank 1",
+                    f"before the first step {differ} differ between {pair}",
                 )
             else:
                 yield Finding(
                     "replicas-drift",
                     where(ours),
-                    f"after {ours['step']} steps {differ} differ between rank 0 and rank 1",
+                    f"after {ours['step']} steps {differ} differ between {pair}",
                 )
             return
         if ours["gradients"] != theirs["gradients"]:
-            differ = _names(ranks[0], ours, theirs, "gradients", "names")
-            wrapped = ranks[0].first("wrap")
+            differ = _names(first, ours, theirs, "gradients", "names")
+            wrapped = first.first("wrap")
             rule = "ddp-bypassed" if wrapped else "gradients-not-averaged"
             forwards = ours["forwards"]
             place = where(forwards[-1]) if wrapped and forwards else where(ours)
@@ -211,25 +224,25 @@ def averaged(checked):
             yield Finding(
                 rule,
                 place,
-                f"at step {ours['step'] + 1} the gradients of {differ} differ between rank 0 and "
-                "rank 1",
+                f"at step {ours['step'] + 1} the gradients of {differ} differ between {pair}",
             )
             return
 
 
-def _settings_differ(ours, theirs):
+def _settings_differ(ours, theirs, number_of_other):
     """What the ranks have set differently: the rate, something else of a group, or a schedule."""
     if not all_close(ours["rates"], theirs["rates"]):
         rates = [f"{step['rates'][0]:.4g}" for step in (ours, theirs)]
-        return f"the rate is {rates[0]} on rank 0 and {rates[1]} on rank 1"
+        return f"the rate is {rates[0]} on rank 0 and {rates[1]} on rank {number_of_other}"
     for number, (own, other) in enumerate(zip(ours["settings"], theirs["settings"], strict=False)):
         for name in own.keys() & other.keys():
             if not all_close(own[name], other[name]):
-                values = f"{own[name]} on rank 0 and {other[name]} on rank 1"
+                values = f"{own[name]} on rank 0 and {other[name]} on rank {number_of_other}"
                 return f"{name} of group {number} is {values}"
     counts = [[count for _, count in step["schedulers"]] for step in (ours, theirs)]
     if len(counts[0]) == len(counts[1]) and counts[0] != counts[1]:
-        return f"the schedules have come to {counts[0]} on rank 0 and to {counts[1]} on rank 1"
+        ends = f"{counts[0]} on rank 0 and to {counts[1]} on rank {number_of_other}"
+        return f"the schedules have come to {ends}"
     return None
 
 
@@ -252,16 +265,19 @@ def own_gradients(checked):
     import torch
 
     is_exact = checked["exact-one"] is not None and checked["exact-one"].ended
-    for ours, theirs in zip(*(rank.of("own_gradients") for rank in ranks[:2]), strict=False):
-        if ours["file"].rpartition("-")[0] != theirs["file"].rpartition("-")[0]:
+    for events in zip(*(rank.of("own_gradients") for rank in ranks), strict=False):
+        ours = events[0]
+        if len({event["file"].rpartition("-")[0] for event in events}) > 1:
             return
-        files = [torch.load(ranks[0].folder / event["file"]) for event in (ours, theirs)]
-        (own, step), (other, same) = files
+        files = [torch.load(ranks[0].folder / event["file"]) for event in events]
+        step = files[0][1]
         step_of = next(s for s in ranks[0].steps if s["step"] == ours["step"])
-        if own.shape != other.shape or not _equal([step], [same]):
+        if any(own.shape != step.shape for own, _ in files):
+            return
+        if not all(_equal([step], [other]) for _, other in files):
             return
         order = _clips_before_averaging(ranks[0], step_of)
-        ratio, rest = _compare(step, (own + other) / 2)
+        ratio, rest = _compare(step, sum(own for own, _ in files) / len(files))
         if order and rest > 0.02:
             text = f"step {ours['step'] + 1}: the ranks average what each of them has clipped"
             yield Finding("clip-before-average", order, text)
@@ -270,7 +286,13 @@ def own_gradients(checked):
             is_mean for rank in ranks for s in rank.steps[:2] for _, is_mean in s["backwards"]
         )
         is_single = len(step_of["backwards"]) == 1 and not step_of["clips"]
-        if rest < 0.02 and abs(ratio - 2) < 0.02 and all_means and is_single and not is_exact:
+        if (
+            rest < 0.02
+            and abs(ratio / len(ranks) - 1) < 0.02
+            and all_means
+            and is_single
+            and not is_exact
+        ):
             yield Finding(
                 "gradient-scale",
                 where(step_of),
@@ -370,17 +392,18 @@ def rates(checked):
         return
     ours = [s["rates"] for s in one.ranks[0].steps if s["optimizer"] == 0]
     theirs = [s["rates"] for s in ranks[0].steps if s["optimizer"] == 0]
-    count = min(len(ours) // 2, len(theirs))
+    several = len(ranks)
+    count = min(len(ours) // several, len(theirs))
     if count < 3 or not one.ranks[0].training or not ranks[0].training:
         return
     epochs = [rank.training[0]["sizes"][0] for rank in (one.ranks[0], ranks[0])]
-    varies = len({tuple(rate) for rate in ours[: 2 * count]}) > count // 2 + 1
+    varies = len({tuple(rate) for rate in ours[: several * count]}) > count // 2 + 1
     if epochs[0] > 1.5 * epochs[1] > 0 and varies and ours[:count] == theirs[:count]:
         yield Finding(
             "rate-by-step",
             where(ranks[0].steps[0]),
             f"the rates of the first {count} steps are the same on one process ({epochs[0]} steps "
-            f"per epoch) and on two ({epochs[1]})",
+            f"per epoch) and on {several} ({epochs[1]})",
         )
 
 

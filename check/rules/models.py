@@ -194,7 +194,7 @@ def failures(checked):
     elif two.timed_out:
         tops = [next(iter(own_lines(text)), None) for text in two.stacks.values()]
         text = "; ".join(filter(None, tops)) or "no stacks"
-        yield Finding("hangs-on-two", None, f"two processes hang: {text}"[:600])
+        yield Finding("hangs-on-two", None, f"{_several(two)} processes hang: {text}"[:600])
     else:
         yield _failure(two)
 
@@ -203,7 +203,12 @@ def _failure(two):
     lines = [line for line in two.output.strip().splitlines() if line.strip()]
     text = [*own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
     place = failed_at(two, text)
-    return Finding("fails-on-two", place, f"one process trains, two fail: {text}"[:600])
+    return Finding("fails-on-two", place, f"one process trains, {_several(two)} fail: {text}"[:600])
+
+
+def _several(two):
+    number = max(two.world_size, len(two.codes))
+    return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
 
 
 def _too_slow(two, options):
@@ -223,7 +228,11 @@ def _fails_alone(two, options):
         return _failure(two)
     if two.timed_out and two.any("joins"):
         place = where(two.any("joins")[0])
-        return Finding("hangs-on-two", place, "two processes wait for each other to join the group")
+        return Finding(
+            "hangs-on-two",
+            place,
+            f"{_several(two)} processes wait for each other to join the group",
+        )
     why = "it hangs" if two.timed_out else _failure(two).observed
     return NotChecked("two processes", f"the script joins no process group, and {why}")
 
