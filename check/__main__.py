@@ -132,6 +132,12 @@ def parse(arguments):
         "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
         "other numbers of classes and samples",
     )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="a report by --json, whose findings are accepted: only others count",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
     parser.add_argument(
@@ -169,10 +175,21 @@ def parse(arguments):
     for path in filter(None, (args.json, args.sarif)):
         if not Path(path).parent.is_dir() or Path(path).is_dir():
             parser.error(f"{path} cannot be written: it is a folder, or its folder does not exist")
+    if args.baseline:
+        args.accepts = _read_baseline(parser, args.baseline)
     for variable in args.env:
         if "=" not in variable:
             parser.error(f"--env {variable}: NAME=VALUE is expected")
     return args
+
+
+def _read_baseline(parser, path):
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        [(each["rule"], each["file"], each["code"]) for each in report["findings"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--baseline {path}: it is no report that --json has written ({error!r})")
+    return report
 
 
 def _folder(text):
@@ -278,14 +295,18 @@ def check(args):
         _import_torch()
         checked = run_all(options, work, tell=_tell)
         findings, not_checked = judge(checked)
+        known = []
+        if args.baseline:
+            known = report.accepted(findings, args.accepts, options.source)
+            findings = [finding for finding in findings if finding not in known]
         if args.json:
-            _write(args.json, report.as_json(findings, not_checked, checked))
+            _write(args.json, report.as_json(findings, not_checked, checked, known))
         if args.sarif:
             prefix = os.path.relpath(options.source, repository(options.source))
             script = os.path.join(options.subfolder, script_file(args.command))
-            _write(args.sarif, report.as_sarif(findings, script, prefix))
+            _write(args.sarif, report.as_sarif(findings, script, prefix, known))
         if args.json != "-":
-            print(report.text(findings, not_checked, checked))
+            print(report.text(findings, not_checked, checked, known))
         return 1 if report.is_failure(findings) else 0
     finally:
         if not args.keep:

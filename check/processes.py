@@ -63,9 +63,10 @@ class Processes:
             for _ in range(2)
         ]
 
-    def start(self, number, command, folder, environment, log, writable=None):
+    def start(self, number, command, folder, environment, log, writable=None, moved=None):
         """Run a command, without its interpreter, in a fork of prepared process number % 2. Its
-        output goes to the file log. writable: the only folders in which it may write."""
+        output goes to the file log. writable: the only folders in which it may write. moved: a
+        folder and its copy, from which modules are imported in its place."""
         prepared = self._prepared[number % 2]
         log.touch()
         request = {
@@ -74,6 +75,7 @@ class Processes:
             "environment": environment | {MARK: self._mark, "TMPDIR": self.temporary},
             "log": str(log),
             "writable": writable,
+            "moved": moved,
         }
         return Process(prepared, _ask(prepared, request))
 

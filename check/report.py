@@ -22,8 +22,30 @@ def is_failure(findings):
     return any(ADVICE[finding.rule].severity != "note" for finding in findings)
 
 
-def text(findings, not_checked, checked):
-    """The report for people."""
+def code_of(finding, source):
+    """The line of code that a finding names, or None. It stays the same when lines move."""
+    if not finding.place:
+        return None
+    try:
+        lines = (source / finding.place[0]).read_text(encoding="utf-8").splitlines()
+        return lines[finding.place[1] - 1].strip()
+    except (OSError, UnicodeDecodeError, IndexError):
+        return None
+
+
+def accepted(findings, baseline, source):
+    """Those of the findings that a baseline, the JSON of an earlier report, has as well: of the
+    same rule, in the same line of code, wherever this is now in its file."""
+    known = {(each["rule"], each["file"], each["code"]) for each in baseline["findings"]}
+    keys = {
+        finding: (finding.rule, finding.place and finding.place[0], code_of(finding, source))
+        for finding in findings
+    }
+    return [finding for finding in findings if keys[finding] in known]
+
+
+def text(findings, not_checked, checked, known=()):
+    """The report for people. known: findings that were accepted, which are only counted."""
     lines = []
     for finding in sorted_findings(findings):
         advice = ADVICE[finding.rule]
@@ -49,7 +71,8 @@ def text(findings, not_checked, checked):
     options = checked.options
     length = f"{options.epochs} epochs of {options.steps} steps"
     runs = f"{len(checked.runs)} runs of up to {length}, {seconds:.0f} s"
-    lines.append(f"{', '.join(names)}; {len(not_checked)} not checked; {runs}")
+    also = f" ({len(known)} more are accepted by the baseline)" if known else ""
+    lines.append(f"{', '.join(names)}{also}; {len(not_checked)} not checked; {runs}")
     return "\n".join(lines)
 
 
@@ -71,8 +94,8 @@ def _could_be_written(path, folders):
     return folders is None or any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def as_json(findings, not_checked, checked):
-    """The report as a JSON object."""
+def as_json(findings, not_checked, checked, known=()):
+    """The report as a JSON object, of the findings that were accepted, too."""
     return json.dumps(
         {
             "findings": [
@@ -81,11 +104,13 @@ def as_json(findings, not_checked, checked):
                     "severity": ADVICE[finding.rule].severity,
                     "file": finding.place and finding.place[0],
                     "line": finding.place and finding.place[1],
+                    "code": code_of(finding, checked.options.source),
+                    "accepted": finding in known,
                     "observed": finding.observed,
                     "why": ADVICE[finding.rule].why,
                     "fix": ADVICE[finding.rule].fix,
                 }
-                for finding in sorted_findings(findings)
+                for finding in sorted_findings([*findings, *known])
             ],
             "not_checked": [item._asdict() for item in not_checked],
             "written_outside": sorted(set(written_outside(checked))),
@@ -99,12 +124,13 @@ def _uri(path, prefix):
     return quote(os.path.normpath(os.path.join(prefix, path)))
 
 
-def as_sarif(findings, script, prefix="."):
+def as_sarif(findings, script, prefix=".", known=()):
     """The findings as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/).
 
-    prefix: the path from the repository to the folder whose files the findings name.
+    prefix: the path from the repository to the folder whose files the findings name. known:
+    findings that were accepted, which code hosts do not show as open.
     """
-    rules = sorted({finding.rule for finding in findings})
+    rules = sorted({finding.rule for finding in [*findings, *known]})
     results = [
         {
             "ruleId": finding.rule,
@@ -114,14 +140,16 @@ def as_sarif(findings, script, prefix="."):
                 {
                     "physicalLocation": {
                         "artifactLocation": {
-                            "uri": _uri(finding.place[0] if finding.place else script, prefix)
+                            "uri": _uri(finding.place[0] if finding.place else script, prefix),
+                            "uriBaseId": "%SRCROOT%",
                         },
                         "region": {"startLine": finding.place[1] if finding.place else 1},
                     }
                 }
             ],
         }
-        for finding in sorted_findings(findings)
+        | ({"suppressions": [{"kind": "external"}]} if finding in known else {})
+        for finding in sorted_findings([*findings, *known])
     ]
     driver = {
         "name": "tools.check",  # as ever: code hosts know by it which findings were closed

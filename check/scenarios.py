@@ -13,7 +13,7 @@ from pathlib import Path
 from check import confinement
 from check.events import Run
 from check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
-from check.processes import CannotRun, Processes, with_observers
+from check.processes import INSIDE, CannotRun, Processes, with_observers
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
@@ -274,6 +274,9 @@ class Start:
             "diff": None,
         }
         environment = with_observers(_environment(options, root))
+        paths = environment["PYTHONPATH"].split(os.pathsep)
+        paths = [_moved(path, self.originals.source, Path(root)) for path in paths]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
         command = [*options.command, *more]
         name_length = 2 if command[0] == "-m" else 1
@@ -304,6 +307,7 @@ class Start:
                         environment | variables,
                         logs[rank],
                         self.writable,
+                        (str(self.originals.source), str(root)),
                     )
                 )
             timed_out = _wait(started_processes, folder, logs, options.timeout)
@@ -316,6 +320,12 @@ class Start:
         code = next((code for code in codes if code), 0)
         seconds = time.monotonic() - started
         return Run(name, folder, Path(root), code, output, seconds, timed_out, stacks, codes)
+
+
+def _moved(path, source, root):
+    """A path in the folder of the script, in a copy of it; any other path as it is."""
+    is_inside = Path(path).is_relative_to(source) and path != str(INSIDE)
+    return str(root / Path(path).relative_to(source)) if is_inside else path
 
 
 def of_rank(arguments, rank, world):

@@ -56,6 +56,12 @@ def become(request):
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     if request["writable"] is not None:
         landlock.restrict(request["writable"])
+    if request["moved"]:  # what PYTHONPATH meant when this process was started
+        source, copy = request["moved"]
+        own = os.path.dirname(os.path.abspath(__file__))
+        for i, path in enumerate(sys.path):
+            if path != own and (path + os.sep).startswith(source + os.sep):
+                sys.path[i] = copy + path[len(source) :]
     if "numpy" in sys.modules:  # the module random does so by itself
         sys.modules["numpy"].random.seed()
     if "multiprocessing.process" in sys.modules:

@@ -16,7 +16,7 @@ from check.__main__ import main, parse, repository, script_file
 from check.events import Rank, Run
 from check.findings import Finding
 from check.processes import INSIDE, CannotRun, Processes
-from check.report import as_sarif
+from check.report import accepted, as_json, as_sarif, text
 from check.rules.output import observers
 from check.scenarios import Options, _remedies, of_rank
 
@@ -438,3 +438,52 @@ print(observe(), "goes on")
     run.ranks = [Rank(0, 1, [event])]
     (item,) = observers(SimpleNamespace(runs={"one": run}))
     assert "observe" in item.why and "of an observer" in item.why
+
+
+def test_accepted_findings_are_those_of_a_line_wherever_it_is_now(tmp_path):
+    folder = project(tmp_path, "first\nfor batch in loader:\n    step()\n")
+    checked = SimpleNamespace(options=SimpleNamespace(source=folder, epochs=2, steps=4), runs={})
+    found = [Finding("no-set-epoch", ("train.py", 2), "x"), Finding("fails-on-two", None, "y")]
+    baseline = json.loads(as_json(found, [], checked))
+    (folder / "train.py").write_text("first\nsecond\nfor batch in loader:\n    step()\n")
+    now = [Finding("no-set-epoch", ("train.py", 3), "other numbers"), found[1]]
+    assert accepted(now, baseline, folder) == now
+    others = [Finding("no-set-epoch", ("train.py", 4), "x"), Finding("same-samples", None, "y")]
+    assert accepted(others, baseline, folder) == []
+    report = text(others[:1], [], checked, now)
+    assert "2 more are accepted" in report and "[no-set-epoch]" in report
+    results = json.loads(as_sarif(others, "train.py", known=now))["runs"][0]["results"]
+    suppressed = {(r["ruleId"], "suppressions" in r) for r in results}
+    assert ("fails-on-two", True) in suppressed and ("same-samples", False) in suppressed
+
+
+def test_baseline_that_is_no_report_is_one_line(tmp_path, monkeypatch, capsys):
+    project(tmp_path, TRAINS)
+    monkeypatch.chdir(tmp_path)
+    for content in ("{}", "no json", '{"findings": [{"rule": "same-samples"}]}'):
+        (tmp_path / "old.json").write_text(content)
+        with pytest.raises(SystemExit):
+            parse(["--baseline", "old.json", "--", "train.py"])
+        assert "--baseline old.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_only_findings_that_are_new_make_a_check_fail(tmp_path):
+    source = TRAINS.replace("    optimizer.zero_grad()\n", "") + RANKS
+    folder = project(tmp_path, source)
+    assert check(folder, "--json", "known.json", "--", "train.py")[0] == 1
+    code, stdout, _ = check(folder, "--baseline", "known.json", "--", "train.py")
+    assert code == 0 and "accepted by the baseline" in stdout
+
+
+@pytest.mark.slow
+def test_modules_are_those_of_the_copy(tmp_path):
+    """Whatever PYTHONPATH names: what is found there has a place in the folder."""
+    training = TRAINS.replace("    optimizer.zero_grad()\n", "")
+    project(tmp_path, training, "lib/training.py")
+    project(tmp_path, "import training\n")
+    for path in (".", "lib", str(tmp_path / "lib")):
+        options = ("--env", f"PYTHONPATH={path}{os.pathsep}lib", "--json", "-")
+        stdout = check(tmp_path, *options, "--", "train.py")[1]
+        files = {found["file"] for found in json.loads(stdout)["findings"]}
+        assert files == {"lib/training.py"}
