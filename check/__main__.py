@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check a training script for the classic bugs of distributed training, by running it.
 
     cd your/project

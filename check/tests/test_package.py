@@ -1,0 +1,93 @@
+"""The check without a clone: as a package, as a hook of pre-commit, and for agents."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+from check.advice import ADVICE
+
+CHECK = Path(__file__).resolve().parents[1]
+ROOT = CHECK.parent
+TRAINS = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_wheel_runs_in_an_environment_that_has_torch(tmp_path):
+    """Without a network. No name of it could hide a module of somebody else."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("tests", "__pycache__")
+    shutil.copytree(CHECK, source / "check", ignore=ignored)
+    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, source]
+    subprocess.run([sys.executable, "-m", "pip", *build], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", venv], check=True)
+    python = venv / "bin" / "python"
+    install = ["-m", "pip", "install", "--no-deps", "--no-index", wheel]
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    before = {path.name for path in packages.iterdir()}
+    subprocess.run([python, *install], check=True, capture_output=True)
+    new = {path.name for path in packages.iterdir()} - before
+    assert {name for name in new if not name.endswith(".dist-info")} == {"check_training"}
+    # That of the tests, which may itself be one without torch in its base.
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text(TRAINS)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [venv / "bin" / "check-training", "--", "train.py"],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "train.py:7: error: " in done.stdout, done.stderr
+    assert "[no-zero-grad]" in done.stdout
+    found = "import importlib.util; print(importlib.util.find_spec('check'))"
+    assert subprocess.check_output([python, "-c", found], cwd=project, text=True) == "None\n"
+
+
+def test_package_has_all_modules():
+    listed = re.findall(r'"(check_training[\w.]*)"', (ROOT / "pyproject.toml").read_text())
+    folders = {path.parent.relative_to(CHECK) for path in CHECK.rglob("*.py")}
+    own = {path for path in folders if path.parts[:1] not in (("tests",), ("package",))}
+    names = {".".join(["check_training", "check", *path.parts]) for path in own}
+    assert names | {"check_training"} == set(listed)
+
+
+def test_hook_of_pre_commit_starts_the_check():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    entry = ROOT / hook["entry"]
+    assert hook["language"] == "script" and not hook["pass_filenames"]
+    assert os.access(entry, os.X_OK)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run([entry, "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "--resume-args" in done.stdout
+
+
+def test_skill_names_options_and_rules_that_there_are():
+    text = (CHECK / "SKILL.md").read_text()
+    assert text.startswith("---\nname: ") and "\ndescription: " in text
+    source = (CHECK / "__main__.py").read_text()
+    for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--local-rank"}:
+        assert f'"{option}"' in source, option
+    quoted = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", text)) - {"check-training"}
+    assert quoted and quoted <= set(ADVICE)
