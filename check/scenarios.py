@@ -17,6 +17,7 @@ from check.processes import INSIDE, CannotRun, Processes, with_observers
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
+MOST_OPERATIONS = 12  # of a rank, at which it is killed
 DENIED = "[Pp]ermission denied|cannot be opened|readonly database|unable to open database"
 NEEDS_GPU = "CUDA error|Found no NVIDIA driver|not compiled with CUDA|CUDA_HOME|nvcc|[Tt]riton"
 RANK_ARGUMENT = "(required|unrecognized).*(rank|world[-_]size)|local_rank"
@@ -42,6 +43,7 @@ class Options:
     launch: str = "auto"
     environment: dict = field(default_factory=dict)
     resume_arguments: list = field(default_factory=list)
+    kill_everywhere: bool = False  # at each file operation of a save
     hidden: list = field(default_factory=list)
     limit_data: int = 0  # samples per dataset; 0: all
     fake_data: dict | None = None  # name of a dataset -> its columns or sizes
@@ -176,6 +178,13 @@ def _run_each(options, work, start, tell):
     else:
         arguments = options.resume_arguments
         run("resumed", launch, world, root=killed.root, more=arguments, epochs=options.epochs)
+        if options.kill_everywhere:
+            for number, event in operations_of_a_save(whole):
+                name = f"{event['index']}-{number}"
+                at = {"kill_operation": [number, event["index"]], "epochs": options.epochs + 2}
+                killed = run(f"kill-{name}", launch, world, **at)
+                more = {"more": arguments, "epochs": options.epochs}
+                run(f"restart-{name}", launch, world, root=killed.root, **more)
     return Checked(options, runs, not_run, launch)
 
 
@@ -218,6 +227,24 @@ def first_save(run):
                 if steps and event["model"] is not False:
                     return steps
     return None
+
+
+def operations_of_a_save(run):
+    """(rank, event) of the file operations of all ranks with which a checkpoint is written: of the
+    second one, if there is one, which replaces the first."""
+    saves = [
+        steps
+        for rank in run.ranks
+        for kind in ("save", "dump")
+        for event, steps in rank.with_steps(kind)
+        if steps and event["model"] is not False
+    ]
+    counts = sorted(set(saves))[:2]
+    found = []
+    for rank in run.ranks:
+        own = [event for event in rank.of("operation") if event["steps"] in counts[-1:]]
+        found += [(rank.number, event) for event in own[:MOST_OPERATIONS]]
+    return found
 
 
 def _environment(options, root="."):
@@ -263,6 +290,7 @@ class Start:
             "epochs": epochs,
             "most_steps": 3 * options.steps * epochs,
             "kill_step": None,
+            "kill_operation": None,
             "device": options.device,
             "devices": world,
             "world": world,
