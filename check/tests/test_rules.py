@@ -20,6 +20,7 @@ from check.rules.data import same_samples, samples_left_out
 from check.rules.files import resumed
 from check.rules.models import failures
 from check.scenarios import Checked, Options
+from check.tests import sealed
 from check.tests.corpus import __main__ as corpus
 from check.tests.corpus.bugs import BUGS, CORRECT, changed
 from check.tests.corpus.page import log, page, verdict
@@ -527,6 +528,33 @@ LEFT_TO_THE_CORPUS |= {"tensor_parallel", "timm_like", "wgan", "within_epoch"}
 def test_no_false_alarm(script, tmp_path):
     _, alarms = check_source(tmp_path, source_of(script), script)
     assert not alarms
+
+
+@pytest.mark.slow
+def test_more_than_two_processes(tmp_path):
+    """The shares of all ranks count, and the gradient is that of all their batches."""
+    correct = script_named("tutorial").source()
+    (tmp_path / "train.py").write_text(correct)
+    code, stdout, stderr = run_check(tmp_path, "--processes", "3")
+    assert code == 0 and "0 errors, 0 warnings" in stdout, stdout + stderr
+    (tmp_path / "train.py").write_text(BY_NAME["loss divided by the world size"].source())
+    code, stdout, _ = run_check(tmp_path, "--processes", "3", "--json", "-")
+    (found,) = [f for f in json.loads(stdout)["findings"] if f["rule"] == "gradient-scale"]
+    assert code == 1 and "0.333" in found["observed"]
+
+
+def test_sealed_list_names_rules_and_has_two_mutants_of_each_repository():
+    entries = {entry["repository"]: entry for _, entry, _ in sealed.cases()}
+    assert len(entries) == 20
+    rules = set(ADVICE)
+    for entry in entries.values():
+        assert len(entry["mutants"]) == 2
+        assert set(entry["expected"] + entry["notes"]) <= rules
+        assert all(set(mutant["expected"]) <= rules for mutant in entry["mutants"])
+    name, entry, mutant = list(sealed.cases())[1]
+    rows = sealed.page({name: {"found": [], "seconds": 3.0}}).splitlines()
+    assert len(rows) == 2 + 60 and sum("not run" in row for row in rows) == 59
+    assert sealed.verdict(entry, mutant, {"found": []}) == "missed"
 
 
 NEEDS_TWO = """
