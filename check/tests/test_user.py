@@ -487,3 +487,22 @@ def test_modules_are_those_of_the_copy(tmp_path):
         stdout = check(tmp_path, *options, "--", "train.py")[1]
         files = {found["file"] for found in json.loads(stdout)["findings"]}
         assert files == {"lib/training.py"}
+
+
+@pytest.mark.slow
+def test_ranks_meet_on_this_machine_whatever_address_the_script_names(tmp_path):
+    """A script for a cluster need not be changed."""
+    source = "import os\nos.environ['MASTER_ADDR'] = '192.0.2.7'\n" + RANKS
+    source += "import torch\ntorch.manual_seed(0)\n" + TRAINS
+    code, stdout, stderr = check(project(tmp_path, source), "--json", "-", "--", "train.py")
+    found = {finding["rule"] for finding in json.loads(stdout)["findings"]}
+    assert code == 1 and found & {"gradients-not-averaged", "same-samples"}, stdout + stderr
+
+
+def test_addresses_of_other_machines_become_that_of_this_one(tmp_path):
+    source = """
+from check_inside.groups import _here
+print(*map(_here, ["tcp://10.0.0.7:29500", "tcp://[2001:db8::1]:29500", "env://", None]))
+"""
+    said = output(0, source, tmp_path).split()
+    assert said == ["tcp://127.0.0.1:29500", "tcp://127.0.0.1:29500", "env://", "None"]

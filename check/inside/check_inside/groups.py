@@ -2,6 +2,8 @@
 
 import atexit
 import functools
+import os
+import re
 import sys
 
 from check_inside.devices import answer_others
@@ -28,6 +30,11 @@ def install(name, torch):
             if PLAN["device"] == "mapped":
                 backend = "gloo"
                 kwargs.pop("device_id", None)
+            args = tuple(_here(argument) for argument in args)
+            if "init_method" in kwargs:
+                kwargs["init_method"] = _here(kwargs["init_method"])
+            if os.environ.get("MASTER_ADDR"):
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
             record("joins", place=place())  # it may wait there for a rank that has failed
             result = original(backend, *args, **kwargs)
             _asked[dist.group.WORLD] = asked
@@ -87,6 +94,13 @@ def install(name, torch):
     for module in (spawning, torch.multiprocessing):
         module.start_processes = replacement
     replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+
+def _here(method):
+    """An address at which ranks meet, on this machine, where all of them are: a script may name a
+    node of a cluster."""
+    is_address = isinstance(method, str) and method.startswith("tcp://")
+    return re.sub(r"^tcp://(\[.*?\]|[^:/]+)", "tcp://127.0.0.1", method) if is_address else method
 
 
 def _observe_objects(original):
