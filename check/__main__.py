@@ -153,6 +153,7 @@ def parse(arguments):
     args = parser.parse_args(arguments)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     args.command = script_of(command)
+    args.by_hand = bool(args.rank_args)
     args.rank_args = shlex.split(args.rank_args) or rank_arguments_of(command)
     if not args.command:
         parser.error("what is to be checked? For example: -- train.py --its arguments")
@@ -270,6 +271,7 @@ def check(args):
     options = Options(
         command=args.command,
         rank_arguments=args.rank_args,
+        by_hand=args.by_hand,
         source=args.root.resolve(),
         subfolder=os.path.relpath(Path.cwd(), args.root.resolve()),
         processes=args.processes,

@@ -35,6 +35,7 @@ class Options:
     source: Path  # the folder that is copied for each run
     subfolder: str = "."  # of it, in which the script runs
     rank_arguments: list = field(default_factory=list)  # of each rank, such as "--rank={rank}"
+    by_hand: bool = False  # the ranks are started without torchrun
     processes: int = 2  # of the runs on several
     steps: int = 4
     epochs: int = 2
@@ -311,9 +312,11 @@ class Start:
         started = time.monotonic()
         if launch == "torchrun":
             port, store = _store(world)
-            ranks = [_torchrun_environment(rank, world, port) for rank in range(world)]
-            if world == 1:
-                store = None  # frees its port for that of the process itself
+            # Ranks that somebody starts by hand have no agent, and neither has one process alone.
+            has_agent = world > 1 and not options.by_hand
+            ranks = [_torchrun_environment(rank, world, port, has_agent) for rank in range(world)]
+            if not has_agent:
+                store = None  # frees its port for that of rank 0
         else:
             store = None
             port, free = _store(1)
@@ -372,7 +375,7 @@ def _store(world):
     return store.port, store
 
 
-def _torchrun_environment(rank, world, port):
+def _torchrun_environment(rank, world, port, has_agent):
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -383,8 +386,8 @@ def _torchrun_environment(rank, world, port):
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # One process has no agent: it may be the parent of others, with an address of their own.
-        "TORCHELASTIC_USE_AGENT_STORE": str(world > 1),
+        # Without one, a process may be the parent of others, with an address of their own.
+        "TORCHELASTIC_USE_AGENT_STORE": str(has_agent),
         "TORCHELASTIC_RUN_ID": "check",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

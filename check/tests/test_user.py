@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -506,3 +507,23 @@ print(*map(_here, ["tcp://10.0.0.7:29500", "tcp://[2001:db8::1]:29500", "env://"
 """
     said = output(0, source, tmp_path).split()
     assert said == ["tcp://127.0.0.1:29500", "tcp://127.0.0.1:29500", "env://", "None"]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_started_by_hand_meet_where_the_script_says(tmp_path):
+    """There is no agent of torchrun, whose store would be asked for at that port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = (
+        "import os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        f"os.environ['MASTER_PORT'] = '{port}'\n"
+        "rank, size = map(int, sys.argv[1:])\n"
+        "dist.init_process_group('gloo', rank=rank, world_size=size)\n"
+        "torch.manual_seed(0)\n"
+    )
+    options = ("--rank-args={rank} {world_size}", "--json", "-", "--timeout", "100")
+    code, stdout, stderr = check(project(tmp_path, source + TRAINS), *options, "--", "train.py")
+    found = {finding["rule"] for finding in json.loads(stdout)["findings"]}
+    assert code == 1 and found & {"gradients-not-averaged", "same-samples"}, stdout + stderr
