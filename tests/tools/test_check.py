@@ -24,7 +24,9 @@ def test_documented_hook_is_installed_for_its_stage():
     """`pre-commit install` installs hooks of other types than pre-commit only if they are named."""
     config = blocks_of_the_page()[".pre-commit-config.yaml"]
     (repository,) = config["repos"]
-    (hook,) = repository["hooks"]
+    (named,) = repository["hooks"]
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    assert named["id"] == hook["id"] and (ROOT / hook["entry"]).is_file()
     assert set(hook["stages"]) <= set(config["default_install_hook_types"])
 
 
