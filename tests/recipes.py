@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.forked import FIVE_STEPS, fork_script
+from tools.copy import ANY_TASK_LINE
 from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task, write_text
 from utils.checkpoint_file import read_checkpoint
@@ -77,8 +78,8 @@ def import_new(name, folder, monkeypatch):
 
 def with_task(script, task):
     """The path of a copy of a script, beside it, that trains the module `task`."""
-    text, line = script.read_text(), "import tasks.images as task"
-    assert text.count(line) == 1
+    text, count = ANY_TASK_LINE.subn(f"import {task} as task", script.read_text())
+    assert count == 1
     path = script.with_name(f"{task.replace('.', '_')}_{script.name}")
-    path.write_text(text.replace(line, f"import {task} as task"))
+    path.write_text(text)
     return path

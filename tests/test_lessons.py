@@ -32,7 +32,7 @@ def test_script_reads_from_top_to_bottom(script):
 @pytest.mark.parametrize("rung", LADDER, ids=lambda r: r.script)
 def test_script_names_its_task_in_one_line_and_loads_its_settings(rung):
     text = "\n".join(code(rung.script))
-    line = "import tasks.images as task  # to train something else, change this line"
+    line = f"import tasks.{rung.task} as task  # to train something else, change this line"
     assert text.count("tasks.") == 1 and text.count(line) == 1
     for arguments in re.findall(r"load_config\((.*)\)", text):
         task, *own = arguments.split(", ")

@@ -15,6 +15,7 @@ have deleted are not restored.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from tools.lib.update import (
 TASKS = ("images", "text", "segmentation", "diffusion")
 OWN = "own"  # in place of a task: the user's module
 TASK_LINE = "import tasks.{} as task"
+ANY_TASK_LINE = re.compile(TASK_LINE.format(r"\w+"))
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
 COMMANDS = ["tools/report.py"]  # what the pages run after the training
 COMMANDS_OF_TASKS = {
@@ -60,8 +62,8 @@ NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
 
 def with_task(script, task):
-    """The text of a script that trains the images task, with a different task in its place."""
-    text, line = script.read_text(encoding="utf-8"), TASK_LINE.format("images")
+    """The text of a script of the project, with a different task in place of its own."""
+    text, line = script.read_text(encoding="utf-8"), TASK_LINE.format(RUNGS[script.name].task)
     if text.count(line) != 1:
         sys.exit(f"error: {script} no longer has the line  {line}: restore it; change it in a copy")
     return of_task(text, task)
@@ -69,11 +71,10 @@ def with_task(script, task):
 
 def of_task(text, task):
     """The text of a script as a copy of it has that trains a task, or one of the user's own."""
-    if task == "images":
-        return text
     line = "import my_task as task" if task == OWN else TASK_LINE.format(task)
-    text = text.replace(TASK_LINE.format("images"), line)
-    return text.replace(" --model vit_tiny", "")  # in the command of the docstring
+    text = ANY_TASK_LINE.sub(line, text)
+    # In the command of the docstring.
+    return text if task == "images" else text.replace(" --model vit_tiny", "")
 
 
 def task_module(task):
@@ -84,8 +85,7 @@ def task_module(task):
 
 def files_to_copy(script, task="images", chosen=()):
     """The script, the modules that it and the task import, and the chosen Options with theirs."""
-    images = task_module("images")
-    shared = [path for path in closure(script) if images.parent not in (path.parent, path)]
+    shared = [path for path in closure(script) if ROOT / "tasks" not in path.parents]
     added = [LAUNCHER, *(option.path for option in chosen)]
     if task != OWN:
         added.append(task_module(task))
@@ -94,8 +94,10 @@ def files_to_copy(script, task="images", chosen=()):
 
 def options_and_commands(script, task="images"):
     """{name: Option} of what is copied only if it is named."""
-    known = options(script) if task == OWN else options(task_module(task)) | options(script)
-    if task != "images":
+    known = {} if task == OWN else options(task_module(task))
+    shared = options(script).items()
+    known |= {n: o for n, o in shared if ROOT / "tasks" not in o.path.parents}
+    if task != "images":  # diffusion reads images, but not in as many ways
         known = {n: o for n, o in known.items() if "images" not in o.path.parts}
     for name in COMMANDS + COMMANDS_OF_TASKS.get(task, []):
         path = ROOT / name
@@ -165,8 +167,8 @@ def parse_arguments():
     parser.add_argument(
         "--task",
         choices=(*TASKS, OWN),
-        help="what the script trains (default: images, or as in DEST); own: the module my_task, "
-        "which you write",
+        help="what the script trains (default: the task that it names, or that DEST has); own: the "
+        "module my_task, which you write",
     )
     listed = dict(metavar="NAME,...", action="append", default=[])
     parser.add_argument(
@@ -241,7 +243,10 @@ def make_copy(args):
             f"{folder} is a copy of a different commit: run python -m tools.copy --update {folder}"
         )
     trained = record["scripts"].get(args.script)
-    task = args.task or trained or next(iter(record["scripts"].values()), "images")
+    others, usual = [*record["scripts"].values()], RUNGS[args.script].task
+    if others and (usual == "images" or OWN in others):
+        usual = others[0]
+    task = args.task or trained or usual
     if trained not in (None, task) and not args.force:
         raise CannotUpdate(
             f"{args.script} in {folder} trains {trained}: pass --task {trained}, or --force"
