@@ -421,6 +421,34 @@ FIGURES["train_fsdp_tp.py"] = Figure(
     "train_fsdp.py. The parameters of the last block stay gathered for backward.",
 )
 
+_rank = (
+    "9-19 forward attention | 27-37 forward experts | 45-51 forward loss | "
+    "59-69 backward experts | 77-87 backward attention | 91-100 optimizer"
+)
+FIGURES["train_ep.py"] = Figure(
+    "train_ep.py: each rank holds half of the experts, and computes all tokens of these",
+    {
+        f"process: rank {rank}": {
+            f"cuda:{rank}": f"{HALF.format(half)} | 0-12 parameters* parameters of a block, "
+            f"gathered, but for experts | {half} activations activations: about 1/2 | "
+            f"{half} batch batch: 1/2"
+        }
+        for rank, half in enumerate(HALVES)
+    },
+    {
+        "rank 0": _rank,
+        "all-to-all": "19-27 send tokens | 37-45 send outputs | 51-59 send grads | "
+        "69-77 send grads",
+        "all-gather": "0-9 send block | 60-69 send block",
+        "reduce-scatter": "87-91 send -",
+        "rank 1": _rank,
+    },
+    "A model of one block. The router of each rank sends its tokens to the ranks of their experts, "
+    "which compute and send the outputs back; in backward, gradients go the same ways. All other "
+    "parameters are sharded, gathered and reduce-scattered as in train_fsdp.py. The gradients of "
+    "experts stay where they are.",
+)
+
 FIGURES["train_pp.py"] = Figure(
     "train_pp.py --micro-batches 4 --schedule 1F1B: one stage per rank",
     {

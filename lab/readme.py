@@ -22,6 +22,8 @@ from lab.budgets import RESULT as BUDGETS
 from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
 from lab.fit import __main__ as lab_fit
+from lab.communication import RESULT as COMMUNICATION
+from lab.communication import table as communication_table
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
@@ -38,6 +40,7 @@ RESULTS = ROOT / "docs" / "results"
 PROVEN = {
     "images": "ResNet and ViT, accuracy",
     "text": "GPT with tied embeddings, perplexity",
+    "moe": "GPT with experts, perplexity",
     "segmentation": "U-Net, mean IoU",
     "diffusion": "DiT, loss over random noise",
 }
@@ -335,6 +338,13 @@ def _command(bug):
     return "`make verify`" if bug.task == "images" else f'`make verify ARGS="--task {bug.task}"`'
 
 
+def communication(task):
+    """What the scripts hand to collectives with a task."""
+    result = json.loads(COMMUNICATION.read_text(encoding="utf-8"))
+    rows = [row for row in result["rows"] if row["task"] == task]
+    return communication_table({"rows": rows})
+
+
 BLOCKS = {
     "ladder": ladder,
     "lesson": lesson_block,
@@ -355,6 +365,7 @@ BLOCKS = {
     "recipes": recipes,
     "rules": rules,
     "memory": memory,
+    "communication": communication,
     "split": split,
     "guarantees": guarantees,
     "chaos": chaos,

@@ -134,7 +134,8 @@ def parametrize(names, fast):
 def marks_of(name, fast):
     if name in fast:
         return ()
-    is_rare = name.startswith(("segmentation: ", "diffusion: ")) and "resumed" not in name
+    is_rare = name.startswith(("segmentation: ", "moe: ", "diffusion: ")) and "resumed" not in name
+    is_rare = is_rare and not name.startswith("moe: ep ")
     return (pytest.mark.slow, pytest.mark.rare) if is_rare else pytest.mark.slow
 
 

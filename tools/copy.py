@@ -46,7 +46,7 @@ from tools.lib.update import (
     write_files,
 )
 
-TASKS = ("images", "text", "segmentation", "diffusion")
+TASKS = ("images", "text", "moe", "segmentation", "diffusion")
 OWN = "own"  # in place of a task: the user's module
 TASK_LINE = "import tasks.{} as task"
 ANY_TASK_LINE = re.compile(TASK_LINE.format(r"\w+"))

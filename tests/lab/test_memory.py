@@ -1,6 +1,7 @@
 """The formulas of lab/memory.py, against the bytes that runs hold."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from lab.bench.held import install
 from lab.memory import BYTES, MODELS, TECHNIQUES, gathered, gigabytes, share, table
 from tasks.images.small_models import vit_tiny
 from tests.forked import fork_script
+from tests.recipes import TEXT
+from tools.verify.run import project_with_task
 from utils.checkpoint import Checkpointer
 
 SIZE = 16
@@ -67,6 +70,18 @@ def test_ranks_hold_what_the_formula_says(script, ranks, optimizer, flags, tmp_p
     assert total == pytest.approx(part * PARAMETERS * BYTES[optimizer])
 
 
+def test_rank_of_experts_holds_what_the_formula_says(tmp_path):
+    project = project_with_task("moe", tmp_path / "project")
+    settings = TEXT | {"text_file": "", "epochs": 1, "output_dir": tmp_path / "run"}
+    settings |= {"dtype": "float32", "context": 8, "global_batch_size": 256}
+    run = fork_script(project / "train_ep.py", 2, measure(tmp_path), settings=settings)
+    assert (run.code, run.stderr) == (0, "")
+    held = [json.loads((tmp_path / f"{rank}.json").read_text())["held"] for rank in range(2)]
+    (parameters,) = re.findall(r"([\d,]+) trainable parameters", run.stdout)
+    expected = share("train_ep.py", 2) * int(parameters.replace(",", "")) * BYTES["adamw"]
+    assert sum(sum(h.values()) for h in held) / 2 == pytest.approx(expected)
+
+
 def test_table_has_a_row_per_technique():
     assert len(table().splitlines()) == 2 + len(TECHNIQUES)
     parameters, blocks = MODELS["7 billion"]
@@ -75,3 +90,4 @@ def test_table_has_a_row_per_technique():
     assert gigabytes("train_fsdp_tp.py", parameters, blocks, 64, 8) == 1.75 + 7 / 32
     assert gathered("train_fsdp_tp.py", 8, 1, 10) == 2 / 10 / 8
     assert gigabytes("train_pp.py", parameters, blocks, 64) == 1.75
+    assert gathered("train_ep.py", 8, None, 10, experts=0.75) == pytest.approx(0.05)

@@ -21,9 +21,10 @@ def test_generated_blocks_are_current(page):
 
 def test_every_block_is_on_a_page():
     blocks = [block for page in readme.pages() for block in readme.blocks_of(page.read_text())]
-    expected = {(name, None) for name in readme.BLOCKS if name != "lesson"}
+    expected = {(n, None) for n in readme.BLOCKS if n not in ("lesson", "communication")}
     expected |= {("lesson", rung.script) for rung in LADDER if rung.parent}
-    expected |= {("verify", task) for task in ("text", "segmentation", "diffusion")}
+    expected |= {("verify", task) for task in ("text", "moe", "segmentation", "diffusion")}
+    expected |= {("communication", "moe")}
     assert set(blocks) == expected
 
 

@@ -13,16 +13,12 @@ from tests.processes import free_port
 from tools.copy import TASKS, files_to_copy, task_module, texts
 from tools.lib.closure import closure, loaded, options, small_flags
 from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT, RUNGS
+from tools.verify.cases import SUITES, scripts_of
 
 SCRIPTS = [rung.script for rung in LADDER]
-NO_SEQUENCE = ("train_mp.py", "train_ddp_mp.py", "train_pp.py")  # a U-Net is none
-NO_HEADS = ("train_tp.py", "train_fsdp_tp.py")
 FAST = [("train_ddp.py", "images"), ("train_1gpu.py", "text"), ("train_fsdp.py", "segmentation")]
 PAIRS = [
-    (script, task)
-    for script in SCRIPTS
-    for task in TASKS
-    if task != "segmentation" or script not in (*NO_SEQUENCE, *NO_HEADS)
+    (script, task) for script in SCRIPTS for task in TASKS if script in scripts_of(SUITES[task])
 ]
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lab.budgets import RESULT, RUNS, counts_of
+from lab.budgets import LEFT_OUT, RESULT, RUNS, counts_of
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
@@ -18,7 +18,11 @@ from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
 
-@pytest.mark.parametrize("script", RUNGS)
+def test_every_script_is_run_or_has_a_reason():
+    assert RUNS.keys() | LEFT_OUT.keys() == set(RUNGS) and not RUNS.keys() & LEFT_OUT.keys()
+
+
+@pytest.mark.parametrize("script", RUNS)
 def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)

@@ -153,8 +153,7 @@ def test_cases_have_settings_that_their_scripts_know(suite):
     task = importlib.import_module(f"tasks.{suite.task}")
     cases = [*suite.cases, *suite.references]
     cases += [case.resumes for case in cases if case.resumes]
-    if suite.task != "segmentation":
-        cases += matrix_cases(suite)
+    cases += matrix_cases(suite)
     for case in [case for case in cases if case.script not in ONE_FILE]:
         rung = RUNGS[case.script if case.script in RUNGS else "train_1gpu.py"]
         flags = suite.base | case.flags

@@ -11,6 +11,7 @@ import yaml
 
 import tasks.diffusion
 import tasks.images
+import tasks.moe
 import tasks.segmentation
 import tasks.text
 from tools.lib.ladder import LADDER, ROOT
@@ -19,7 +20,7 @@ from utils.settings import rules_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 IMAGES = tasks.images.Settings
-OTHER_TASKS = (tasks.text, tasks.segmentation, tasks.diffusion)
+OTHER_TASKS = (tasks.text, tasks.moe, tasks.segmentation, tasks.diffusion)
 TASKS = (IMAGES, *(task.Settings for task in OTHER_TASKS))
 SCRIPTS = {rung.script: rung.settings_class() for rung in LADDER if rung.settings}
 

@@ -254,7 +254,7 @@ def small_flags(script, folder):
         flags += ["--synthetic-samples=64"]
     if "import tasks.diffusion as task" in text:
         flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=8", "--width=16"]
-    if "import tasks.text as task" in text:
+    if "import tasks.text as task" in text or "import tasks.moe as task" in text:
         flags += [f"--text-file={script}", "--layers=2", "--width=16", "--context=32"]
     for name, value in (("--fsdp-size", "2"), ("--devices", "cpu,cpu"), ("--micro-batches", "2")):
         if name in flags:

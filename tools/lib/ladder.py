@@ -82,6 +82,14 @@ LADDER = [
         "utils.rungs.fsdp:FsdpSettings",
     ),
     Rung(
+        "train_ep.py",
+        "train_fsdp.py",
+        20,
+        "expert parallelism: experts of a mixture on different ranks, with all-to-all",
+        "utils.rungs.fsdp:FsdpSettings",
+        "moe",
+    ),
+    Rung(
         "train_pp.py",
         "train_ddp.py",
         38,

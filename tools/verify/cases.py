@@ -72,6 +72,8 @@ COMMON = {
     "audit": True,
 }
 
+NO_EXPERTS = "its models have no experts to divide"
+
 # images: BatchNorm, momentum, clipping and augmentation.
 GROUP = {"model": "resnet20_gn"}  # micro-batches compute what the whole batch would
 # A transformer, for scripts that split its layers.
@@ -229,7 +231,7 @@ IMAGES = Suite(
         Case("1gpu, weighted", "train_1gpu_weighted.py", None, {}),
         Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
-    left_out={},
+    left_out={"ep": NO_EXPERTS},
 )
 
 # text: every batch is padded to its longest sample, and the number of targets differs between the
@@ -362,7 +364,62 @@ TEXT = Suite(
         Case("1gpu, stochastic depth", "train_1gpu.py", None, DEPTH),
         Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
     ],
-    left_out={"BatchNorm per rank": "a GPT has no BatchNorm"},
+    left_out={"BatchNorm per rank": "a GPT has no BatchNorm", "ep": NO_EXPERTS},
+)
+
+# moe: the text task's batches, and a mixture of experts in each block.
+ACCUMULATED_MOE = {"balance": 0, "micro_batches": 3}
+MORE_EXPERTS = {"experts": 12, "shared_expert": True}
+TO_MORE = {"reference": "1gpu, 12 experts, dropout"}
+EP_KILLED = Case("ep killed", "train_ep.py", 2, SAVED)
+EP_SHARDED_KILLED = Case("ep sharded killed", "train_ep.py", 3, SAVED | {"save_sharded": True})
+MOE = Suite(
+    task="moe",
+    base=TEXT.base | {"layers": 2, "experts": 6, "clip_norm": 0.75},
+    steps=6,
+    trained=108,
+    dropped=17,
+    validated=13,
+    best=("perplexity", min),
+    exact=(),
+    cases=[
+        Case("dp", "train_dp.py", None, {}),
+        Case("ddp x1", "train_ddp.py", 1, {}),
+        Case("ddp x2", "train_ddp.py", 2, {}),
+        Case("ddp x3", "train_ddp.py", 3, {}),
+        Case("amp x2, float16", "train_ddp_amp.py", 2, {"amp_dtype": "float16"}),
+        Case(
+            "accum x2, without balance",
+            "train_ddp_accum.py",
+            2,
+            ACCUMULATED_MOE,
+            reference="1gpu, without balance",
+        ),
+        Case("spawn x2", "train_ddp_spawn.py", None, {"spawn_processes": 2}),
+        Case("fsdp x3", "train_fsdp.py", 3, {}),
+        Case("tp x2", "train_tp.py", 2, {}),
+        Case("fsdp_tp x4, 2 x 2", "train_fsdp_tp.py", 4, {"fsdp_size": 2}),
+        Case("ep x1", "train_ep.py", 1, {}),
+        Case("ep x2", "train_ep.py", 2, {}),
+        Case("ep x3", "train_ep.py", 3, {"num_workers": 1}),
+        Case("ep x2, 12 experts, dropout", "train_ep.py", 2, MORE_EXPERTS | DROPOUT, **TO_MORE),
+        Case("killed, resumed x3", "train_ddp.py", 3, {}, resumes=KILLED),
+        Case("killed, resumed by ep x3", "train_ep.py", 3, {}, resumes=KILLED),
+        Case("ep killed, resumed x2", "train_ep.py", 2, {}, resumes=EP_KILLED),
+        Case("ep killed, resumed x3", "train_ep.py", 3, {}, resumes=EP_KILLED),
+        Case("ep killed, resumed by tp x2", "train_tp.py", 2, {}, resumes=EP_KILLED),
+        Case("ep sharded killed, resumed x2", "train_ep.py", 2, {}, resumes=EP_SHARDED_KILLED),
+    ],
+    references=[
+        Case("1gpu", "train_1gpu.py", None, {}),
+        Case("1gpu, without balance", "train_1gpu.py", None, {"balance": 0}),
+        Case("1gpu, 12 experts, dropout", "train_1gpu.py", None, MORE_EXPERTS | DROPOUT),
+    ],
+    left_out={
+        "BatchNorm per rank": "a GPT has no BatchNorm",
+        "1gpu_graph": "how many bytes an expert gets is known on the host only after a wait",
+        "mp, ddp_mp, pp": "a mixture has a second output, the router's, for the loss",
+    },
 )
 
 NO_BATCHNORM = {"norm": "group"}
@@ -395,6 +452,7 @@ SEGMENTATION = Suite(
         Case("1gpu, GroupNorm", "train_1gpu.py", None, NO_BATCHNORM),
     ],
     left_out={
+        "ep": NO_EXPERTS,
         "mp, ddp_mp, pp": "a U-Net is no sequence of layers, because of its skip connections",
         "tp, fsdp_tp": "a U-Net has no attention heads or MLPs to divide",
     },
@@ -444,9 +502,14 @@ DIFFUSION = Suite(
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
     ],
-    left_out={"BatchNorm per rank": "a DiT has no BatchNorm"},
+    left_out={"BatchNorm per rank": "a DiT has no BatchNorm", "ep": NO_EXPERTS},
 )
-SUITES = {suite.task: suite for suite in (IMAGES, TEXT, SEGMENTATION, DIFFUSION)}
+SUITES = {suite.task: suite for suite in (IMAGES, TEXT, MOE, SEGMENTATION, DIFFUSION)}
+
+
+def scripts_of(suite):
+    """The names of the scripts that train a task."""
+    return {"train_1gpu.py", *(case.script for case in suite.cases)}
 
 
 def cases_of(suite, script):
@@ -471,22 +534,24 @@ MATRIX_FLAGS = {
     "train_pp.py": {"micro_batches": 2, "save_sharded": True},
 }
 # Ranks that share a GPU use gloo, with which these fail: they run on the CPU then.
-GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_pp.py", *ONE_FILE)
+GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_ep.py", "train_pp.py")
+GPU_PER_RANK += ONE_FILE
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
 WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 def matrix_cases(suite, scripts=None):
-    """One Case per script (default: all), each named after its script. For tasks whose models are
-    sequences of layers."""
+    """One Case per script (default: all that train the task), each named after its script."""
     flags, reference = {
         "images": (VIT, "1gpu, ViT"),
         "text": (SAME_SHAPE, "1gpu"),
+        "moe": ({"balance": 0}, "1gpu, without balance"),  # for the script with micro-batches
+        "segmentation": (NO_BATCHNORM, "1gpu, GroupNorm"),
         "diffusion": ({}, "1gpu"),
     }[suite.task]
-    cases = []
+    cases, known = [], scripts_of(suite)
     for rung in LADDER:
-        if scripts is None or rung.script in scripts:
+        if rung.script in known and (scripts is None or rung.script in scripts):
             nproc = 4 if rung.script in FOUR_PROCESSES else 2
             if rung.script in WITHOUT_TORCHRUN:
                 nproc = None

@@ -299,6 +299,72 @@ BUGS = [
         "text",
     ),
     Bug(
+        "balance-of-one-rank",
+        "tasks/moe.py",
+        "    uses = all_reduce((chosen * is_target).sum((0, 1), dtype=torch.float64))",
+        "    uses = (chosen * is_target).sum((0, 1), dtype=torch.float64)",
+        "ddp x2",
+        (Problem.WEIGHTS, ""),
+        "The loss that balances the experts of a mixture is a product of two means, of which each "
+        "rank takes those of its own share of the batch: a mean of means in disguise.",
+        "The experts are balanced within each share, more strictly the more ranks there are, and "
+        'specialize less (Qiu et al. 2025, "Demons in the Detail").',
+        "How often each expert was chosen is added up over the ranks (`balance_loss` in "
+        "`tasks/moe.py`).",
+        "moe",
+    ),
+    Bug(
+        "router-trained-on-one-rank",
+        "train_ddp.py",
+        "    model = DistributedDataParallel(model,",
+        '    names = [name for name, _ in model.named_parameters() if "router" in name]\n'
+        "    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)\n"
+        "    model = DistributedDataParallel(model,",
+        "ddp x2",
+        (Problem.FAILED, "no longer hold the same model"),
+        "The router counts as one of the experts, whose gradients are not averaged, although each "
+        "rank has a copy of it.",
+        "Nothing fails. Each rank routes by a router of its own, trained on 1/N of the data, and "
+        "rank 0's is saved.",
+        "Only what is divided is left out of the average; the ranks compare the rest "
+        "(`CompareReplicas`).",
+        "moe",
+    ),
+    Bug(
+        "expert-gradients-of-all-ranks",
+        "utils/rungs/experts.py",
+        "                parameter.register_hook(lambda gradient: gradient / device_mesh.size())",
+        "                pass",
+        "ep x2",
+        (Problem.WEIGHTS, ""),
+        "An expert gets the tokens of all ranks, and so the sum of their gradients; all other "
+        "gradients are averaged over the ranks (pytorch/pytorch#160285).",
+        "The loss is right, and only the gradients of the experts are too large, by the number of "
+        "ranks. Adam hides the factor, but not from clipping.",
+        "The gradients of experts are divided by the number of ranks (`ExpertParallel`).",
+        "moe",
+    ),
+    Bug(
+        "norm-without-the-other-ranks-experts",
+        "train_ep.py",
+        "            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)\n",
+        "            experts = [p for n, p in model.named_parameters() if '.experts.' in n]\n"
+        "            others = [p.grad for p in {*model.parameters()}.difference(experts)]\n"
+        "            norm = torch.nn.utils.get_total_norm(others).full_tensor()\n"
+        "            own = torch.nn.utils.get_total_norm([p.grad.to_local() for p in experts])\n"
+        "            norm = torch.stack([norm, own]).norm()\n"
+        "            clip = torch.nn.utils.clip_grads_with_norm_\n"
+        "            clip(model.parameters(), cfg.clip_norm, norm)\n",
+        "ep x2",
+        (Problem.WEIGHTS, ""),
+        "The norm of the gradients leaves out the experts of other ranks "
+        "(NVIDIA/Megatron-LM#5916).",
+        "Nothing fails. Each rank clips by a factor of its own, so that the shards of a parameter "
+        "are scaled differently, and gradients are clipped less the more ranks there are.",
+        "All parameters are DTensors, of which `clip_grad_norm_` reduces the norm over the ranks.",
+        "moe",
+    ),
+    Bug(
         "padding-in-the-perplexity",
         "tasks/text.py",
         "    return (targets != IGNORED).sum()",

@@ -1,0 +1,119 @@
+"""Train a mixture of experts with expert parallelism: each rank holds some of the experts.
+
+    torchrun --standalone --nproc_per_node=4 train_ep.py
+
+Changes from train_fsdp.py: experts are not gathered. Tokens are sent to the rank that holds their
+expert, and its outputs back; FSDP2 shards the other parameters.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
+
+import tasks.moe as task  # to train something else, change this line
+from utils.checkpoint import Checkpointer
+from utils.config import load_config
+from utils.contract import check_task
+from utils.data import build_loader
+from utils.distributed import init_distributed, mean_over_replicas
+from utils.errors import report_errors
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.replicas import CompareReplicas
+from utils.rungs import experts as ep
+from utils.rungs import fsdp
+from utils.runtime import configure_torch, log_summary, to_dtype
+from utils.seeds import set_seed
+from utils.sync_batchnorm import convert_sync_batchnorm
+
+
+def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoint, cfg):
+    model.train()
+    for inputs, targets in loader:  # on the device
+        outputs = model(inputs)
+        loss_sum = task.loss(outputs, targets)  # over the targets
+        # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
+        loss = loss_sum / mean_over_replicas(task.count(targets))
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
+        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
+        checkpoint.step()  # saves within the epoch when a save is due
+    return meter.compute()
+
+
+@report_errors
+def main():
+    cfg = load_config(task.Settings, fsdp.FsdpSettings)
+    device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
+    configure_torch(cfg)
+    set_seed(cfg.seed)  # the same initial weights everywhere
+
+    # Data
+    train_set, val_set = task.build_datasets(cfg)
+    train_sampler = DistributedSampler(train_set, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, shuffle=False)
+    batch_size = cfg.global_batch_size // dist.get_world_size()  # this rank's share
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
+
+    # Model
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
+    if cfg.sync_bn:
+        model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
+    if cfg.compile != "none":
+        model.compile(mode=cfg.compile)  # in place: parameters keep their names
+    fsdp.check_same_weights(model)  # fully_shard keeps each rank's own; DDP broadcasts rank 0's
+    model = model.to(memory_format=torch.contiguous_format)  # fully_shard rejects channels_last
+    fsdp.shard_batchnorms(model, cfg)  # separately: they stay in float32
+    mesh = ep.init_mesh(cfg)
+    experts = ep.divide_experts(task, model, mesh)  # tokens will go to them, and outputs back
+    others = {"mesh": mesh, "ignored_params": experts}  # what is gathered: all but the experts
+    for block in fsdp.checked_blocks(model, task.blocks(model)):
+        fully_shard(block, **fsdp.fsdp_kwargs(cfg) | others)  # gathered just before it runs
+    fully_shard(model, **fsdp.fsdp_kwargs(cfg, root=True) | others)  # outside the blocks
+
+    # Optimization
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
+    meter = Meter(task, train_loader)
+
+    # Checkpoints: everything that a restarted run needs
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": train_loader,
+        "meter": meter,
+        "data": task.describe(train_set, val_set),
+    }
+    hooks = build_hooks(cfg, state, fsdp.CompareShards, CompareReplicas, fsdp.OffloadBuffers)
+    checkpoint = Checkpointer(cfg, state, hooks)
+    start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
+    metrics = MetricLogger(cfg, start_epoch, hooks)
+    log_summary(cfg, state, start_epoch)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, meter, hooks, checkpoint, cfg
+        )
+        val_result = evaluate(model, val_loader, task)
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # after main() has freed the model: gloo may hang otherwise
+    fsdp.exit_process()  # at once: gloo's threads may abort in the interpreter's teardown
