@@ -85,14 +85,16 @@ def install(result):
     counts.__enter__()
 
 
-def measure(task, script, ranks, folder):
-    """{collective: bytes} of a step, the mean over the ranks."""
-    root = project_with_task(task, folder / "project")
+def measure(task, script, ranks, folder, root=None, **flags):
+    """{collective: bytes} of a step, the mean over the ranks. root: the folder of the scripts;
+    default: a copy of the project's. flags: besides FLAGS."""
+    root = root or project_with_task(task, folder / "project")
+    folder.mkdir(exist_ok=True)
     text_file = write_text(folder / "text.txt", train=40, val=6)
-    flags = FLAGS | {"output_dir": folder / "run", "text_file": text_file}
+    flags = FLAGS | {"output_dir": folder / "run", "text_file": text_file} | flags
     environment = {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
     command = ["-m", "lab.communication", folder, root / script]
-    run = finish_run(start_run(command, ranks, flags, environment), folder / "run", limit=600)
+    run = finish_run(start_run(command, ranks, flags, environment, root), folder / "run", limit=600)
     if run.code:
         raise RuntimeError(run.stderr)
     counts = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
@@ -100,10 +102,10 @@ def measure(task, script, ranks, folder):
     return {k: round(sum(c.get(k, 0) for c in counts) / ranks) for k in COLLECTIVES if k in kinds}
 
 
-def sizes(task):
+def sizes(task, layers=FLAGS["layers"]):
     """The numbers of parameters outside the blocks, of the blocks but for experts, and of experts,
     for FLAGS."""
-    width, layers = FLAGS["width"], FLAGS["layers"]
+    width = FLAGS["width"]
     outside = (256 + FLAGS["context"] + 2) * width
     block = 4 * width * width + 3 * width + 2 * 2 * width  # attention and norms
     mlp = 8 * width * width + 5 * width

@@ -53,6 +53,7 @@ def test_planted_bug_fails_its_case(name, planted):
 def test_planted_lines_occur_once(tmp_path):
     for bug in PLANTS:
         copy = planted_copy(bug, tmp_path / bug.name) / bug.file
-        compile(copy.read_text(), copy, "exec")
+        if copy.suffix == ".py":
+            compile(copy.read_text(), copy, "exec")
         assert bug.replacement in copy.read_text()
         assert f"{bug.task}: {bug.row}" in CASES

@@ -91,6 +91,14 @@ ORDER_COPIES = {  # {a copy: (the script, the order that it draws instead of a p
     for stem in ("train_1gpu", "train_ddp")
     for order in ("shards", "weighted", "buckets")
 }
+# {a copy: (the script, the page of docs/recipes/ that is applied to it)}
+RECIPES = {
+    f"{stem}_{recipe.replace('-', '_')}.py": (f"{stem}.py", recipe)
+    for stem, recipe in (
+        ("train_fsdp", "fsdp-accumulation"),
+        *((f"train_{name}", "muon") for name in ("1gpu", "ddp", "fsdp", "tp")),
+    )
+}
 SHARDS_COPY = "train_ddp_shards.py"
 SHARDS = {"dataset": "shards", "data_dir": "FILES", "loader": "workers"}
 TO_SHARDS = {"reference": "1gpu, shards"}
@@ -242,6 +250,9 @@ PACKED_KILLED = Case("packed killed", "train_ddp.py", 2, PACKED | SAVED)
 DROPOUT = {"dropout": 0.2}
 DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
 TO_DROPOUT = {"reference": "1gpu, dropout"}
+MUON = {"optimizer": "muon"}
+TO_MUON = {"reference": "1gpu, muon"}
+MUON_KILLED = Case("muon killed", "train_fsdp_muon.py", 3, MUON | SAVED)
 DEPTH = {"stochastic_depth": 0.5}
 DEPTH_KILLED = Case("stochastic depth killed", "train_fsdp.py", 2, DEPTH | SAVED)
 TO_DEPTH = {"reference": "1gpu, stochastic depth"}
@@ -311,6 +322,19 @@ TEXT = Suite(
             {},
             reference="1gpu, length buckets",
         ),
+        Case("fsdp x3, accumulation", "train_fsdp_fsdp_accumulation.py", 3, {"micro_batches": 2}),
+        Case("muon ddp x2", "train_ddp_muon.py", 2, MUON, **TO_MUON),
+        Case("muon fsdp x2", "train_fsdp_muon.py", 2, MUON, **TO_MUON),
+        Case("muon fsdp x3", "train_fsdp_muon.py", 3, MUON, **TO_MUON),
+        Case("muon tp x2", "train_tp_muon.py", 2, MUON, **TO_MUON),
+        Case(
+            "muon killed, resumed by tp x2",
+            "train_tp_muon.py",
+            2,
+            MUON,
+            resumes=MUON_KILLED,
+            **TO_MUON,
+        ),
         Case("ddp x2, dropout", "train_ddp.py", 2, DROPOUT, **TO_DROPOUT),
         Case(
             "mp, micro-batches, dropout",
@@ -363,6 +387,7 @@ TEXT = Suite(
         Case("1gpu, dropout", "train_1gpu.py", None, DROPOUT),
         Case("1gpu, stochastic depth", "train_1gpu.py", None, DEPTH),
         Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
+        Case("1gpu, muon", "train_1gpu_muon.py", None, MUON),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm", "ep": NO_EXPERTS},
 )
@@ -535,7 +560,7 @@ MATRIX_FLAGS = {
 }
 # Ranks that share a GPU use gloo, with which these fail: they run on the CPU then.
 GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_ep.py", "train_pp.py")
-GPU_PER_RANK += ONE_FILE
+GPU_PER_RANK += ONE_FILE + tuple(copy for copy in RECIPES if RECIPES[copy][0] in GPU_PER_RANK)
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
 WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 

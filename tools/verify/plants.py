@@ -365,6 +365,36 @@ BUGS = [
         "moe",
     ),
     Bug(
+        "muon-of-each-shard",
+        "docs/recipes/muon.md",
+        "+            return _together(parts.transpose(1, 1 + dim), shape[dim], group)"
+        ".transpose(1, 1 + dim)",
+        "+            return newton_schulz(parts)",
+        "muon fsdp x2",
+        (Problem.WEIGHTS, ""),
+        "Each rank orthogonalizes its shard of the momentum: some rows of each matrix, as if they "
+        "were one.",
+        "Nothing fails, and the loss falls. The optimizer is a different one on each number of "
+        "ranks.",
+        "What is orthogonalized is the whole matrix (docs/recipes/muon.md).",
+        "text",
+    ),
+    Bug(
+        "muon-of-several-as-one",
+        "docs/recipes/muon.md",
+        "+    whole = newton_schulz(_exchange(filled, group).transpose(0, 1).flatten(1, 2))",
+        "+    whole = newton_schulz(_exchange(filled, group).transpose(0, 1).flatten(0, 2))"
+        ".view(each, -1, columns)",
+        "muon tp x2",
+        (Problem.WEIGHTS, ""),
+        "Queries, keys and values, and whatever else lies in one tensor, are orthogonalized as one "
+        "matrix.",
+        "Nothing fails. The singular values of each are no longer close to 1, and which matrices "
+        "share them may depend on the number of ranks.",
+        "Each matrix by itself: a batch of matrices has a dimension of its own.",
+        "text",
+    ),
+    Bug(
         "padding-in-the-perplexity",
         "tasks/text.py",
         "    return (targets != IGNORED).sum()",

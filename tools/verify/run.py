@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from tools.verify.cases import (
     ONE_FILE,
     ONE_FILE_COPY,
     ORDER_COPIES,
+    RECIPES,
     matrix_cases,
 )
 from tools.verify.judge import Evidence, Problem, Row, judge
@@ -138,6 +140,12 @@ class Verifier:
             root = self.clean if original == "train_1gpu.py" else self.root
             if not (self.folder / script).exists():  # otherwise, a run may be reading it
                 order_copy(root / original, self.folder / script, order)
+        for script in {case.script for case in cases} & RECIPES.keys():
+            original, recipe = RECIPES[script]
+            root = self.clean if original == "train_1gpu.py" else self.root
+            if not (folder := self.folder / "recipes" / script).exists():
+                shutil.copytree(root, folder)
+                apply_recipe(folder / "docs" / "recipes" / f"{recipe}.md", folder)
         weights, shards = self.folder / "weights.pth", self.folder / "shards"
         if any("weights" in case.flags for case in cases) and not weights.exists():
             save_pretrained_weights(weights)
@@ -165,6 +173,8 @@ class Verifier:
         script = self.scripts.get(case.script, case.script)
         if script in ORDER_COPIES:
             return self.folder / script
+        if script in RECIPES:
+            return self.folder / "recipes" / script / RECIPES[script][0]
         if case.script in ONE_FILE and script != case.script:
             copy = self.folder / Path(case.script).name
             copy.write_text(one_file.with_task(script), encoding="utf-8")
@@ -180,7 +190,8 @@ class Verifier:
             AUTOCAST_COPY: autocast_copy,
             ONE_FILE_COPY: one_file.reference,
         }
-        script = self._script(case) if case.script in ORDER_COPIES else case.script
+        is_copy = case.script in (*ORDER_COPIES, *RECIPES)
+        script = self._script(case) if is_copy else case.script
         if script in writers:
             script = writers[script](self.folder)
         evidence = self._train(case, self._output_dir(case), self.clean, script)
@@ -265,6 +276,8 @@ class Verifier:
         return "cuda", {"CUDA_VISIBLE_DEVICES": visible.split(",")[index]}
 
     def _launch(self, case, output_dir, root, script, wait, environment=None):
+        if case.script in RECIPES:
+            root = script.parent
         hooks = self._hooks(output_dir)
         hooks.mkdir()
         spy = SPY.format(log=str(hooks / "writers"), folder=str(output_dir))
@@ -322,6 +335,10 @@ def project_with_task(task, folder):
             with_task(path, task) if path.parent == ROOT else path.read_text(encoding="utf-8"),
             encoding="utf-8",
         )
+    for page in ROOT.glob("docs/recipes/*.md"):
+        copy = folder / page.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     for path in ROOT.glob("one_file/*.py"):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
@@ -411,6 +428,13 @@ def order_copy(script, path, order):
     text, count = re.subn(r"train_sampler = \w+Sampler\(.*\)", train_sampler, text)
     assert count == 1
     path.write_text(text, encoding="utf-8")
+
+
+def apply_recipe(page, folder):
+    """Apply the diffs of a page to a copy of the project."""
+    # A repository around the folder would change what git applies.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
+    subprocess.run(["git", "apply", str(page)], cwd=folder, env=environment, check=True)
 
 
 def save_pretrained_weights(path):
