@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lab.bench.hooks import run_script
@@ -25,6 +25,7 @@ from tools.lib.markdown import markdown_table
 from tools.lib.runs import end_runs_on_sigterm, finish_run, start_run
 from tools.verify.run import project_with_task, write_text
 from utils.checkpoint import Checkpointer
+from utils.rungs import context_parallel
 
 RESULT = ROOT / "docs" / "results" / "communication.json"
 KINDS = {  # {part of an operator's name: the collective}
@@ -47,6 +48,7 @@ ROWS = [
     for script in ("train_ddp.py", "train_fsdp.py", "train_ep.py")
     for ranks in (2, 4)
 ]
+ROWS += [("text", "train_cp.py", ranks) for ranks in (2, 4)]
 HEAD = ["script", "ranks", *(f"{kind}, kB" for kind in COLLECTIVES), "by formula"]
 
 
@@ -73,6 +75,11 @@ class Counts(TorchDispatchMode):
 def install(result):
     """Make every script fill `result`, a dict, with the bytes of the step number STEP."""
     counts, steps, save_point = Counts(), [], Checkpointer.step
+    make_mask = context_parallel.causal_lower_right
+
+    def mask(*arguments):  # a subclass of Tensor, which cannot be made while anything counts
+        with _disable_current_modes():
+            return make_mask(*arguments)
 
     def record(checkpoint):
         steps.append(dict(counts.bytes))
@@ -81,7 +88,7 @@ def install(result):
         save_point(checkpoint)
         counts.bytes.clear()
 
-    Checkpointer.step = record
+    Checkpointer.step, context_parallel.causal_lower_right = record, mask
     counts.__enter__()
 
 
@@ -122,14 +129,17 @@ def formula(task, script, ranks):
     features = 4 * tokens * FLAGS["width"]
     gathered = blocks + (experts if script == "train_fsdp.py" else 0)
     result = {}
-    if script == "train_ddp.py":
+    if script in ("train_ddp.py", "train_cp.py"):
         result["all-reduce"] = 4 * (outside + blocks + experts)
     else:
         result["all-gather"] = 4 * (outside + 2 * gathered)
         result["reduce-scatter"] = 4 * (outside + gathered)
+    if script == "train_cp.py":  # keys and values of all ranks, and their gradients
+        whole = 2 * features * ranks * FLAGS["layers"]
+        result |= {"all-gather": whole, "reduce-scatter": whole}
     if script == "train_ep.py":  # two copies of each token, there and back, and their gradients
         result["all-to-all"] = 4 * 2 * features * FLAGS["layers"]
-    return result
+    return {kind: result[kind] for kind in COLLECTIVES if kind in result}
 
 
 def table(result):

@@ -449,6 +449,33 @@ FIGURES["train_ep.py"] = Figure(
     "experts stay where they are.",
 )
 
+_rank = (
+    "2-12 forward block | 22-33 forward attention | 35-43 forward loss | "
+    "45-56 backward attention | 66-76 backward block | 91-100 optimizer"
+)
+FIGURES["train_cp.py"] = Figure(
+    "train_cp.py: each rank computes two of four chunks of every sequence",
+    {
+        f"process: rank {rank}": {
+            f"cuda:{rank}": f"{HALF.format('0-100').replace(': 1/2', '')} | "
+            f"{chunks[0]} activations activations: chunk {rank + 1} | "
+            f"{chunks[1]} activations activations: chunk {4 - rank} | 0-100 batch batch"
+        }
+        for rank, chunks in enumerate((("0-25", "75-100"), ("25-50", "50-75")))
+    },
+    {
+        "rank 0": _rank,
+        "all-gather": "12-22 send keys",
+        "reduce-scatter": "56-66 send grads",
+        "all-reduce": "76-91 send gradients",
+        "rank 1": _rank,
+    },
+    "A model of one block. A query sees the keys before it: rank 0 has the first and the last "
+    "chunk, rank 1 those between, which together see as many keys. Attention gathers the keys and "
+    "values of all positions; in backward, their gradients are added up where they came from. "
+    "DistributedDataParallel all-reduces the gradients of the parameters.",
+)
+
 FIGURES["train_pp.py"] = Figure(
     "train_pp.py --micro-batches 4 --schedule 1F1B: one stage per rank",
     {

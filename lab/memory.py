@@ -25,6 +25,7 @@ def share(script, ranks, fsdp_size=None, split=1.0):
         "train_tp.py": sliced,
         "train_fsdp_tp.py": sliced / size,
         "train_ep.py": 1 / ranks,
+        "train_cp.py": 1.0,
         "train_pp.py": 1 / ranks,
     }[script]
 

@@ -14,7 +14,7 @@ from tools.lib.ladder import RUNGS
 from tools.lib.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, without
 from tools.verify.cases import IMAGES, cases_of
 
-NEEDED = {"train_pp.py": {"contract"}}  # {script: guards that its own code needs}
+NEEDED = {"train_pp.py": {"contract"}, "train_cp.py": {"contract"}}  # guards of their own code
 ALONE = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 
 

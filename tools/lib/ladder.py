@@ -90,6 +90,13 @@ LADDER = [
         "moe",
     ),
     Rung(
+        "train_cp.py",
+        "train_ddp.py",
+        35,
+        "context parallelism: each sequence is divided among the ranks",
+        task="text",
+    ),
+    Rung(
         "train_pp.py",
         "train_ddp.py",
         38,

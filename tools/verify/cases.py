@@ -73,6 +73,7 @@ COMMON = {
 }
 
 NO_EXPERTS = "its models have no experts to divide"
+NO_SEQUENCES = "an image is no sequence that a causal mask divides"
 
 # images: BatchNorm, momentum, clipping and augmentation.
 GROUP = {"model": "resnet20_gn"}  # micro-batches compute what the whole batch would
@@ -239,7 +240,7 @@ IMAGES = Suite(
         Case("1gpu, weighted", "train_1gpu_weighted.py", None, {}),
         Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
-    left_out={"ep": NO_EXPERTS},
+    left_out={"ep": NO_EXPERTS, "cp": NO_SEQUENCES},
 )
 
 # text: every batch is padded to its longest sample, and the number of targets differs between the
@@ -247,6 +248,8 @@ IMAGES = Suite(
 SAME_SHAPE = {"padding": "context"}
 PACKED = {"text_file": "FOLDER"}  # the Verifier writes it: shards that hold as many pieces
 PACKED_KILLED = Case("packed killed", "train_ddp.py", 2, PACKED | SAVED)
+PACKED_ONE = "1gpu, packed shards"
+CP_KILLED = Case("cp killed", "train_cp.py", 3, SAME_SHAPE | SAVED)
 DROPOUT = {"dropout": 0.2}
 DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
 TO_DROPOUT = {"reference": "1gpu, dropout"}
@@ -322,6 +325,13 @@ TEXT = Suite(
             {},
             reference="1gpu, length buckets",
         ),
+        Case("cp x2", "train_cp.py", 2, SAME_SHAPE),
+        Case("cp x3", "train_cp.py", 3, SAME_SHAPE | {"num_workers": 1}),
+        Case("cp x2, packed shards", "train_cp.py", 2, SAME_SHAPE | PACKED, reference=PACKED_ONE),
+        Case("cp x2, stochastic depth", "train_cp.py", 2, SAME_SHAPE | DEPTH, **TO_DEPTH),
+        Case("killed, resumed by cp x3", "train_cp.py", 3, SAME_SHAPE, resumes=KILLED),
+        Case("cp killed, resumed x2", "train_cp.py", 2, SAME_SHAPE, resumes=CP_KILLED),
+        Case("cp killed, resumed by fsdp x3", "train_fsdp.py", 3, SAME_SHAPE, resumes=CP_KILLED),
         Case("fsdp x3, accumulation", "train_fsdp_fsdp_accumulation.py", 3, {"micro_batches": 2}),
         Case("muon ddp x2", "train_ddp_muon.py", 2, MUON, **TO_MUON),
         Case("muon fsdp x2", "train_fsdp_muon.py", 2, MUON, **TO_MUON),
@@ -443,7 +453,7 @@ MOE = Suite(
     left_out={
         "BatchNorm per rank": "a GPT has no BatchNorm",
         "1gpu_graph": "how many bytes an expert gets is known on the host only after a wait",
-        "mp, ddp_mp, pp": "a mixture has a second output, the router's, for the loss",
+        "mp, ddp_mp, pp, cp": "a mixture has a second output, the router's, for the loss",
     },
 )
 
@@ -478,6 +488,7 @@ SEGMENTATION = Suite(
     ],
     left_out={
         "ep": NO_EXPERTS,
+        "cp": NO_SEQUENCES,
         "mp, ddp_mp, pp": "a U-Net is no sequence of layers, because of its skip connections",
         "tp, fsdp_tp": "a U-Net has no attention heads or MLPs to divide",
     },
@@ -527,7 +538,11 @@ DIFFUSION = Suite(
         Case("1gpu", "train_1gpu.py", None, {}),
         Case("1gpu, linear", "train_1gpu.py", None, LINEAR),
     ],
-    left_out={"BatchNorm per rank": "a DiT has no BatchNorm", "ep": NO_EXPERTS},
+    left_out={
+        "BatchNorm per rank": "a DiT has no BatchNorm",
+        "ep": NO_EXPERTS,
+        "cp": NO_SEQUENCES,
+    },
 )
 SUITES = {suite.task: suite for suite in (IMAGES, TEXT, MOE, SEGMENTATION, DIFFUSION)}
 
@@ -560,6 +575,7 @@ MATRIX_FLAGS = {
 }
 # Ranks that share a GPU use gloo, with which these fail: they run on the CPU then.
 GPU_PER_RANK = ("train_fsdp.py", "train_fsdp_tp.py", "train_tp.py", "train_ep.py", "train_pp.py")
+GPU_PER_RANK += ("train_cp.py",)
 GPU_PER_RANK += ONE_FILE + tuple(copy for copy in RECIPES if RECIPES[copy][0] in GPU_PER_RANK)
 FOUR_PROCESSES = ("train_fsdp_tp.py",)
 WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")

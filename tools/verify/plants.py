@@ -294,7 +294,9 @@ BUGS = [
         "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
         "the means, so that each target weighs more on a rank that has fewer of them.",
         "Results change slightly with the number of GPUs. With the same number of targets on each "
-        "rank, as for images, there is no difference.",
+        "rank, as for images, there is no difference. Found in 2026 in pytorch/torchtitan#4167 and "
+        "#4195 (validation), vllm-project/speculators#942, modelscope/ms-swift#10165 and "
+        "NVIDIA-BioNeMo/KERMT#21.",
         "Each rank divides by the mean number of targets per rank (`mean_over_replicas`).",
         "text",
     ),
@@ -363,6 +365,48 @@ BUGS = [
         "are scaled differently, and gradients are clipped less the more ranks there are.",
         "All parameters are DTensors, of which `clip_grad_norm_` reduces the norm over the ranks.",
         "moe",
+    ),
+    Bug(
+        "keys-gathered-in-the-order-of-ranks",
+        "utils/rungs/context_parallel.py",
+        "    return torch.cat(chunks[::2] + chunks[::-2], dim)",
+        "    return torch.cat(chunks, dim)",
+        "cp x2",
+        (Problem.FAILED, "does not compute what it computes as a whole"),
+        "Keys and values are put together as the ranks come, not as their positions do. A sibling "
+        "gathered them along the wrong dimension (pytorch/torchtitan#3206).",
+        "Nothing fails. Queries see keys of later positions: the loss may even be too good.",
+        "Chunks from the front and from the back are put in order (`gather`), and at the start, "
+        "outputs are compared with those of the whole model.",
+        "text",
+    ),
+    Bug(
+        "targets-of-one-rank-counted",
+        "train_cp.py",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
+        "        loss = loss_sum / task.count(cp.own_part(targets))",
+        "cp x2",
+        (Problem.WEIGHTS, ""),
+        "The sum over all positions is divided by the number of targets among those of this rank "
+        "(pytorch/torchtitan#3257).",
+        "The loss is too large by the number of ranks, and a rank whose part of a sequence is "
+        "padding weighs its gradients differently.",
+        "Each rank has the targets of all positions, and counts all of them.",
+        "text",
+    ),
+    Bug(
+        "loss-scaled-by-the-context-ranks",
+        "train_cp.py",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
+        "        loss = loss_sum / mean_over_replicas(task.count(targets)) * dist.get_world_size()",
+        "cp x2",
+        (Problem.WEIGHTS, ""),
+        "The number of targets, which is that of all ranks already, is divided by the number of "
+        "ranks of a sequence (the review of huggingface/transformers#46775).",
+        "Gradients are too large by that number. With Adam, only clipping shows it.",
+        "Targets are counted once, whole (`task.count(targets)`), and losses are added up over the "
+        "ranks.",
+        "text",
     ),
     Bug(
         "muon-of-each-shard",

@@ -1,0 +1,141 @@
+"""Context parallelism: together, the ranks' positions compute what one process computes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import tasks.text
+from tests.forked import fork_script, killed_at, largest_difference
+from tests.processes import run_ranks
+from tests.recipes import TEXT, run_text_to_end, with_task
+from tools.verify.run import project_with_task
+from utils.errors import UserError
+from utils.rungs.context_parallel import _GatheredAttention, gather, own_part
+
+TOLERANCE = 1e-12
+FLAGS = {"clip_norm": 0.5, "padding": "context"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_chunks_are_balanced_and_gathered_in_order(ranks):
+    def body(rank):
+        positions = torch.arange(12.0).view(1, 12, 1)
+        own = own_part(positions)
+        seen = sum(own.flatten().tolist()) + own.numel()  # keys that these queries see
+        return seen, torch.equal(gather(own, 1), positions)
+
+    results = run_ranks(body, ranks)
+    assert len({seen for seen, _ in results}) == 1
+    assert all(is_same for _, is_same in results)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_and_its_gradients_are_those_of_the_whole(is_causal):
+    def body(rank):
+        torch.manual_seed(0)
+        whole = [torch.randn(2, 3, 8, 4, dtype=torch.float64) for _ in range(3)]
+        for tensor in whole:
+            tensor.requires_grad_()
+        expected = scaled_dot_product_attention(*whole, is_causal=is_causal)
+        weights = torch.randn_like(expected)
+        (expected * weights).sum().backward()
+        part = [own_part(t.detach().transpose(1, 2)).transpose(1, 2) for t in whole]
+        for tensor in part:
+            tensor.requires_grad_()
+        with _GatheredAttention():
+            outputs = scaled_dot_product_attention(*part, is_causal=is_causal)
+        (outputs * own_part(weights.transpose(1, 2)).transpose(1, 2)).sum().backward()
+        pairs = [(outputs, expected), *((p.grad, w.grad) for p, w in zip(part, whole, strict=True))]
+        return max(
+            (ours - own_part(theirs.transpose(1, 2)).transpose(1, 2)).abs().max().item()
+            for ours, theirs in pairs
+        )
+
+    for difference in run_ranks(body, 2):
+        assert difference < TOLERANCE
+
+
+def test_masks_that_cannot_be_divided_are_refused():
+    def body(rank):
+        queries, messages = torch.zeros(1, 1, 4, 2), []
+        attention = nn.MultiheadAttention(2, 1, batch_first=True)
+        for call in (
+            lambda: scaled_dot_product_attention(*[queries] * 3, attn_mask=torch.ones(4, 4)),
+            lambda: scaled_dot_product_attention(*[queries] * 3, dropout_p=0.5),
+            lambda: attention(*[queries[0]] * 3),
+        ):
+            with pytest.raises(UserError) as caught, _GatheredAttention():
+                call()
+            messages.append(str(caught.value))
+        return messages
+
+    ((mask, dropout, packed),) = run_ranks(body, 1)
+    assert "mask" in mask and "is_causal" in mask and dropout == mask
+    assert "nn.MultiheadAttention" in packed
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The path of a copy of a script, for the text task."""
+    folder = project_with_task("images", tmp_path_factory.mktemp("project") / "copy")
+    return lambda name: with_task(folder / name, "tasks.text")
+
+
+@pytest.fixture(scope="module")
+def one(script, tmp_path_factory):
+    """The run of one process, and its last checkpoint."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    return run_text_to_end(script("train_1gpu.py"), None, folder, **FLAGS)
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_same_weights_on_any_number_of_ranks(nproc, script, one, tmp_path):
+    run, end = run_text_to_end(script("train_cp.py"), nproc, tmp_path / "run", **FLAGS)
+    assert run.stderr == "" and f"ranks: {nproc} = 1 data x {nproc} context" in run.stdout
+    assert largest_difference(end["model"], one[1]["model"]) < TOLERANCE
+    for ours, theirs in zip(run.rows, one[0].rows, strict=True):
+        assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=TOLERANCE)
+        assert ours["train_samples"] == theirs["train_samples"]
+
+
+def test_killed_run_is_resumed_on_another_number_of_ranks(script, one, tmp_path):
+    flags = FLAGS | {"save_steps": 2}
+    run_text_to_end(script("train_cp.py"), 3, tmp_path / "run", killed_at(1, 3), **flags)
+    run, end = run_text_to_end(script("train_cp.py"), 2, tmp_path / "run", **FLAGS)
+    assert "from epoch 1, step 2" in run.stdout
+    assert largest_difference(end["model"], one[1]["model"]) < TOLERANCE
+
+
+def attend_by_hand():
+    """For fork_script(before=...): attention that is not PyTorch's function."""
+
+    def forward(self, hidden):
+        queries, keys, values = (
+            self._split_heads(layer(hidden)) for layer in (self.query, self.key, self.value)
+        )
+        scores = (queries @ keys.mT).tril()
+        return self.output((scores @ values).transpose(1, 2).flatten(2))
+
+    tasks.text.Attention.forward = forward
+
+
+def test_bad_input_is_one_line_that_names_what_fits(script, tmp_path):
+    cp = script("train_cp.py")
+
+    def refused(name, before=None, script=cp, **flags):
+        settings = TEXT | {"text_file": ""} | flags
+        run = fork_script(script, 2, before, settings=settings, output_dir=tmp_path / name)
+        assert run.code == 1 and run.stderr.count("error") == 1, run.stderr
+        return run.stderr
+
+    context = {"padding": "context"}
+    line = refused("length", context=26, **context)
+    assert all(part in line for part in ("26", "4 chunks", "--padding context", "--context"))
+    assert "--padding context" in refused("longest", context=27)
+    assert "--dropout 0" in refused("dropout", dropout=0.1, **context)
+    assert "--compile none" in refused("compile", compile="default", **context)
+    line = refused("by hand", attend_by_hand, **context)
+    assert "scaled_dot_product_attention" in line and "GPT" in line
+    line = refused("moe", script=with_task(cp, "tasks.moe"), **context)
+    assert "MixtureGPT" in line and "logits" in line

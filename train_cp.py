@@ -1,0 +1,108 @@
+"""Train a transformer with context parallelism: each sequence is divided among the ranks.
+
+    torchrun --standalone --nproc_per_node=4 train_cp.py
+
+Changes from train_ddp.py: the ranks train on the same batches. Each computes some positions of all
+sequences; attention gathers the keys and values of all positions.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import tasks.text as task  # to train something else, change this line
+from utils.checkpoint import Checkpointer
+from utils.config import load_config
+from utils.contract import check_task
+from utils.data import build_loader
+from utils.distributed import init_distributed, mean_over_replicas, rebuild_ddp_buckets
+from utils.errors import report_errors
+from utils.metrics import Meter, MetricLogger, evaluate
+from utils.optim import build_optimizer, build_scheduler
+from utils.options import build_hooks
+from utils.replicas import CompareReplicas
+from utils.rungs import context_parallel as cp
+from utils.runtime import configure_torch, log_summary, to_dtype
+from utils.seeds import set_seed
+
+
+def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoint, cfg):
+    model.train()
+    for inputs, targets in loader:  # on the device
+        outputs = model(inputs)  # of this rank's positions
+        loss_sum = cp.sum_over_ranks(task.loss(outputs, cp.own_part(targets)))  # over the targets
+        # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
+        loss = loss_sum / mean_over_replicas(task.count(targets))
+
+        optimizer.zero_grad()
+        loss.backward()
+        if cfg.clip_norm:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
+            meter.note(gradient_norm=norm)
+        optimizer.step()
+        scheduler.step()
+
+        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
+        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
+        checkpoint.step()  # saves within the epoch when a save is due
+    return meter.compute()
+
+
+@report_errors
+def main():
+    cfg = load_config(task.Settings)
+    device = init_distributed(cfg.device, cfg.timeout)  # reads RANK, WORLD_SIZE, MASTER_ADDR, ...
+    configure_torch(cfg)
+    set_seed(cfg.seed)  # the same initial weights everywhere
+
+    cp.set_single_replica()  # all ranks together: each sees all batches
+
+    # Data
+    train_set, val_set = task.build_datasets(cfg)
+    train_sampler = DistributedSampler(train_set, 1, rank=0, seed=cfg.seed, drop_last=True)
+    val_sampler = DistributedSampler(val_set, 1, rank=0, shuffle=False)
+    batch_size = cfg.global_batch_size  # all of it: the ranks divide sequences, not the batch
+    train_loader = build_loader(train_set, train_sampler, batch_size, device, cfg, train=True)
+    val_loader = build_loader(val_set, val_sampler, batch_size, device, cfg)
+
+    # Model
+    model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype).to(device)
+    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
+    model = cp.ContextParallel(model, task, train_loader, cfg)  # its blocks get some positions
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # averages gradients
+    rebuild_ddp_buckets(model)  # a resumed run then sums gradients in the same order
+
+    # Optimization
+    optimizer = build_optimizer(model, cfg)
+    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
+    meter = Meter(cp.SumsOfAllRanks(task), train_loader)
+
+    # Checkpoints: everything that a restarted run needs
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": train_loader,
+        "meter": meter,
+        "data": task.describe(train_set, val_set),
+    }
+    hooks = build_hooks(cfg, state, CompareReplicas)  # compares the ranks' code, data and weights
+    checkpoint = Checkpointer(cfg, state, hooks)
+    start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
+    metrics = MetricLogger(cfg, start_epoch, hooks)
+    log_summary(cfg, state, start_epoch)
+
+    for epoch in range(start_epoch, cfg.epochs):
+        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
+        train_result = train_one_epoch(
+            model, train_loader, optimizer, scheduler, meter, hooks, checkpoint, cfg
+        )
+        val_result = evaluate(model, val_loader, cp.SumsOfAllRanks(task))
+        metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
+        checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()  # after main() has freed the model: gloo may hang otherwise

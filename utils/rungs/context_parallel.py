@@ -1,0 +1,183 @@
+"""Context parallelism: each rank computes some positions of every sequence.
+
+PyTorch's own torch.distributed.tensor.experimental.context_parallel has no operator for CPUs (torch
+2.14: "_scaled_dot_product_flash_attention_for_cpu does not have a sharding strategy"), so that
+nothing could compare it with one process in float64. Here, keys and values are gathered.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from utils.batches import describe
+from utils.checkpoint import Wrapper
+from utils.contract import trial
+from utils.distributed import is_main_process, require_gpu_per_rank, set_data_parallel_group
+from utils.errors import UserError, say
+
+# torch 2.14 has new names, and warns of these.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def set_single_replica() -> None:
+    """Declare that all ranks together hold one replica, and train on the same batches."""
+    require_gpu_per_rank()
+    group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
+    set_data_parallel_group(group)
+    if is_main_process():
+        say(f"ranks: {dist.get_world_size()} = 1 data x {dist.get_world_size()} context")
+
+
+def own_part(values: Tensor) -> Tensor:
+    """This rank's positions, of (n, length, ...): two of 2 N chunks, the first from the front and
+    the second from the back.
+
+    A query sees the keys before it: with one chunk each, the last rank would compute almost twice
+    the mean. The two chunks together see as many keys on every rank. Raises UserError if the length
+    cannot be divided.
+    """
+    chunks = 2 * dist.get_world_size()
+    if values.shape[1] % chunks:
+        raise UserError(
+            f"sequences of length {values.shape[1]} cannot be divided into {chunks} chunks, two "
+            f"for each rank: pad them to a multiple of {chunks} (for text, pass --padding context, "
+            f"and such a --context)"
+        )
+    parts = values.chunk(chunks, 1)
+    return torch.cat([parts[dist.get_rank()], parts[-1 - dist.get_rank()]], 1)
+
+
+def gather(parts: Tensor, dim: int) -> Tensor:
+    """All positions, in order, of this rank's along dimension `dim`. In backward, each rank gets
+    the sum of the ranks' gradients of its part."""
+    chunks = [chunk for part in _AllGather.apply(parts) for chunk in part.chunk(2, dim)]
+    return torch.cat(chunks[::2] + chunks[::-2], dim)
+
+
+class _AllGather(torch.autograd.Function):
+    """A list of all ranks' tensors, of one shape."""
+
+    @staticmethod
+    def forward(ctx, own):
+        whole = own.new_empty(dist.get_world_size(), *own.shape)
+        _all_gather(whole.flatten(0, 1), own.contiguous())
+        return tuple(whole.unbind())
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        own = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
+        _reduce_scatter(own, torch.cat(gradients))
+        return own
+
+
+class ContextParallel(Wrapper):
+    """A model whose blocks get this rank's positions of their inputs, (n, length, features), and
+    whose attention gathers the keys and values of all positions. Its outputs are (n, this rank's
+    positions, ...).
+
+    What is before the first block gets all positions, so that position embeddings are right.
+    loader: of training samples. Raises UserError for what cannot be divided in this way.
+    """
+
+    def __init__(self, model: nn.Module, task: Any, loader: Any, cfg: Any) -> None:
+        super().__init__()
+        self.module, blocks = model, task.blocks(model)
+        if cfg.compile != "none":
+            raise UserError("train_cp.py replaces attention while the model runs: --compile none")
+        if not blocks:
+            raise UserError(f"the task names no blocks of the {type(model).__name__} to divide")
+        for block in blocks:
+            for name, module in block.named_modules():
+                if type(module).__name__.startswith("Dropout") and module.p:  # also by sample
+                    raise UserError(
+                        f"{name} of a block would drop the same elements of different positions: "
+                        f"pass --dropout 0"
+                    )
+        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        with trial(model), torch.no_grad():
+            expected = model(inputs)
+            if not isinstance(expected, Tensor):
+                raise UserError(
+                    f"context parallelism divides outputs that are one tensor, (n, length, ...), "
+                    f"but those of the {type(model).__name__} are {describe(expected)}"
+                )
+            blocks[0].register_forward_pre_hook(lambda _, args: (own_part(args[0]), *args[1:]))
+            outputs, expected = self(inputs), own_part(expected)
+        limit = 1e-5 * expected.abs().max().item()
+        if outputs.shape != expected.shape or (outputs - expected).abs().max() > limit:
+            raise UserError(
+                f"with some positions on each rank, the {type(model).__name__} does not compute "
+                f"what it computes as a whole: its blocks may mix positions only in "
+                f"scaled_dot_product_attention(queries, keys, values, is_causal=...)"
+            )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: of all positions, the same on all ranks."""
+        with _GatheredAttention():
+            return self.module(inputs)
+
+
+class _GatheredAttention(TorchFunctionMode):
+    """A context in which scaled_dot_product_attention() gets the queries of this rank's positions,
+    and gathers the keys and values of all."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is multi_head_attention_forward:
+            raise UserError("nn.MultiheadAttention: call scaled_dot_product_attention() instead")
+        call = _attend if func is scaled_dot_product_attention else func
+        return call(*args, **(kwargs or {}))
+
+
+def _attend(queries, keys, values, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+    if attn_mask is not None or dropout_p:
+        raise UserError(
+            "context parallelism cannot divide attention with a mask of its own, or with dropout: "
+            "use is_causal=True, or no mask, or train_tp.py, which divides heads"
+        )
+    keys, values = gather(torch.stack([keys, values]), dim=-2)
+    if not is_causal:
+        return scaled_dot_product_attention(queries, keys, values, **options)
+    outputs, rank, last = [], dist.get_rank(), 2 * dist.get_world_size() - 1
+    for part, chunk in zip(queries.chunk(2, -2), (rank, last - rank), strict=True):
+        size = part.shape[-2]
+        end = (chunk + 1) * size  # the last position's, and so the last key that it sees
+        seen = keys[..., :end, :], values[..., :end, :]
+        mask: Any = causal_lower_right(size, end)
+        outputs.append(scaled_dot_product_attention(part, *seen, attn_mask=mask, **options))
+    return torch.cat(outputs, -2)
+
+
+def sum_over_ranks(loss_sum: Tensor) -> Tensor:
+    """The sum over all ranks' positions, on every rank. Its gradient is that of this rank's part
+    times the number of ranks, because DistributedDataParallel averages what is to be added up."""
+    total = loss_sum.detach().clone()
+    dist.all_reduce(total)
+    return total + dist.get_world_size() * (loss_sum - loss_sum.detach())
+
+
+class SumsOfAllRanks:
+    """A task whose loss and metrics are those of all positions. outputs: of this rank's positions;
+    targets: of all, (n, length, ...)."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return sum_over_ranks(self.task.loss(outputs, own_part(targets)))
+
+    def count(self, targets: Tensor) -> Any:
+        return self.task.count(targets)
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        measured = self.task.measure(outputs, own_part(targets))
+        return {name: sum_over_ranks(value) for name, value in measured.items()}
+
+    def summarize(self, sums: dict[str, Tensor]) -> Mapping[str, Any]:
+        return self.task.summarize(sums)
