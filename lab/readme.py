@@ -21,9 +21,9 @@ from lab.bench.report import HEAD, table_rows
 from lab.budgets import RESULT as BUDGETS
 from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
-from lab.fit import __main__ as lab_fit
 from lab.communication import RESULT as COMMUNICATION
 from lab.communication import table as communication_table
+from lab.fit import __main__ as lab_fit
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
