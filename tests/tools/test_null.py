@@ -35,6 +35,13 @@ except RuntimeError as error:
 json.dump(seen, open(sys.argv[1].partition("=")[2], "w"))
 """
 
+COMPILED_LATE = """
+import torch
+numbers = torch.zeros(8, device="cuda")
+torch.special.ndtri(numbers)
+torch.erfinv(numbers)
+"""
+
 CAPTURE = """
 import json, sys, torch
 seen = {}
@@ -129,6 +136,12 @@ def test_memory_is_allocated_and_small_copies_move_their_bytes(null_device, tmp_
     assert seen["total"] == 2.5 * 2**30 and seen["peak"] == 2**30
     assert "Tried to allocate 2.00 GiB" in seen["error"]
     assert "same device" in seen["mixed"] or "cuda:1" in seen["mixed"]
+
+
+def test_kernels_that_pytorch_compiles_are_launched(null_device, tmp_path):
+    run, _ = run_text(null_device, tmp_path, COMPILED_LATE)
+    names = " ".join(run.reports[0]["end"]["kernel"])
+    assert "ndtri" in names and "erfinv" in names
 
 
 def test_capture_refuses_what_cuda_refuses(null_device, tmp_path):

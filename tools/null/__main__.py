@@ -33,7 +33,8 @@ def environment(library, folder, gpus=8, memory=80.0, steps=0, ranks=0, rank=0):
     env = dict(os.environ)
     if not env.get("CUDA_VISIBLE_DEVICES"):
         env.pop("CUDA_VISIBLE_DEVICES", None)
-    env["LD_PRELOAD"] = _joined(library / "libnull.so", env.get("LD_PRELOAD"))
+    first = f"{library}/libnull.so:{library}/libnvrtc.so.13"  # of which PyTorch brings its own
+    env["LD_PRELOAD"] = _joined(first, env.get("LD_PRELOAD"))
     env["LD_LIBRARY_PATH"] = _joined(library, env.get("LD_LIBRARY_PATH"))
     env["PYTHONPATH"] = _joined(INSIDE, env.get("PYTHONPATH"))
     env["TRITON_LIBCUDA_PATH"] = str(library)

@@ -21,7 +21,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parent / "source"
 # Without a GPU's answers, these cannot be used: scripts run with torch.backends.cudnn disabled.
 NOT_EMULATED = ("cudnn", "cufft", "curand", "cusolver", "cusparse", "cuFile")
-DRIVER = "libcuda.so.1"  # loaded by name
+BY_NAME = "libcuda.so.1", "libnvrtc.so.13"  # the driver, and NVRTC, are loaded by their names
 
 
 class Unsupported(Exception):
@@ -139,10 +139,10 @@ def _compile(compiler, torch, headers, folder):
     library = folder / "libnull.so"
     include = [f"-I{folder}" for folder in headers]
     _output(compiler, *options, "-std=c++17", "-shared", *include, *sources, "-o", library)
-    # The driver's library, which is looked for by name, refers to that one.
-    link = [f"-L{folder}", "-Wl,--no-as-needed", "-lnull", "-Wl,-rpath,$ORIGIN"]
-    link += [f"-Wl,-soname,{DRIVER}", "-o", folder / DRIVER]
-    _output(compiler, "-shared", "-x", "c", "/dev/null", *link)
+    for name in BY_NAME:  # refers to that library
+        link = [f"-L{folder}", "-Wl,--no-as-needed", "-lnull", "-Wl,-rpath,$ORIGIN"]
+        link += [f"-Wl,-soname,{name}", "-o", folder / name]
+        _output(compiler, "-shared", "-x", "c", "/dev/null", *link)
 
 
 def _compile_for_torch(compiler, torch, headers, folder):

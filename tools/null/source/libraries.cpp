@@ -1,4 +1,5 @@
-// What libraries other than the runtime do: cuBLAS, the driver (kernels of Triton).
+// What libraries other than the runtime do: cuBLAS, NVRTC (kernels that PyTorch compiles when they are
+// first called), the driver (these, and kernels of Triton).
 //
 // build.py generates the rest: kernels of cuBLAS are counted, and other calls do nothing.
 #include "null.h"
@@ -61,6 +62,36 @@ API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*,
   *found = 1;
   return 0;
 }
+
+// NVRTC. Nothing is compiled: a kernel's lowered name is the expression that names it.
+
+API int nvrtcVersion(int* major, int* minor) {
+  *major = CUDART_VERSION / 1000;
+  *minor = CUDART_VERSION % 1000 / 10;
+  return 0;
+}
+API int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*,
+                           const char* const*) {
+  return new_handle(program);
+}
+API int nvrtcDestroyProgram(void** program) { return delete_handle(*program); }
+API int nvrtcAddNameExpression(void*, const char*) { return 0; }
+API int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+API int nvrtcGetLoweredName(void*, const char* expression, const char** name) {
+  *name = strdup(expression);  // kept, as is the kernel
+  return 0;
+}
+static int one_byte(size_t* size) {
+  *size = 1;
+  return 0;
+}
+API int nvrtcGetCUBINSize(void*, size_t* size) { return one_byte(size); }
+API int nvrtcGetPTXSize(void*, size_t* size) { return one_byte(size); }
+API int nvrtcGetProgramLogSize(void*, size_t* size) { return one_byte(size); }
+API int nvrtcGetCUBIN(void*, char* text) { return *text = 0; }
+API int nvrtcGetPTX(void*, char* text) { return *text = 0; }
+API int nvrtcGetProgramLog(void*, char* text) { return *text = 0; }
+API const char* nvrtcGetErrorString(int) { return "an error of the null device"; }
 
 // The driver. Handles are never read.
 
