@@ -40,7 +40,7 @@ def mix(value: Any) -> Any:
 
 def start_batch(seed: int, epoch: int, indices: Tensor) -> None:
     """Tell whoever draws random numbers by sample (utils/sample_random.py) which samples follow.
-    indices: int64 (n,), on the CPU."""
+    indices: int64 (n,), on the CPU or the device."""
     for listener in on_batch:
         listener(seed, epoch, indices)
 

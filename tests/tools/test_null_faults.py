@@ -5,6 +5,7 @@ import pytest
 from lab.budgets import RUNS
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
+from tools.fit.candidates import text_of
 from tools.lib.ladder import ROOT
 from tools.null import report
 
@@ -134,3 +135,15 @@ def test_dataclass_with_pin_memory_is_copied_without_waiting(kind, copies, null_
     run = null_device.run(script)
     assert run.code == 0, run.stderr
     assert run.reports[0]["end"]["copy"][f"host to device, {copies}"] == [4, 4 * 2 * 3 * 4]
+
+
+def test_random_numbers_by_sample_are_drawn_for_a_dataset_on_the_gpu(null_device, tmp_path):
+    """Its batches have indices that are there, too: no step waits for them."""
+    script = tmp_path / "train_1gpu.py"
+    text = text_of(ROOT / script.name, "tasks.diffusion", False)
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
+    flags = {"dataset": "synthetic", "synthetic_samples": 40, "image_size": 8, "layers": 1}
+    flags |= {"width": 16, "global_batch_size": 8, "num_workers": 0, "loader": "device"}
+    run = null_device.run(script, output_dir=tmp_path / "run", arguments={"steps": 3}, **flags)
+    assert run.code == 0, run.stderr
+    assert len(run.reports[0]["steps"]) == 3 and "wait" not in run.step

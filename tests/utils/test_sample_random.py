@@ -2,12 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from utils import sample_random
+from utils import sample_random, seeds
 from utils.errors import UserError
 from utils.rungs.pipeline import part_of_batch
 from utils.sample_random import (
@@ -257,3 +258,9 @@ def test_compiled_model_drops_the_same_elements():
         expected = model(inputs)
         start_batch(0, epoch, INDICES)
         torch.testing.assert_close(compiled(inputs), expected)
+
+
+def test_keys_are_mixed_as_the_seeds_are():
+    numbers = torch.arange(1000) * 0x9E3779B97F4A7C1 - 2**60
+    expected = seeds.mix(numbers.numpy().view(numpy.uint64))
+    assert (sample_random._mix(numbers).numpy().view(numpy.uint64) == expected).all()
