@@ -24,7 +24,9 @@ from tools.verify.run import Verifier
 # Six steps per epoch, and five samples that do not fill a seventh one.
 BASE = {"epochs": 2, "global_batch_size": 18, "dtype": "float64", "timeout": 60, "audit": True}
 STEPS, VALIDATED = 6, 31
-PROCESSES = {"train_tp.py": (1, 2), "train_pp.py": (1, 2), "train_fsdp_tp.py": (2, 4)}
+# Of scripts that divide what may not be a multiple of every number: heads, experts, positions.
+PROCESSES = dict.fromkeys(("train_tp.py", "train_pp.py", "train_ep.py", "train_cp.py"), (1, 2))
+PROCESSES |= {"train_fsdp_tp.py": (2, 4)}
 ACCUMULATED = "train_ddp_accum.py"
 
 # Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
