@@ -26,9 +26,10 @@ from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 from tools.verify import one_file
-from tools.verify.cases import ONE_FILE, ORDER_COPIES, SAME_SHAPE, SUITES, Case, Suite
+from tools.verify.cases import ONE_FILE, ORDER_COPIES, RECIPES, SAME_SHAPE, SUITES, Case, Suite
 from tools.verify.plants import PLANTS, plant
 from tools.verify.run import (
+    apply_recipe,
     order_copy,
     project_with_task,
     save_pretrained_weights,
@@ -170,7 +171,7 @@ def options_of(own, folder):
     for name in ("spawn_processes", "fsdp_size"):
         flags.pop(name, None)  # the check decides how many processes there are
     flags |= MORE.get(own.name, {})
-    if own.suite.task == "text":
+    if own.suite.task in ("text", "moe"):
         flags |= SAME_SHAPE  # or the batches of two ranks could not be given to one
     if "weights" in flags:
         save_pretrained_weights(project / "weights.pth")
@@ -186,6 +187,10 @@ def options_of(own, folder):
     if own.case.script in ORDER_COPIES:
         original, order = ORDER_COPIES[own.case.script]
         order_copy(project / original, project / own.case.script, order)
+    if own.case.script in RECIPES:
+        original, recipe = RECIPES[own.case.script]
+        apply_recipe(project / "docs" / "recipes" / f"{recipe}.md", project)
+        shutil.copyfile(project / original, project / own.case.script)
     environment = {}
     if own.case.script in ONE_FILE:
         flags = one_file.flags_of(flags, Path("run"))
