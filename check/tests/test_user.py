@@ -390,7 +390,11 @@ begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 begin.record(), end.record()
 1 / begin.elapsed_time(end)
 assert x.is_cuda and (x + 1).device == device and x.get_device() == 0 and "cuda" in x.type()
-assert not own.is_cuda and own.device.type == "cpu" and not x.to("cpu").is_cuda
+assert not own.is_cuda and own.device.type == "cpu"
+kernel = "of a GPU" if x.is_cuda or x.device.type == "cuda" else "of a CPU"
+assert kernel == "of a CPU"
+if not x.is_cuda:
+    raise ValueError("a tensor on a GPU is expected")
 torch.cuda.memory.mem_get_info()
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
     x.sum()

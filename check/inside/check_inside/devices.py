@@ -5,6 +5,7 @@ Nothing of this is active with --device cpu, for a script's own CPU path, or wit
 
 import collections
 import contextlib
+import linecache
 import sys
 import time
 import types
@@ -98,15 +99,13 @@ def _map_tensors(torch):
 
     def make_to(original):
         def to(self, *args, **kwargs):
-            asked = kwargs.get("device")
             if args and not isinstance(args[0], torch.Tensor | torch.dtype):
-                asked = args[0]
-                args = (_device_or_index(asked), *args[1:])
+                args = (_device_or_index(args[0]), *args[1:])
             if "device" in kwargs:
-                kwargs["device"] = _device_or_index(asked)
+                kwargs["device"] = _device_or_index(kwargs["device"])
             result = original(self, *args, **kwargs)
             if isinstance(result, torch.Tensor):
-                result._check_on_cpu = str(asked) == "cpu"
+                result._check_on_cpu = False
             return result
 
         return to
@@ -134,20 +133,24 @@ def _device_or_index(device):
 
 
 def _map_attributes(torch):
-    """Where a tensor is, for the script's own code, which may demand a GPU. PyTorch and other
-    libraries see the CPU, and so they do not look for kernels that are not there."""
+    """Where a tensor is, for lines of the script that demand a GPU. Lines that choose between
+    kernels see the CPU, as PyTorch and other libraries do: those of a GPU are not there."""
     tensor = torch.Tensor
     base = {name: getattr(tensor, name) for name in ("device", "is_cuda", "get_device", "type")}
 
-    def is_mapped(self):
+    def is_mapped(self, depth=3):
         is_there = not getattr(self, "_check_on_cpu", False) and base["device"].__get__(self).type
-        return _is_used and is_there == "cpu" and called_by_user(3)
+        return _is_used and is_there == "cpu" and called_by_user(depth)
+
+    def is_demanded(self):
+        return is_mapped(self, 4) and _is_demand(sys._getframe(2))
 
     def device(self):
-        return torch.device("cuda", _current) if is_mapped(self) else base["device"].__get__(self)
+        there = base["device"].__get__(self)
+        return torch.device("cuda", _current) if is_demanded(self) else there
 
     def is_cuda(self):
-        return True if is_mapped(self) else base["is_cuda"].__get__(self)
+        return True if is_demanded(self) else base["is_cuda"].__get__(self)
 
     def get_device(self):
         return _current if is_mapped(self) else base["get_device"](self)
@@ -155,13 +158,26 @@ def _map_attributes(torch):
     def kind(self, dtype=None, *args, **kwargs):
         if dtype is None:
             name = base["type"](self)
-            return name.replace("torch.", "torch.cuda.") if is_mapped(self) else name
+            return name.replace("torch.", "torch.cuda.") if is_demanded(self) else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return base["type"](self, dtype, *args, **kwargs)
 
     tensor.device, tensor.is_cuda = property(device), property(is_cuda)
     tensor.get_device, tensor.type = get_device, kind
+
+
+_demands = {}  # (file, line) -> whether it is one
+
+
+def _is_demand(frame):
+    """Whether a frame is at an assertion, or at a condition under which it raises an error."""
+    key = (frame.f_code.co_filename, frame.f_lineno)
+    if key not in _demands:
+        line, following = (linecache.getline(key[0], key[1] + i).strip() for i in range(2))
+        raises = line.startswith(("if ", "elif ")) and following.startswith("raise")
+        _demands[key] = line.startswith("assert") or raises
+    return _demands[key]
 
 
 def _map_types(torch):
