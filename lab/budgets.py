@@ -8,6 +8,8 @@ null device, without cuDNN, and of one version of PyTorch.
 """
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tools.fit.candidates import text_of
 from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
@@ -52,6 +55,16 @@ RUNS = {
 # {script: why it is not run}. It waits in each step, to learn how many tokens an expert gets.
 LEFT_OUT = {"train_ep.py": "where tokens go depends on values, which the null device lacks"}
 LEFT_OUT |= {"train_cp.py": "it compares outputs at the start, and the null device has none"}
+# What is fused for a task by --compile default: settings of a small model of train_1gpu.py.
+COMPILED = {
+    "images": {},
+    "text": {"layers": 2, "heads": 4, "width": 64, "context": 64, "padding": "context"},
+    "segmentation": {"image_size": 16, "width": 8, "synthetic_samples": 112},
+    "diffusion": {"layers": 2, "heads": 4, "width": 32, "image_size": 8, "patch_size": 2}
+    | {"dataset": "synthetic", "synthetic_samples": 112},
+}
+OF_ALL = "global_batch_size", "num_workers", "epochs", "timeout"  # of FLAGS
+BREAK = re.compile(r"Graph break\b.*? at (\S+:\d+)")
 HEAD = ["script", "run", "kernels", "graphs", "copies", "waits", "collectives", "bytes sent"]
 
 
@@ -77,6 +90,39 @@ def measure(script):
         return counts_of(report.ordinary_step(json.loads(result.read_text())[0]))
 
 
+def measure_task(task, mode):
+    """The kernels of an ordinary step of train_1gpu.py with --compile, and where the graph breaks,
+    as file:line."""
+    flags = FLAGS if task == "images" else {name: FLAGS[name] for name in OF_ALL}
+    with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
+        result, script = Path(folder) / "counts.json", Path(folder) / "train_1gpu.py"
+        text = text_of(ROOT / script.name, f"tasks.{task}", False)
+        script.write_text(text, encoding="utf-8")
+        options = flag_list({"json": result, "steps": 4})
+        everything = flags | COMPILED[task] | {"compile": mode, "output_dir": f"{folder}/run"}
+        run = subprocess.run(
+            [sys.executable, "-m", "tools.null", *options, str(script), *flag_list(everything)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TORCH_LOGS": "graph_breaks"},
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode:
+            sys.exit(f"error: {task} with --compile {mode} on the null device:\n{run.stderr}")
+        step = report.ordinary_step(json.loads(result.read_text(encoding="utf-8"))[0])
+    breaks = sorted(set(BREAK.findall(run.stderr)))
+    return {"kernels": report.number(step, "kernel"), "breaks": breaks}
+
+
+def compiled_table(result):
+    """The kernels of each task before and after fusion, as a Markdown table."""
+    rows = []
+    for task, modes in result["compiled"].items():
+        cells = [f"{modes[mode]['kernels']:,}" for mode in ("none", "default")]
+        rows.append([task, *cells, str(len(modes["default"]["breaks"]))])
+    return markdown_table(["task", "kernels", "with --compile default", "graph breaks"], rows)
+
+
 def description(script):
     """How a script was run."""
     nproc, options, flags = RUNS[script]
@@ -98,7 +144,11 @@ def main():
     for script in RUNS:
         scripts[script] = measure(script)
         print(script, scripts[script], flush=True)
-    result = {"torch": torch.__version__, "scripts": scripts}
+    compiled = {}
+    for task in COMPILED:
+        compiled[task] = {mode: measure_task(task, mode) for mode in ("none", "default")}
+        print(task, compiled[task], flush=True)
+    result = {"torch": torch.__version__, "scripts": scripts, "compiled": compiled}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,6 +19,7 @@ from lab.bench import split as bench_split
 from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
 from lab.budgets import RESULT as BUDGETS
+from lab.budgets import compiled_table
 from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
 from lab.communication import RESULT as COMMUNICATION
@@ -277,6 +278,11 @@ def budgets():
     return f"{budgets_table(result)}\n\nCounted on the null device, with torch {result['torch']}."
 
 
+def fused():
+    """The kernels of lab.budgets with torch.compile."""
+    return compiled_table(json.loads(BUDGETS.read_text(encoding="utf-8")))
+
+
 def fit():
     """What tools.fit says of a model that others have measured."""
     result = json.loads(lab_fit.RESULT.read_text(encoding="utf-8"))
@@ -370,6 +376,7 @@ BLOCKS = {
     "guarantees": guarantees,
     "chaos": chaos,
     "budgets": budgets,
+    "fused": fused,
     "fit": fit,
     "fitting": fitting,
 }

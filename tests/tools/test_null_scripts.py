@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lab.budgets import LEFT_OUT, RESULT, RUNS, counts_of
+from lab.budgets import BREAK, COMPILED, LEFT_OUT, RESULT, RUNS, counts_of, measure_task
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
@@ -114,3 +114,18 @@ def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_devic
     )
     assert run.returncode == 0, run.stderr
     assert "possible data race" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", COMPILED)
+def test_compiled_task_has_no_break_and_as_many_kernels_as_published(task, null_device):
+    found = measure_task(task, "default")
+    assert found["breaks"] == []
+    published = json.loads(RESULT.read_text())
+    if published["torch"] == torch.__version__:
+        assert found == published["compiled"][task]["default"]
+
+
+def test_breaks_of_the_graph_are_named_with_their_line():
+    log = "Graph break in user code at /a/task.py:12\nGraph Break Reason: print"
+    assert BREAK.findall(log) == ["/a/task.py:12"]
