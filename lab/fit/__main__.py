@@ -126,7 +126,8 @@ def main():
 
 def save(result):
     """Write what there is so far."""
-    RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(result, indent=1).replace(f"{ROOT}/", "")  # of lines that wait
+    RESULT.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
