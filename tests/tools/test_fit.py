@@ -59,6 +59,7 @@ def fit(*words, **variables):
     return run.returncode, run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_script_of_a_stranger(own_script, tmp_path):
     result = tmp_path / "fit.json"
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.1, "--json", result, "--jobs", 1

@@ -2,7 +2,7 @@
 
 from tools.fit.run import FITS, OUT_OF_MEMORY, STOPPED
 
-RUNS = 8
+RUNS = 12
 EXACT = 16  # samples: up to here, the search ends at neighbors; beyond, at 1/16
 
 
@@ -58,6 +58,6 @@ def _next(peaks, too_many, memory):
         guess = (best + too_many) // 2
     if too_many is None:
         return min(max(guess, best + max(1, best // EXACT)), 16 * best)
-    if not best < guess < too_many:
-        guess = best + max(1, best // EXACT) if guess <= best else too_many - max(1, best // EXACT)
+    if not best < guess < too_many:  # part of the memory grows in larger steps
+        guess = (best + too_many) // 2
     return min(max(guess, best + 1), too_many - 1)
