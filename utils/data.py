@@ -170,7 +170,7 @@ def build_loader(
     samples = len(sampler)  # type: ignore[arg-type] # PyTorch types it without a length
     if train and samples < batch_size:
         raise UserError(
-            f"{len(dataset)} training samples do not fill one global batch of "
+            f"{samples * dp_world_size()} training samples do not fill one global batch of "
             f"{batch}: pass a smaller --global-batch-size, or add samples"
         )
     if len(dataset) == 0:

@@ -20,7 +20,8 @@ def build_model(cfg: Any, train_set: Any) -> nn.Module:
     Raises UserError for an unknown name, or for weights that do not fit.
     """
     model = build_classifier(cfg, len(train_set.classes))
-    if any(getattr(module, "p", 0) for module in model.modules()):  # dropout or stochastic depth
+    draws = any(getattr(module, "p", 0) for module in model.modules())  # dropout, skipped branches
+    if draws and cfg.model not in SMALL:  # which have none, and can be given any
         with required_by("--model with dropout"):
             from utils.sample_random import convert_dropout
         convert_dropout(model)  # the same elements on any number of ranks

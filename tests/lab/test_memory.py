@@ -70,6 +70,7 @@ def test_ranks_hold_what_the_formula_says(script, ranks, optimizer, flags, tmp_p
     assert total == pytest.approx(part * PARAMETERS * BYTES[optimizer])
 
 
+@pytest.mark.slow
 def test_rank_of_experts_holds_what_the_formula_says(tmp_path):
     project = project_with_task("moe", tmp_path / "project")
     settings = TEXT | {"text_file": "", "epochs": 1, "output_dir": tmp_path / "run"}
