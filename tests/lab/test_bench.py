@@ -32,6 +32,7 @@ from tasks.images import Settings
 from tests.processes import SMALL
 from tools.lib.ladder import ROOT
 from tools.lib.runs import flag_list
+from utils import seeds
 from utils.config import load_config
 
 
@@ -429,7 +430,8 @@ def test_restarted_workers_are_timed_over_a_real_epoch():
 
 
 @pytest.mark.slow
-def test_budget_of_a_step():
+def test_budget_of_a_step(monkeypatch):
+    monkeypatch.setattr(seeds, "on_batch", [])  # of utils/sample_random.py, if a test has loaded it
     one_gpu, _, ddp_x1 = SCRIPTS
     alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))
     assert alone["counts"]["convolution"] == alone["counts"]["convolution_backward"] == 26

@@ -92,7 +92,7 @@ def test_one_file(name, null_device, tmp_path):
 
 
 # The sanitizer takes kernels for run that are only captured.
-NOT_CAPTURED = [script for script in RUNGS if script != "train_1gpu_graph.py"]
+NOT_CAPTURED = [script for script in RUNS if script != "train_1gpu_graph.py"]
 
 
 @pytest.mark.slow
