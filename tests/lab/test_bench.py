@@ -32,7 +32,6 @@ from tasks.images import Settings
 from tests.processes import SMALL
 from tools.lib.ladder import ROOT
 from tools.lib.runs import flag_list
-from utils import seeds
 from utils.config import load_config
 
 
@@ -430,12 +429,12 @@ def test_restarted_workers_are_timed_over_a_real_epoch():
 
 
 @pytest.mark.slow
-def test_budget_of_a_step(monkeypatch):
-    monkeypatch.setattr(seeds, "on_batch", [])  # of utils/sample_random.py, if a test has loaded it
+def test_budget_of_a_step():
     one_gpu, _, ddp_x1 = SCRIPTS
     alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))
     assert alone["counts"]["convolution"] == alone["counts"]["convolution_backward"] == 26
-    assert one["operations"] - alone["operations"] <= 21
+    # SqueezeNet's dropout is drawn by sample, in 17 operations more than nn.Dropout has.
+    assert one["operations"] - alone["operations"] <= 21 + 17
     # DistributedDataParallel copies each of the 52 gradients, and reduces two buckets.
     assert ddp["operations"] - one["operations"] <= 52 + 2
     assert alone["reads"] == one["reads"] == ddp["reads"] == 0
