@@ -99,7 +99,7 @@ def named(factor, worlds):
     return text
 
 
-def common(comparisons, worlds):
+def common(comparisons):
     """What the comparisons that differ have in common, in words, or ""."""
     texts = {c.how for c in comparisons if c.how}
     return texts.pop() if len(texts) == 1 else ""

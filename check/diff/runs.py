@@ -74,11 +74,7 @@ class Step:
     @cached_property
     def all_rows(self):
         """A Counter of the rows of all ranks together, those of ranks that divide a model once."""
-        distinct = []
-        for rows in self.rows:
-            if rows and rows not in distinct:
-                distinct.append(rows)
-        return sum(distinct, Counter())
+        return sum(distinct(self.rows), Counter())
 
     def outputs(self, ranks):
         """{(model, name, number, call): (type of the module, tensor)} of the outputs of modules, in
@@ -101,6 +97,15 @@ class Step:
         losses = [rank["losses"] for rank in self.ranks if rank["losses"]]
         sums = [sum(part) / (len(part) if self.has_stages else 1) for part in losses]
         return torch.tensor(sums, dtype=torch.float64).mean() if sums else None
+
+
+def distinct(values):
+    """These values, without repetitions."""
+    found = []
+    for value in values:
+        if value not in found:
+            found.append(value)
+    return found
 
 
 def _in_order(parts):

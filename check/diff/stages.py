@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from check.diff.factors import EQUAL, common, compare
+from check.diff.runs import distinct
 
 
 @dataclass
@@ -69,8 +70,8 @@ class Comparer:
         if not ours or not theirs:
             result.skipped = "a run reads no DataLoader"
             return result
-        distinct = Counter(s for rank in _distinct(b.samples) for s in rank)
-        if ours in (theirs, distinct) or Counter(_flat(_distinct(a.samples))) == distinct:
+        once = Counter(_flat(distinct(b.samples)))
+        if ours in (theirs, once) or Counter(_flat(distinct(a.samples))) == once:
             result.compared = sum(ours.values())
             return result
         shared = sum((ours & theirs).values())
@@ -203,7 +204,7 @@ class Comparer:
 
     def _text(self, result, names):
         different = [c.name for c in result.different]
-        how = common(result.different, self.worlds)
+        how = common(result.different)
         prefix = _prefix(different, names)
         if len(different) == len(names) > 1:
             which = f"all {len(names)}"
@@ -246,14 +247,6 @@ class Comparer:
 def _two(a, b, how):
     text = f"{b:.6g} in B, {a:.6g} in A"
     return text if " in A" in how else f"{text}: {how}"
-
-
-def _distinct(lists):
-    found = []
-    for samples in lists:
-        if samples not in found:
-            found.append(samples)
-    return found
 
 
 def _flat(lists):

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from check_inside.record import PLAN, checksum, place, rank, replace
+from check_inside.record import PLAN, checksum, rank, replace
 from check_inside.state import STATE
 
 MOST_ELEMENTS = 50_000_000  # of the outputs of modules, in each step
@@ -179,7 +179,6 @@ def _observe_backward(original):
         given = grad_tensors if isinstance(grad_tensors, tuple | list) else [grad_tensors]
         if tensor.numel() == 1 and all(gradient is None for gradient in given):
             _step["losses"].append(float(tensor.detach()))
-            _step["loss_place"] = place()
         for forward in _step["forwards"]:
             forward["used"] = True
         return original(tensors, grad_tensors, *args, **kwargs)
@@ -217,7 +216,7 @@ def _before_step(optimizer, args, kwargs):
     _depth += 1
     if _depth > 1 or _count >= PLAN["most_steps"]:
         return
-    _step["place"], _step["is_stage"] = place(), STATE.is_stage
+    _step["is_stage"] = STATE.is_stage
     for name, parameter in _named(optimizer):
         gradient = parameter.grad
         _step["gradients"][name] = None if gradient is None else _whole(gradient)
@@ -262,7 +261,7 @@ def _start_step():
     lists = ("forwards", "losses", "norms", "settings")
     dicts = ("unclipped", "gradients", "before", "after", "state", "buffers")
     _step.update({name: [] for name in lists} | {name: {} for name in dicts})
-    _step.update(elements=0, left_out=0, place=None, loss_place=None)
+    _step.update(elements=0, left_out=0)
 
 
 def _named(optimizer):
