@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.func import functional_call
 
-from utils.distributed import default_device_type, is_main_process, require_gpu_per_rank
+from utils.distributed import is_main_process
 from utils.errors import UserError, say
-from utils.rungs.fsdp import FsdpSettings
+from utils.rungs.fsdp import FsdpSettings, fsdp_kwargs
 
 
 def init_mesh(cfg: FsdpSettings) -> DeviceMesh:
@@ -25,9 +25,8 @@ def init_mesh(cfg: FsdpSettings) -> DeviceMesh:
         raise UserError("train_ep.py divides experts among all ranks: leave --fsdp-size out")
     if cfg.fsdp_offload:
         raise UserError("train_ep.py keeps experts on the device: leave --fsdp-offload out")
-    require_gpu_per_rank()
-    device_type = "cpu" if dist.get_backend() == "gloo" else default_device_type()
-    return init_device_mesh(device_type, (ranks,))
+    mesh: DeviceMesh = fsdp_kwargs(cfg)["mesh"]  # that of the parameters which FSDP shards
+    return mesh
 
 
 def divide_experts(task: Any, model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
