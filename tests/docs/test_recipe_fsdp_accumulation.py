@@ -1,10 +1,14 @@
 """docs/recipes/fsdp-accumulation.md: the weights of one process, reduce-scattered once per step."""
 
+import os
+import re
+import subprocess
+
 import pytest
 import torch.distributed as dist
 
 from tests.forked import killed_at, largest_difference
-from tests.recipes import applied, run_text_to_end, with_task
+from tests.recipes import PAGES, applied, run_text_to_end, with_task
 from tools.verify.run import project_with_task
 
 STEPS = 10  # in two epochs
@@ -64,4 +68,22 @@ def test_same_weights_on_any_number_of_ranks(scripts, tmp_path):
 
     train("resumed", 2, 3, killed_at(1, 3))
     end = train("resumed", 3, 2)
+    assert largest_difference(end["model"], expected["model"]) < 1e-12
+
+
+@pytest.mark.slow
+def test_same_lines_for_divided_experts(tmp_path):
+    """The command of the page, and the weights of one process."""
+    folder = project_with_task("images", tmp_path / "copy")
+    (page,) = (page for page in PAGES if page.stem == "fsdp-accumulation")
+    (command,) = re.findall(r"^sed .*", page.read_text(), re.MULTILINE)
+    command = command.replace("docs/recipes/fsdp-accumulation.md", str(page))
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, check=True)
+    one, accumulated = (
+        with_task(folder / name, "tasks.moe") for name in ("train_1gpu.py", "train_ep.py")
+    )
+    flags = {"clip_norm": 0.5, "balance": 0}
+    _, expected = run_text_to_end(one, None, tmp_path / "one", **flags)
+    _, end = run_text_to_end(accumulated, 2, tmp_path / "two", micro_batches=3, **flags)
     assert largest_difference(end["model"], expected["model"]) < 1e-12
