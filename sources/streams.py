@@ -77,8 +77,12 @@ class Streamed(BatchDataset):
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
         """The batch of the samples with these indices, int64 (n,), in ascending order."""
-        numbers = indices.tolist()
-        if any(after < before for before, after in pairwise(numbers)):
+        with SampleSeeds(seed, epoch):
+            return self.collate_fn(self.get_samples(indices.tolist(), epoch, seed))
+
+    def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
+        """The samples with these indices, in ascending order."""
+        if any(after < before for before, after in pairwise(indices)):
             raise UserError(
                 "the samples of a stream must be asked for in ascending order: train with "
                 "DistributedSampler(train_set, shuffle=False, drop_last=True), and let the stream "
@@ -86,8 +90,8 @@ class Streamed(BatchDataset):
             )
         with SampleSeeds(seed, epoch) as seeds:
             # Each one before the next is read, because a stream may fill one buffer repeatedly.
-            pairs = zip(self._read(numbers, epoch, seed), numbers, strict=True)
-            return self.collate_fn([self._transformed(s, index, seeds) for s, index in pairs])
+            pairs = zip(self._read(indices, epoch, seed), indices, strict=True)
+            return [self._transformed(sample, index, seeds) for sample, index in pairs]
 
     def _transformed(self, sample, index, seeds):
         if self.transform is None:

@@ -98,11 +98,12 @@ def fetch_samples(
                 samples += dataset.__getitems__([index])
             else:
                 samples.append(dataset[index])
-        return (collate_fn or _collate_fn_of(dataset))(samples)
+        return (collate_fn or collate_fn_of(dataset))(samples)
 
 
-def _collate_fn_of(dataset):
-    found = [getattr(part, "collate_fn", collate) for part in _parts_of(dataset)]
+def collate_fn_of(dataset: Any) -> Any:
+    """What makes a batch of the samples of a dataset, or of a Subset or a ConcatDataset."""
+    found = [getattr(part, "collate_fn", collate) for part in parts_of(dataset)]
     if len({getattr(function, "__func__", function) for function in found}) > 1:
         raise UserError(
             f"the datasets in a {type(dataset).__name__} have different methods collate_fn: give "
@@ -111,14 +112,14 @@ def _collate_fn_of(dataset):
     return found[0]
 
 
-def _parts_of(dataset):
+def parts_of(dataset: Any) -> list[Any]:
     """The datasets that a Subset or a ConcatDataset, or both of them, make one of; or [dataset]."""
     if hasattr(dataset, "collate_fn"):
         return [dataset]
     if isinstance(dataset, Subset):
-        return _parts_of(dataset.dataset)
+        return parts_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
-        return [inner for part in dataset.datasets for inner in _parts_of(part)]
+        return [inner for part in dataset.datasets for inner in parts_of(part)]
     return [dataset]
 
 
@@ -206,7 +207,7 @@ class Loader:
         self.global_batch = cfg.global_batch_size
         self.step = self.start = self.samples = 0
         self.counts, self.started = True, time.perf_counter()
-        for part in _parts_of(dataset):
+        for part in parts_of(dataset):
             if isinstance(part, BatchDataset) and part is not dataset:
                 raise UserError(
                     f"a {type(dataset).__name__} cannot make the batches of the "
@@ -384,7 +385,7 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, dataset, seed, train, micro_batches=None):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
-        self.parts = [d for d in _parts_of(dataset) if train and hasattr(d, "set_epoch")]
+        self.parts = [d for d in parts_of(dataset) if train and hasattr(d, "set_epoch")]
         self.epoch = -1
 
     def __getitem__(self, batch):

@@ -33,6 +33,7 @@ class Case(NamedTuple):
     tolerance: float = FLOAT64  # relative: of the losses and, in float64, of the weights
     reference: str | None = "1gpu"  # None: there is nothing to compare with
     resumes: "Case | None" = None  # a run that is killed within its second epoch, and continued
+    dropped: int | None = None  # samples, where the dataset has not as many as the suite's
 
 
 SAVED = {"save_steps": 3}
@@ -97,6 +98,7 @@ RECIPES = {
     f"{stem}_{recipe.replace('-', '_')}.py": (f"{stem}.py", recipe)
     for stem, recipe in (
         ("train_fsdp", "fsdp-accumulation"),
+        ("train_ddp", "mixtures"),
         *((f"train_{name}", "muon") for name in ("1gpu", "ddp", "fsdp", "tp")),
     )
 }
@@ -254,6 +256,8 @@ DROPOUT = {"dropout": 0.2}
 DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
 TO_DROPOUT = {"reference": "1gpu, dropout"}
 MUON = {"optimizer": "muon"}
+TO_MIXED = {"reference": "ddp x1, mixture", "dropped": 0}  # whole global batches
+MIXED_KILLED = Case("mixture killed", "train_ddp_mixtures.py", 2, SAVED)
 TO_MUON = {"reference": "1gpu, muon"}
 MUON_KILLED = Case("muon killed", "train_fsdp_muon.py", 3, MUON | SAVED)
 DEPTH = {"stochastic_depth": 0.5}
@@ -324,6 +328,15 @@ TEXT = Suite(
             2,
             {},
             reference="1gpu, length buckets",
+        ),
+        Case("ddp x2, mixture", "train_ddp_mixtures.py", 2, {}, **TO_MIXED),
+        Case(
+            "mixture killed, resumed x3",
+            "train_ddp_mixtures.py",
+            3,
+            {},
+            resumes=MIXED_KILLED,
+            **TO_MIXED,
         ),
         Case("cp x2", "train_cp.py", 2, SAME_SHAPE),
         Case("cp x3", "train_cp.py", 3, SAME_SHAPE | {"num_workers": 1}),
@@ -397,6 +410,7 @@ TEXT = Suite(
         Case("1gpu, dropout", "train_1gpu.py", None, DROPOUT),
         Case("1gpu, stochastic depth", "train_1gpu.py", None, DEPTH),
         Case("1gpu, length buckets", "train_1gpu_buckets.py", None, {}),
+        Case("ddp x1, mixture", "train_ddp_mixtures.py", 1, {}),
         Case("1gpu, muon", "train_1gpu_muon.py", None, MUON),
     ],
     left_out={"BatchNorm per rank": "a GPT has no BatchNorm", "ep": NO_EXPERTS},

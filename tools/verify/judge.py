@@ -68,7 +68,7 @@ def judge(suite, case, run, reference=None):
         row,
         train_loss=last["train_loss"],
         val_metric=last[f"val_{metric}"],
-        each_sample_once=_each_sample_once(suite, run),
+        each_sample_once=_each_sample_once(suite, case, run),
         writers=tuple(run.writers),
     )
     problems = []  # the likely causes first
@@ -96,13 +96,14 @@ def judge(suite, case, run, reference=None):
     return row
 
 
-def _each_sample_once(suite, run):
+def _each_sample_once(suite, case, run):
     """Whether each epoch trained every sample at most once and evaluated every one once."""
     audit = {row["epoch"]: row for row in run.audit}
     if sorted(audit) != [row["epoch"] for row in run.metrics]:
         return False
+    dropped = suite.dropped if case.dropped is None else case.dropped
     trained = all(
-        (row["samples"], row["dropped"], row["repeated"]) == (suite.trained, suite.dropped, 0)
+        (row["samples"], row["dropped"], row["repeated"]) == (suite.trained, dropped, 0)
         for row in audit.values()
     )
     counts = {(row["train_samples"], row["val_samples"]) for row in run.metrics}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tasks.images.small_models import ResNet20
-from tools.copy import with_task
+from tools.copy import ANY_TASK_LINE, TASK_LINE, with_task
 from tools.lib.edits import changed
 from tools.lib.ladder import LADDER, ROOT
 from tools.lib.runs import finish_run, kill_within_second_epoch, last_line, start_run
@@ -145,7 +145,10 @@ class Verifier:
             root = self.clean if original == "train_1gpu.py" else self.root
             if not (folder := self.folder / "recipes" / script).exists():
                 shutil.copytree(root, folder)
+                # A page may change the line of the task, from that of the images.
+                _set_task(folder / original, "images")
                 apply_recipe(folder / "docs" / "recipes" / f"{recipe}.md", folder)
+                _set_task(folder / original, self.suite.task)
         weights, shards = self.folder / "weights.pth", self.folder / "shards"
         if any("weights" in case.flags for case in cases) and not weights.exists():
             save_pretrained_weights(weights)
@@ -435,6 +438,11 @@ def apply_recipe(page, folder):
     # A repository around the folder would change what git applies.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
     subprocess.run(["git", "apply", str(page)], cwd=folder, env=environment, check=True)
+
+
+def _set_task(path, task):
+    text = ANY_TASK_LINE.sub(TASK_LINE.format(task), path.read_text(encoding="utf-8"))
+    path.write_text(text, encoding="utf-8")
 
 
 def save_pretrained_weights(path):

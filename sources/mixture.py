@@ -1,0 +1,319 @@
+"""Weighted mixtures: several datasets, each of which gives its share of every global batch.
+
+For build_datasets() of a task: docs/recipes/mixtures.md.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from utils.data import BatchDataset, collate_fn_of, parts_of
+from utils.errors import UserError
+from utils.seeds import SampleSeeds, derive_seed
+
+Weights = Mapping[str, float]
+AT_END = ("repeat", "stop", "drop")
+LARGEST = 2**30  # sum of the weights as integers
+UNLIMITED = 2**62
+
+
+class Mixture(BatchDataset):
+    """Datasets of which each gives its share of every global batch.
+
+    Its order is part of it, so train with DistributedSampler(mixture, shuffle=False,
+    drop_last=True). Which sample comes when is a function of (seed, epoch): each source is
+    permuted, passed through, and permuted anew; a stream comes in its own order; the samples of a
+    global batch are mixed. After each step, every source has given its share of the samples, exact
+    to less than one sample.
+
+    sources: {name: a map-style dataset, a Streamed, or a Mixture}.
+    weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
+    `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
+    first step is 0, counted over all epochs; a share is then exact since the last change.
+    batch_size: the global batch size.
+    samples: per epoch, by default as many as all sources have; less what fills no global batch.
+    at_end: what happens when the samples of a source have been used. "repeat": its next pass
+    begins, and epochs continue in the pass that the previous one has left. "stop": the epoch ends.
+    "drop": the others share its place. With "stop" and "drop", each epoch begins all sources anew.
+    tokens: {name: the number of tokens, or of whatever the loss counts, in a pass}.
+    orders: {name: a sampler in place of the permutation}, such as a ShardOrder. It draws from the
+    global generators.
+    collate_fn: makes a batch of a list of samples, by default that of the sources.
+
+    Raises UserError if a source is empty, or if the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights | Sequence[tuple[int, Weights]] | None = None,
+        *,
+        batch_size: int,
+        samples: int | None = None,
+        at_end: str = "repeat",
+        tokens: Mapping[str, int] | None = None,
+        orders: Mapping[str, Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.names, self.sources = list(sources), list(sources.values())
+        self.batch_size, self.at_end = batch_size, at_end
+        self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
+        if not sources:
+            raise UserError("a mixture has no sources")
+        _check_names(self.names, orders)
+        self.samplers = [
+            _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
+        ]
+        self.sizes = [len(sampler) for sampler in self.samplers]  # in a pass
+        self.collate_fn = collate_fn or _common_collate_fn(self.sources)
+        self.phases = self._phases(weights, tokens)
+        self.known_counts: dict[Any, numpy.ndarray] = {}
+        self.known_starts = [numpy.zeros(len(self.names), numpy.int64)]  # by epoch
+        if at_end not in AT_END:
+            raise UserError(f"at_end is {at_end!r}: choose {', '.join(AT_END)}")
+        if at_end != "repeat" and (samples is not None or len(self.phases) > 1):
+            raise UserError(
+                f"with at_end={at_end!r}, the sources decide where an epoch ends: leave samples "
+                f"out, and give one set of weights"
+            )
+        self.steps = (sum(self.sizes) if samples is None else samples) // batch_size
+        if at_end == "stop":
+            given = _spread(self.phases[0][1], self.steps, batch_size).cumsum(0)
+            self.steps = int((given <= self.sizes).all(1).sum())
+        if not self.steps:
+            raise UserError(f"a mixture has fewer samples than a global batch of {batch_size}")
+        self.samples = self.steps * batch_size
+        self.order: tuple[Any, ...] = ()  # of the current epoch: see _draw_order()
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        raise UserError(
+            "a mixture makes whole batches, because a sample alone knows neither the epoch nor the "
+            "seed: pass the Mixture to build_loader() itself"
+        )
+
+    def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
+        """The batch of the samples at these places of the epoch, int64 (n,)."""
+        with SampleSeeds(seed, epoch):
+            return self.collate_fn(self.get_samples(indices.tolist(), epoch, seed))
+
+    def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
+        """The samples at these places of the epoch. Those of a stream must be asked for in
+        ascending order."""
+        if self.order[:2] != (epoch, seed):
+            self.order = (epoch, seed, *self._draw_order(epoch, seed))
+        _, _, owners, passes, inner = self.order
+        samples = []
+        with SampleSeeds(seed, epoch) as seeds:
+            for index in indices:
+                number, where = int(owners[index]), int(inner[index])
+                source = self.sources[number]
+                if hasattr(source, "get_samples"):
+                    own_seed = derive_seed(seed, number)
+                    samples += source.get_samples([where], int(passes[index]), own_seed)
+                else:
+                    seeds.seed(index)
+                    samples.append(source[where])
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that is spawned, which draws the order itself."""
+        return vars(self) | {"order": ()}
+
+    def shares(self, epoch: int) -> dict[str, float]:
+        """{"share_NAME": the part of an epoch's samples that a source gives}, for metrics.jsonl."""
+        totals = self.counts(epoch).sum(0) / self.samples
+        return {f"share_{name}": float(s) for name, s in zip(self.names, totals, strict=True)}
+
+    def describe(self) -> dict[str, str]:
+        """For the data that a checkpoint describes: a resumed run refuses a different mixture. What
+        the sources hold is described by their own describe(), if they have one."""
+        facts = {"mixture": f"{', '.join(self.names)}; {self.samples} samples, {self.at_end}"}
+        for number, name in enumerate(self.names):
+            weights = ", ".join(f"{w[number]}/{sum(w)} from step {s}" for s, w in self.phases)
+            facts[f"mixture_{name}"] = f"{self.sizes[number]} samples, weight {weights}"
+        return facts
+
+    def counts(self, epoch: int) -> numpy.ndarray:
+        """How many samples each source gives to each global batch: int64 (steps, sources)."""
+        first = epoch * self.steps if self.at_end == "repeat" else 0
+        starts = [max(0, step - first) for step, _ in self.phases] + [self.steps]
+        key = tuple(min(start, self.steps) for start in starts)
+        if key not in self.known_counts:
+            parts = [
+                self._spread(weights, stop - start)
+                for (_, weights), start, stop in zip(self.phases, key, key[1:], strict=False)
+            ]
+            self.known_counts[key] = numpy.concatenate(parts)
+        return self.known_counts[key]
+
+    def starts(self, epoch: int) -> numpy.ndarray:
+        """How many samples each source has given before an epoch, or how many it has in the passes
+        before: int64 (sources,)."""
+        while len(self.known_starts) <= epoch:
+            given = numpy.asarray(self.sizes)
+            if self.at_end == "repeat":
+                given = self.counts(len(self.known_starts) - 1).sum(0)
+            self.known_starts.append(self.known_starts[-1] + given)
+        return self.known_starts[epoch]
+
+    def _draw_order(self, epoch, seed):
+        """For each sample of an epoch: the number of its source, the pass through that, and the
+        index in it."""
+        counts = self.counts(epoch)
+        owners = numpy.tile(numpy.arange(counts.shape[1]), len(counts)).repeat(counts.flat)
+        with SampleSeeds(seed, epoch) as seeds:
+            seeds.seed(-1)  # that of no sample
+            mixed = torch.rand(counts.shape[0], self.batch_size).argsort(1)
+        owners = torch.from_numpy(owners).view_as(mixed).gather(1, mixed).flatten().numpy()
+        passes, inner = numpy.empty_like(owners), numpy.empty_like(owners)
+        for number, size in enumerate(self.sizes):
+            places = (owners == number).nonzero()[0]
+            first, start = divmod(int(self.starts(epoch)[number]), size)
+            ends = range(-(-(start + len(places)) // size))
+            parts = [
+                _draw_pass(self.samplers[number], derive_seed(seed, number), first + n)
+                for n in ends
+            ]
+            inner[places] = numpy.concatenate([*parts, owners[:0]])[start : start + len(places)]
+            passes[places] = first + numpy.arange(start, start + len(places)) // size
+        return owners, passes, inner
+
+    def _spread(self, weights, steps):
+        sizes = self.sizes if self.at_end == "drop" else None
+        return _spread(weights, steps, self.batch_size, sizes)
+
+    def _phases(self, weights, tokens):
+        """[(first step, [the weight of each source, an int])]."""
+        _check_names(self.names, tokens, "tokens")
+        given = weights
+        if weights is None:
+            sizes = tokens or dict(zip(self.names, self.sizes, strict=True))
+            given = {name: sizes[name] for name in self.names}
+        phases = [(0, given)] if isinstance(given, Mapping) else list(given)
+        steps = [step for step, _ in phases]
+        if steps[:1] != [0] or any(b <= a for a, b in pairwise(steps)):
+            raise UserError(
+                f"the weights of a mixture change at steps {steps}: begin with 0, and ascend"
+            )
+        return [(step, self._integers(weights, tokens)) for step, weights in phases]
+
+    def _integers(self, weights, tokens):
+        _check_names(self.names, weights, "weights", complete=True)
+        exact = []
+        for name, size in zip(self.names, self.sizes, strict=True):
+            weight = weights[name]
+            if not (math.isfinite(weight) and weight >= 0):
+                raise UserError(
+                    f"the weight of {name} in a mixture is {weight}: give a number >= 0"
+                )
+            # repr: 0.1 is meant to be a tenth.
+            mean = Fraction(tokens[name], size) if tokens else 1
+            exact.append(Fraction(repr(float(weight))) / mean)
+        if not any(exact):
+            raise UserError("the weights of a mixture are all 0")
+        scale = math.lcm(*(weight.denominator for weight in exact))
+        whole = [int(weight * scale) for weight in exact]
+        whole = [weight // math.gcd(*whole) for weight in whole]
+        if sum(whole) > LARGEST:
+            whole = [round(weight * LARGEST / sum(exact)) for weight in exact]
+        return whole
+
+
+def _spread(weights, steps, batch_size, sizes=None):
+    """How many samples each source gives in each step: int64 (steps, sources).
+
+    After each step, the number of samples of a source differs by less than one from its share. Of
+    those that may give one more sample, the one whose next must come soonest does (Tijdeman 1980,
+    "The chairman assignment problem", doi 10.1016/0012-365X(80)90269-1). A source that has given
+    `sizes` samples is left out.
+    """
+    weights, counts = numpy.asarray(weights, numpy.int64), []
+    left = numpy.full(len(weights), UNLIMITED) if sizes is None else numpy.asarray(sizes)
+    behind = numpy.zeros_like(weights)  # of the share, in units of 1 / weights.sum()
+    for _ in range(steps):
+        given, missing = numpy.zeros_like(weights), batch_size
+        while missing:
+            if not weights.any():
+                raise UserError("the sources with a weight of 0 would be all that is left")
+            behind += missing * weights
+            take = numpy.maximum(behind // weights.sum(), 0)
+            behind -= take * weights.sum()
+            wait = (weights.sum() - behind) / weights.clip(1)  # until a sample more is due
+            wait[behind <= 0] = numpy.inf
+            soonest = wait.argsort(kind="stable")[: missing - take.sum()]
+            take[soonest] += 1
+            behind[soonest] -= weights.sum()
+            take = numpy.minimum(take, left)
+            given, left, missing = given + take, left - take, missing - take.sum()
+            if (left == 0).any():
+                weights, behind = numpy.where(left, weights, 0), numpy.zeros_like(behind)
+        counts.append(given)
+        if sizes is None and not behind.any():  # from here on, it repeats itself
+            break
+    repeats = -(-steps // max(1, len(counts)))
+    table = numpy.array(counts, numpy.int64).reshape(-1, len(weights))
+    return numpy.tile(table, (repeats, 1))[:steps]
+
+
+def _draw_pass(sampler, seed, number_of_pass):
+    """The indices in a source, in the order of a pass."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(number_of_pass)
+    with SampleSeeds(seed, number_of_pass) as seeds:
+        seeds.seed(0)
+        return numpy.fromiter(sampler, numpy.int64)
+
+
+def _sampler(name, source, order):
+    """What a pass through a source is drawn by."""
+    try:
+        size = len(source)
+    except TypeError:
+        raise UserError(
+            f"the source {name} of a mixture has no length: put an iterable in a Streamed"
+        ) from None
+    if not size:
+        raise UserError(f"the source {name} of a mixture is empty")
+    if order is not None:
+        return order
+    for part in parts_of(source):
+        if isinstance(part, BatchDataset) and not hasattr(part, "get_samples"):
+            raise UserError(
+                f"the source {name} of a mixture is a {type(part).__name__}, which makes whole "
+                f"batches: pass a dataset of samples"
+            )
+    has_order = hasattr(source, "get_samples")  # as streams and mixtures have
+    return SequentialSampler(source) if has_order else RandomSampler(source)
+
+
+def _common_collate_fn(sources):
+    found = [collate_fn_of(source) for source in sources]
+    if len({getattr(function, "__func__", function) for function in found}) > 1:
+        raise UserError(
+            "the sources of a mixture make batches by different collate_fn: pass collate_fn"
+        )
+    return found[0]
+
+
+def _check_names(names, given, what="orders", complete=False):
+    unknown = sorted(set(given or ()) - set(names))
+    missing = [name for name in names if given and name not in given]
+    if unknown or (missing and what != "orders"):
+        raise UserError(
+            f"{what} of a mixture of {', '.join(names)}: "
+            + "; ".join(
+                f"{problem} {', '.join(those)}"
+                for problem, those in (("unknown", unknown), ("none for", missing))
+                if those
+            )
+        )

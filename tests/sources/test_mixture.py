@@ -1,0 +1,241 @@
+"""sources/mixture.py: each source gives its share, in an order that (seed, epoch) alone decides."""
+
+import copy
+import math
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset
+
+from sources.mixture import Mixture
+from sources.samplers import ShardOrder
+from sources.shards import Shards
+from sources.streams import Streamed
+from tests.forked import ROUNDING, killed_at, largest_difference
+from tests.recipes import applied, run_text_to_end
+from utils.data import BatchDataset
+from utils.errors import UserError
+
+SEED = 5
+
+
+class Named(Dataset):
+    """Samples (number of the dataset, index, a random number of torch, one of Python)."""
+
+    def __init__(self, number, size):
+        self.number, self.size = number, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        drawn = [torch.rand(()).double(), random.random()]
+        return torch.tensor([self.number, index, *drawn], dtype=torch.float64)
+
+
+class Counted(IterableDataset):
+    """The same, as a stream, which may begin with a different sample in each pass."""
+
+    def __init__(self, number, size):
+        self.number, self.size, self.epoch = number, size, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in range(self.size):
+            yield torch.tensor([self.number, index, self.epoch, 0], dtype=torch.float64)
+
+
+def batches(mixture, epoch, ranks=1, first=0):
+    """The global batches of an epoch, (samples, 4), put together from those of the ranks."""
+    result = []
+    for rank in range(ranks):
+        copied = copy.deepcopy(mixture)  # as in a process of its own
+        sampler = DistributedSampler(copied, ranks, rank, shuffle=False, drop_last=True)
+        sampler.set_epoch(epoch)
+        own = torch.tensor(list(sampler)).split(mixture.batch_size // ranks)[first:]
+        result.append([copied.get_batch(indices, epoch, SEED) for indices in own])
+    return [torch.stack(parts, 1).flatten(0, 1) for parts in zip(*result, strict=True)]
+
+
+def two(sizes=(40, 25), weights=(3, 1), batch_size=6, **options):
+    sources = {f"source{n}": Named(n, size) for n, size in enumerate(sizes)}
+    given = weights and {name: w for name, w in zip(sources, weights, strict=True)}
+    return Mixture(sources, given, batch_size=batch_size, **options)
+
+
+def test_shares_are_exact_after_every_step():
+    generator = random.Random(0)
+    for _ in range(100):
+        count = generator.randint(1, 9)
+        weights = [generator.choice([0, 1, 3, 0.1, 50, generator.random()]) for _ in range(count)]
+        weights[0] += 1
+        batch_size, samples = generator.choice([1, 3, 64]), generator.choice([300, 700])
+        sizes = [generator.randint(1, 400) for _ in weights]
+        mixture = two(sizes, weights, batch_size, samples=samples)
+        counts = mixture.counts(0)
+        assert (counts.sum(1) == batch_size).all() and counts.min() >= 0
+        assert len(counts) == samples // batch_size
+        steps = numpy.arange(1, len(counts) + 1)
+        expected = numpy.outer(steps * batch_size, numpy.array(weights) / sum(weights))
+        assert abs(counts.cumsum(0) - expected).max() < 1
+
+
+def test_any_number_of_ranks_has_the_same_global_batches():
+    """And a run that begins in the middle of an epoch; a different seed or epoch has others."""
+    for epoch in (0, 2):
+        one = batches(two(), epoch)
+        assert len(one) == 65 // 6
+        for ranks in (2, 3):
+            others = batches(two(), epoch, ranks)
+            assert all(map(torch.equal, one, others))
+        assert all(map(torch.equal, one[4:], batches(two(), epoch, first=4)))
+        assert not torch.equal(one[0][:, :2], batches(two(), epoch + 1)[0][:, :2])
+
+
+def test_repeated_source_is_passed_through_over_all_epochs():
+    """Each sample once per pass, in a different order, with different random numbers."""
+    mixture = two(weights=(1, 4))
+    seen = torch.cat([batch for epoch in range(6) for batch in batches(mixture, epoch)])
+    for number, size in ((0, 40), (1, 25)):
+        own = seen[seen[:, 0] == number]
+        assert abs(len(own) - 6 * 60 * (1, 4)[number] / 5) < 6
+        passes = own[: len(own) // size * size].view(-1, size, 4)
+        assert all(sorted(one[:, 1].tolist()) == list(range(size)) for one in passes)
+        assert not torch.equal(own[: size // 2, 1], own[size : size + size // 2, 1])
+    assert len(seen[:, 2].unique()) == len(seen) == len(seen[:, 3].unique())
+    assert mixture.shares(3) == {"share_source0": 0.2, "share_source1": 0.8}
+
+
+def test_stop_ends_with_the_first_source_and_drop_with_the_last():
+    stop = two(weights=(1, 1), at_end="stop")
+    assert len(stop) == 48  # 24 of 25, as a step more would take 27
+    for epoch in (0, 1):
+        seen = torch.cat(batches(stop, epoch))
+        assert len(seen[:, :2].unique(dim=0)) == 48 and (seen[:, 0] == 1).sum() == 24
+    drop = two(weights=(1, 3), at_end="drop")
+    first, second = torch.cat(batches(drop, 0)), torch.cat(batches(drop, 1))
+    assert len(first[:, :2].unique(dim=0)) == len(first) == 60
+    assert (first[:24, 0] == 1).sum() == 18 and (first[36:, 0] == 0).all()
+    assert not torch.equal(first[:, 1], second[:, 1])
+
+
+def test_without_weights_sources_have_the_shares_of_their_sizes():
+    seen = torch.cat(batches(two(weights=None, batch_size=5), 0))
+    assert len(seen[:, :2].unique(dim=0)) == 65
+
+
+def test_weights_may_be_shares_of_tokens():
+    """Samples of source1 are twice as long, so that it gives a third of the samples for a half."""
+    mixture = two(weights=(1, 1), tokens={"source0": 40, "source1": 50})
+    assert mixture.counts(0).sum(0).tolist() == [40, 20]
+
+
+def test_weights_change_at_a_step():
+    first, then = {"source0": 1, "source1": 0}, {"source0": 1, "source1": 2}
+    mixture = two(weights=None)
+    mixture = Mixture(
+        dict(zip(mixture.names, mixture.sources, strict=True)),
+        [(0, first), (13, then)],
+        batch_size=6,
+    )
+    shares = [[(batch[:, 0] == 1).sum().item() for batch in batches(mixture, e)] for e in (0, 1, 2)]
+    assert shares == [[0] * 10, [0] * 3 + [4] * 7, [4] * 10]
+    # Of another object, which has not planned the epochs before: as in a resumed run.
+    again = Mixture(
+        dict(zip(mixture.names, mixture.sources, strict=True)),
+        [(0, first), (13, then)],
+        batch_size=6,
+    )
+    assert torch.equal(torch.cat(batches(again, 2)), torch.cat(batches(mixture, 2)))
+
+
+def test_streams_shards_and_mixtures_are_sources(tmp_path):
+    lines = [f'{{"values": [2, {i}, 0, 0]}}\n' for i in range(14)]
+    for name, part in (("a", lines[:9]), ("b", lines[9:])):
+        (tmp_path / f"train-{name}.jsonl").write_text("".join(part))
+
+    def build():
+        shards = Shards(
+            sorted(tmp_path.glob("*.jsonl")),
+            transform=lambda line: torch.tensor(line["values"], dtype=torch.float64),
+        )
+        stream = Streamed(Counted(3, 10), 10)
+        inner = two(sizes=(8, 5), weights=(1, 2), batch_size=3)
+        sources = {"shards": shards, "stream": stream, "inner": inner}
+        weights = {"shards": 0.5, "stream": 0.25, "inner": 0.25}
+        orders = {"shards": ShardOrder(shards.shard_sizes, 1, 4)}
+        return Mixture(sources, weights, batch_size=12, samples=60, orders=orders)
+
+    seen = []
+    for epoch in range(3):
+        one = batches(build(), epoch)
+        for ranks in (2, 3):
+            assert all(map(torch.equal, one, batches(build(), epoch, ranks)))
+        assert all(map(torch.equal, one[2:], batches(build(), epoch, first=2)))
+        seen += one
+    seen = torch.cat(seen)
+    stream = seen[seen[:, 0] == 3]
+    passes = [(stream[:, 2] == number).sum().item() for number in range(5)]
+    assert passes == [10, 10, 10, 10, 5]
+    assert set(seen[seen[:, 0] == 2][:, 1].long().bincount().tolist()) == {6, 7}  # of 90
+    inner = seen[seen[:, 0] < 2]
+    assert len(inner) == 45 and len(inner[:, 2].unique()) == 45
+    # 12 samples in each of its passes, which each give an eighth ... a third to source0.
+    assert abs((inner[:, 0] == 0).sum() - 15) <= 1
+
+
+def test_bad_mixtures_are_refused_in_a_line():
+    a, b = Named(0, 9), Named(1, 9)
+
+    class Batches(BatchDataset):
+        def __len__(self):
+            return 9
+
+        def get_batch(self, indices, epoch, seed):
+            return indices
+
+    cases = [
+        (({"a": a, "b": []}, {"a": 1, "b": 1}), {}, "source b .* is empty"),
+        (({"a": a, "b": iter([1])}, None), {}, "source b .* no length: .* Streamed"),
+        (({"a": a, "b": b}, {"a": 1}), {}, "weights .* none for b"),
+        (({"a": a}, {"a": 1, "web": 1}), {}, "weights .* unknown web"),
+        (({"a": a}, {"a": -1}), {}, "weight of a .* -1"),
+        (({"a": a}, {"a": math.nan}), {}, "weight of a .* nan"),
+        (({"a": a}, {"a": 0}), {}, "all 0"),
+        (({"a": a}, [(5, {"a": 1})]), {}, r"steps \[5\]: begin with 0"),
+        (({"a": a}, [(0, {"a": 1}), (9, {"a": 1})]), {"at_end": "stop"}, "one set of weights"),
+        (({"a": a}, None), {"at_end": "end"}, "choose repeat, stop, drop"),
+        (({"a": a}, None), {"orders": {"b": a}}, "orders .* unknown b"),
+        (({"a": a}, None), {"tokens": {"b": 3}}, "tokens .* unknown b; none for a"),
+        (({"a": a}, None), {"samples": 3}, "fewer samples than a global batch of 4"),
+        (({}, None), {}, "no sources"),
+        (({"a": a, "b": Batches()}, None), {}, "source b .* Batches, which makes whole batches"),
+        (({"a": a, "b": Subset(Batches(), [1])}, None), {}, "source b .* Batches"),
+    ]
+    for arguments, options, message in cases:
+        with pytest.raises(UserError, match=message) as caught:
+            Mixture(*arguments, batch_size=4, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="would be all that is left"):
+        mixture = Mixture({"a": a, "b": b}, {"a": 1, "b": 0}, batch_size=4, at_end="drop")
+        mixture.get_batch(torch.tensor([0]), 0, 0)
+
+
+def test_mixed_runs_train_the_same_weights(tmp_path):
+    """To 1e-9, with the lines of the page, killed and resumed; the shares are in the rows."""
+    folder = applied("mixtures", tmp_path / "copy")
+    script = folder / "train_ddp.py"
+    _, one = run_text_to_end(script, 1, tmp_path / "one")
+    run_text_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
+    for nproc, name in ((2, "two"), (3, "killed")):
+        run, end = run_text_to_end(script, nproc, tmp_path / name)
+        assert largest_difference(end["model"], one["model"]) < ROUNDING
+    assert "share_long 0.75" in run.stdout
+    changed = folder / "train_changed.py"
+    changed.write_text(script.read_text().replace('"long": 0.75', '"long": 0.5'))
+    with pytest.raises(AssertionError, match=r"mixture_long '.* samples, weight 2/3 from step 0'"):
+        run_text_to_end(changed, 1, tmp_path / "two", epochs=3)
