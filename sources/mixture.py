@@ -67,7 +67,7 @@ class Mixture(BatchDataset):
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
             raise UserError("a mixture has no sources")
-        _check_names(self.names, orders)
+        _check_names(self.names, orders, "orders")
         self.samplers = [
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
         ]
@@ -208,17 +208,16 @@ class Mixture(BatchDataset):
         return [(step, self._integers(weights, tokens)) for step, weights in phases]
 
     def _integers(self, weights, tokens):
-        _check_names(self.names, weights, "weights", complete=True)
+        _check_names(self.names, weights, "weights")
         exact = []
         for name, size in zip(self.names, self.sizes, strict=True):
-            weight = weights[name]
-            if not (math.isfinite(weight) and weight >= 0):
+            weight, mean = weights[name], Fraction(tokens[name], size) if tokens else 1
+            if not (math.isfinite(weight) and weight >= 0 and mean > 0):
                 raise UserError(
-                    f"the weight of {name} in a mixture is {weight}: give a number >= 0"
+                    f"the weight of {name} in a mixture is {weight}, of samples of {float(mean):g} "
+                    f"tokens: a weight is at least 0, and tokens are more than 0"
                 )
-            # repr: 0.1 is meant to be a tenth.
-            mean = Fraction(tokens[name], size) if tokens else 1
-            exact.append(Fraction(repr(float(weight))) / mean)
+            exact.append(Fraction(repr(float(weight))) / mean)  # repr: 0.1 means a tenth
         if not any(exact):
             raise UserError("the weights of a mixture are all 0")
         scale = math.lcm(*(weight.denominator for weight in exact))
@@ -305,15 +304,12 @@ def _common_collate_fn(sources):
     return found[0]
 
 
-def _check_names(names, given, what="orders", complete=False):
-    unknown = sorted(set(given or ()) - set(names))
-    missing = [name for name in names if given and name not in given]
-    if unknown or (missing and what != "orders"):
-        raise UserError(
-            f"{what} of a mixture of {', '.join(names)}: "
-            + "; ".join(
-                f"{problem} {', '.join(those)}"
-                for problem, those in (("unknown", unknown), ("none for", missing))
-                if those
-            )
-        )
+def _check_names(names, given, what):
+    """Raise UserError if a dict, if any, has not exactly these names; orders may lack some."""
+    if given is None:
+        return
+    unknown = [name for name in given if name not in names]
+    missing = [name for name in names if name not in given and what != "orders"]
+    if unknown or missing:
+        problem = f"unknown {', '.join(unknown)}" if unknown else f"none for {', '.join(missing)}"
+        raise UserError(f"{what} of a mixture of {', '.join(names)}: {problem}")
