@@ -105,7 +105,7 @@ class MixtureGPT(GPT):
     """A GPT of MixtureBlocks."""
 
     def __init__(self, cfg: Settings) -> None:
-        super().__init__(cfg.context, 0, cfg.heads, cfg.width, cfg.dropout)
+        super().__init__(cfg.context, 0, cfg.heads, cfg.width, cfg.dropout, cfg.vocabulary)
         self.balance = cfg.balance
         self.blocks = nn.ModuleList(MixtureBlock(cfg) for _ in range(cfg.layers))
         for name, weight in self.blocks.named_parameters():
@@ -116,8 +116,9 @@ class MixtureGPT(GPT):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * cfg.layers) if is_last else 0.02)
 
     def forward(self, inputs: Tensor) -> Any:
-        """inputs: int64 (n, length) -> {"logits": (n, length, 256)}, and in training "router": the
-        probabilities of all routers, (n, length, blocks, experts), times `balance`."""
+        """inputs: int64 (n, length) -> {"logits": (n, length, vocabulary)}, and in training
+        "router": the probabilities of all routers, (n, length, blocks, experts), times `balance`.
+        """
         hidden, routers = self.embed(inputs), []
         for block in self.blocks:
             hidden, probabilities = block(hidden)

@@ -2,8 +2,8 @@
 differs from batch to batch and from rank to rank.
 
 The model is GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"),
-without dropout of attention weights, on the 256 values of a byte: any file is a text, and no
-tokenizer is needed.
+without dropout of attention weights. By default, it predicts the 256 values of a byte: any file is
+a text, and no tokenizer is needed. A folder of token files has a larger vocabulary.
 """
 
 import math
@@ -35,9 +35,10 @@ class Settings(Config):
 
     text_file: str = setting(
         "",
-        "any file, or a folder of train-*.jsonl (or .txt) and val-*.jsonl, which is packed; empty: "
-        "the documentation and code of this project",
+        "any file, or a folder of train-*.jsonl (or .txt, or tokens in .bin) and val-*.jsonl, "
+        "which is packed; empty: the documentation and code of this project",
     )
+    vocabulary: int = setting(256, "values of a byte, or of a token in a .bin file", low=256)
     cache_dir: str = free_setting("", "for the indices of a folder; empty: text_file/.cache")
     context: int = setting(128, "bytes that the model sees", low=2)
     layers: int = setting(4, "transformer blocks", low=1)
@@ -86,7 +87,8 @@ class Documents(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """inputs and targets: int64 (length - 1,); targets[i] is the byte that follows inputs[i]"""
-        values = torch.tensor(list(self.pieces[index]))
+        piece = self.pieces[index]
+        values = piece if isinstance(piece, Tensor) else torch.tensor(list(piece))
         return values[:-1], values[1:]
 
     def collate_fn(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,7 @@ def build_datasets(cfg: Settings) -> tuple[Documents, Documents]:
     if cfg.text_file and Path(cfg.text_file).is_dir():
         with required_by("--text-file FOLDER"):
             from tasks.text_folder import packed_splits
-        parts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir)
+        parts = packed_splits(cfg.text_file, cfg.context, cfg.cache_dir, cfg.vocabulary)
         train_set, val_set = (Documents(part, cfg.context, cfg.padding) for part in parts)
         return train_set, val_set
     text = _read(cfg.text_file)
@@ -162,10 +164,16 @@ class GPT(nn.Module):
     whose weight is the embedding's. width must be a multiple of heads."""
 
     def __init__(
-        self, context: int, layers: int, heads: int, width: int, dropout: float = 0.0
+        self,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float = 0.0,
+        vocabulary: int = 256,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(heads, width, dropout) for _ in range(layers))
@@ -181,7 +189,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: int64 (n, length), length <= context -> outputs (n, length, 256)."""
+        """inputs: int64 (n, length), length <= context -> outputs (n, length, vocabulary)."""
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden)
@@ -192,7 +200,7 @@ class GPT(nn.Module):
         return self.dropout(self.embedding(inputs) + self.positions.weight[: inputs.shape[1]])
 
     def predict(self, hidden: Tensor) -> Tensor:
-        """(n, length, width) -> (n, length, 256)."""
+        """(n, length, width) -> (n, length, vocabulary)."""
         weight = self.embedding.weight
         return linear(self.norm(hidden).to(weight.device), weight)  # perhaps on the first device
 
@@ -249,7 +257,7 @@ class Attention(nn.Module):
 
 def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
-    model = GPT(cfg.context, cfg.layers, cfg.heads, cfg.width, cfg.dropout)
+    model = GPT(cfg.context, cfg.layers, cfg.heads, cfg.width, cfg.dropout, cfg.vocabulary)
     if cfg.dropout:
         with required_by("--dropout"):
             from utils.sample_random import convert_dropout
@@ -272,7 +280,7 @@ def skip_branches(model: GPT, last: float) -> None:
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum over all targets. outputs: (n, length, 256); targets: int64 (n, length)."""
+    """The sum over all targets. outputs: (n, length, vocabulary); targets: int64 (n, length)."""
     outputs, targets = outputs.flatten(0, 1), targets.flatten()
     return cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
 

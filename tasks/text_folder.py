@@ -1,6 +1,7 @@
 """--text-file FOLDER: texts in shards, one after another, as pieces of one length."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from sources.packing import Packed
 from sources.shards import Shards, find_shards
+from sources.tokens import TokenFiles
 from utils.distributed import main_process_first
 from utils.errors import UserError
 
@@ -44,13 +46,23 @@ class PackedText:
         return self.packed.shard_sizes(self.documents.shard_sizes)
 
 
-def packed_splits(folder: str, size: int, cache_dir: str = "") -> tuple[PackedText, PackedText]:
+def packed_splits(
+    folder: str, size: int, cache_dir: str = "", vocabulary: int = 256
+) -> tuple[PackedText | TokenFiles, PackedText | TokenFiles]:
     """Those of folder/train-* and of folder/val-*.
 
     The files are JSON lines, of objects with a "text", or texts in UTF-8, whose paragraphs are the
-    documents. One process per node reads them, once. Raises UserError if there are none, or if they
-    are of several kinds or damaged.
+    documents. One process per node reads them, once. If there are train*.bin, the files are tokens:
+    of uint16, or of uint32 for a vocabulary that needs it. Raises UserError if there are none, or
+    if they are of several kinds or damaged.
     """
+    tokens = {name: sorted(Path(folder).glob(f"{name}*.bin")) for name in ("train", "val")}
+    if any(tokens.values()):
+        if missing := [name for name in tokens if not tokens[name]]:
+            raise UserError(f"there are no files {folder}/{missing[0]}*.bin")
+        dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+        train_files, val_files = (TokenFiles(t, size, dtype, vocabulary) for t in tokens.values())
+        return train_files, val_files
     with main_process_first():
         train, val = (_documents(folder, name, cache_dir) for name in ("train", "val"))
     return PackedText(train, size), PackedText(val, size)

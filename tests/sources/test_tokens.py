@@ -1,0 +1,162 @@
+"""sources/tokens.py and tools.tokens: files of tokens, and how they are made of texts."""
+
+import json
+import pickle
+import struct
+import sys
+
+import numpy
+import pytest
+import torch
+
+import tools.tokens
+from sources.tokens import MAGIC, TokenFiles
+from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.recipes import TEXT
+from tools.verify.run import project_with_task
+from utils.checkpoint_file import read_checkpoint
+from utils.errors import UserError
+
+WORDS = [f"word{number}" for number in range(300)]
+
+
+def write(path, tokens, dtype="uint16"):
+    path.write_bytes(numpy.array(tokens, dtype).tobytes())
+    return path
+
+
+def test_every_token_is_predicted_once(tmp_path):
+    """Of several files, each in pieces of one length; in a different process, too."""
+    a, b = range(1000, 1011), range(50000, 50005)
+    files = TokenFiles([write(tmp_path / "a.bin", a), write(tmp_path / "b.bin", b)], size=4)
+    assert len(files) == 4 and files.shard_sizes == [3, 1]
+    copy = pickle.loads(pickle.dumps(files))
+    pieces = [copy[index] for index in range(4)]
+    assert {piece.dtype for piece in pieces} == {torch.int64}
+    assert [len(piece) for piece in pieces] == [5, 5, 3, 5]
+    predicted = torch.cat([piece[1:] for piece in pieces]).tolist()
+    assert predicted == [*a[1:], *b[1:]]
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "uint16"), (4, "int32")])
+def test_index_of_megatron_says_the_type(code, dtype, tmp_path):
+    path = write(tmp_path / "a.bin", [7, 65535, 9], dtype)
+    index = MAGIC + struct.pack("<QBQQ", 1, code, 1, 2)
+    path.with_suffix(".idx").write_bytes(index)
+    assert TokenFiles([path], 8, dtype="uint32")[0].tolist() == [7, 65535, 9]
+
+
+def test_other_contents_have_another_description(tmp_path):
+    facts = [
+        TokenFiles([write(tmp_path / "a.bin", tokens)], 4).describe("train")["train_tokens"]
+        for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 3, 4])
+    ]
+    assert facts[0] == facts[1] and len(set(facts)) == 3
+    assert "1 files, 3 tokens" in facts[0]
+
+
+def test_bad_files_are_refused_in_a_line(tmp_path):
+    bad = [
+        (b"\0\0\0", None, "3 bytes, which uint16 tokens do not fill"),
+        (b"\0\0", None, "nothing to predict"),
+        (b"\0" * 8, b"other", "not an index of Megatron-LM"),
+        (b"\0" * 8, MAGIC + struct.pack("<QB", 1, 7), "type 7"),
+    ]
+    for contents, index, message in bad:
+        path = tmp_path / "a.bin"
+        path.write_bytes(contents)
+        if index:
+            path.with_suffix(".idx").write_bytes(index)
+        with pytest.raises(UserError, match=message):
+            TokenFiles([path], 4)
+    with pytest.raises(UserError, match=r"cannot read .*missing\.bin"):
+        TokenFiles([tmp_path / "missing.bin"], 4)
+    files = TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
+    with pytest.raises(UserError, match=r"b\.bin holds the token 300 .* below 300: .* vocabulary"):
+        files[0]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A tokenizer that has a token for each word, and texts of these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate([*WORDS, "<end>", "<unknown>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    documents = [WORDS[first : first + first % 7] for first in range(97)]
+    for name, part in (("a", documents[:60]), ("b", documents[60:])):
+        lines = [json.dumps({"text": " ".join(words)}) + "\n" for words in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path, documents
+
+
+def make(texts, monkeypatch, folder, processes, *options):
+    monkeypatch.setattr(tools.tokens, "PER_PART", 10)
+    arguments = [folder, texts / "a.jsonl", texts / "b.jsonl", "--end", "<end>", *options]
+    arguments += ["--tokenizer", texts / "tokenizer.json", "--processes", processes]
+    monkeypatch.setattr(sys, "argv", ["tools.tokens", *map(str, arguments)])
+    tools.tokens.main.__wrapped__()
+
+
+def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, capsys):
+    texts, documents = texts
+    expected = {"train": [], "val": []}
+    for number, words in enumerate(documents, start=1):
+        expected["train" if number % 9 else "val"] += [*map(WORDS.index, words), 300]
+    options = ["--val-every", "9"]
+    make(texts, monkeypatch, texts / "one", 1, *options)
+    assert "--vocabulary 302" in capsys.readouterr().out
+    for split, tokens in expected.items():
+        assert numpy.fromfile(texts / "one" / f"{split}.bin", numpy.uint16).tolist() == tokens
+    assert not (texts / "one" / ".parts").exists()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tools.tokens, "join", interrupt)
+        make(texts, patched, texts / "two", 2, *options)
+    parts = sorted((texts / "two" / ".parts").glob("*.npz"))
+    assert len(parts) == 10
+    times = {path: path.stat().st_mtime_ns for path in parts[2:]}
+    for path in parts[:2]:
+        path.unlink()
+    with pytest.raises(UserError, match="begun with other"):
+        make(texts, monkeypatch, texts / "two", 2, "--val-every", "8")
+    with monkeypatch.context() as patched:
+        joined, kept = tools.tokens.join, []
+
+        def join(*args):
+            kept.append({path: path.stat().st_mtime_ns for path in parts[2:]})
+            return joined(*args)
+
+        patched.setattr(tools.tokens, "join", join)
+        make(texts, patched, texts / "two", 3, *options)
+    assert kept == [times]
+    for split in expected:
+        name = f"{split}.bin"
+        assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
+
+
+def test_text_task_trains_on_tokens(texts, monkeypatch, tmp_path):
+    """The same weights on two ranks as on one, killed and resumed; a vocabulary that is too small
+    is refused."""
+    make(texts[0], monkeypatch, tmp_path / "data", 1, "--val-every", "9")
+    script = project_with_task("text", tmp_path / "project") / "train_ddp.py"
+    settings = TEXT | {"text_file": tmp_path / "data", "vocabulary": 302, "context": 4}
+
+    def last(nproc, name, before=None, **flags):
+        flags |= {"output_dir": tmp_path / name}
+        run = fork_script(script, nproc, before, settings=settings, **flags)
+        assert run.code in (0, -9), run.stderr
+        return read_checkpoint(tmp_path / name / "last.pt")
+
+    one = last(1, "one")
+    assert one["model"]["embedding.weight"].shape == (302, 16)
+    last(2, "killed", killed_at(1, 3), save_steps=2)
+    end = last(2, "killed")
+    assert largest_difference(end["model"], one["model"]) < ROUNDING
+    run = fork_script(script, 1, settings=settings | {"vocabulary": 300}, output_dir=tmp_path / "x")
+    assert run.code == 1 and "pass the size of the tokenizer's vocabulary" in run.stderr

@@ -1,0 +1,169 @@
+"""Make files of tokens from texts, with a tokenizer of Hugging Face's `tokenizers`.
+
+    python -m tools.tokens DEST --tokenizer tokenizer.json --end "<|endoftext|>" texts/*.jsonl
+
+The texts are JSON lines of {"text": "..."}, or texts in UTF-8, whose paragraphs are the documents.
+Writes DEST/train.bin and DEST/val.bin (every --val-every-th document): the tokens of all documents,
+one after another, each followed by the token --end, as uint16, or as uint32 if the vocabulary has
+more than 65,536. The same bytes for any number of processes. If it is interrupted, the same command
+continues with what is missing.
+
+Train with them: docs/streams.md.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import numpy
+
+from sources.shards import Shards
+from utils.errors import UserError, report_errors, required_by, say
+from utils.run_folder import write_text
+
+PER_PART = 2000  # documents that one process encodes at a time
+
+
+class Encoder:
+    """Encodes parts of the documents. Made once in each process."""
+
+    def __init__(self, args):
+        self.args, self.tokenizer = args, load_tokenizer(args.tokenizer)
+        self.documents = load_documents(args)
+        self.dtype = dtype_of(self.tokenizer)
+        self.end = self.tokenizer.token_to_id(args.end)
+
+    def write_part(self, number):
+        """Write the documents of a part, one file per split, unless they are there."""
+        target = part_path(self.args, number)
+        if target.exists():
+            return
+        parts = {"train": [], "val": []}
+        first = number * PER_PART
+        for index in range(first, min(first + PER_PART, len(self.documents))):
+            split = "val" if (index + 1) % self.args.val_every == 0 else "train"
+            ids = self.tokenizer.encode(self.documents[index], add_special_tokens=False).ids
+            parts[split] += [*ids, self.end]
+        temporary = target.with_suffix(f".{os.getpid()}.tmp")
+        with open(temporary, "wb") as file:
+            numpy.savez(file, **{split: numpy.array(p, self.dtype) for split, p in parts.items()})
+        temporary.replace(target)
+
+
+def load_tokenizer(path):
+    """A tokenizers.Tokenizer. Raises UserError if it cannot be read."""
+    with required_by("tools.tokens"):
+        from tokenizers import Tokenizer
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise UserError(f"cannot read the tokenizer {path}: {error}") from None
+
+
+def load_documents(args):
+    """The texts of all files, as a dataset of str."""
+    is_text = args.texts[0].suffix == ".txt"
+    cache = args.folder / ".cache"
+    return Shards(args.texts, _text_of, str(cache), paragraphs=is_text)
+
+
+def _text_of(value):
+    return value if isinstance(value, str) else value["text"]
+
+
+def dtype_of(tokenizer):
+    """The smallest type that holds all tokens."""
+    return numpy.uint16 if tokenizer.get_vocab_size() <= 2**16 else numpy.uint32
+
+
+def part_path(args, number):
+    """Where the tokens of a part are until all are there."""
+    return args.folder / ".parts" / f"{number:06}.npz"
+
+
+def start_process(args):
+    """For multiprocessing.Pool."""
+    global encoder
+    encoder = Encoder(args)
+
+
+def write_part(number):
+    """In a process of the pool."""
+    encoder.write_part(number)
+
+
+def fingerprint(args):
+    """What the parts depend on."""
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in args.texts]
+    tokenizer = hashlib.sha256(args.tokenizer.read_bytes()).hexdigest()
+    return {"texts": facts, "tokenizer": tokenizer, "end": args.end, "val_every": args.val_every}
+
+
+def join(args, count, dtype):
+    """Write DEST/train.bin and DEST/val.bin of all parts, in order. Returns their numbers of
+    tokens."""
+    totals = {}
+    for split in ("train", "val"):
+        target, totals[split] = args.folder / f"{split}.bin", 0
+        temporary = target.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            for number in range(count):
+                tokens = numpy.load(part_path(args, number))[split]
+                file.write(tokens.astype(dtype).tobytes())
+                totals[split] += len(tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    return totals
+
+
+@report_errors
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tools.tokens", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", metavar="DEST", type=Path)
+    parser.add_argument("texts", metavar="TEXT", type=Path, nargs="+")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
+    parser.add_argument("--end", required=True, help="the token that ends a document")
+    parser.add_argument("--val-every", metavar="N", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--processes", metavar="N", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    if args.val_every < 2 or args.processes < 1:
+        parser.error("--val-every must be at least 2, and --processes at least 1")
+    for path in (*args.texts, args.tokenizer):
+        if not path.is_file():
+            raise UserError(f"there is no file {path}")
+    if found := [p for p in (args.folder / "train.bin", args.folder / "val.bin") if p.exists()]:
+        raise UserError(f"{found[0]} exists: remove it, or name a different folder")
+    tokenizer = load_tokenizer(args.tokenizer)
+    if tokenizer.token_to_id(args.end) is None:
+        raise UserError(f"{args.tokenizer} has no token {args.end!r}: pass --end with one it has")
+    parts = args.folder / ".parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    known, facts = parts / "made_of.json", json.loads(json.dumps(fingerprint(args)))
+    if known.exists() and json.loads(known.read_text(encoding="utf-8")) != facts:
+        raise UserError(
+            f"{parts} was begun with other texts, another tokenizer or other options: remove it to "
+            f"start over"
+        )
+    write_text(known, json.dumps(facts))
+    count = -(-len(load_documents(args)) // PER_PART)
+    with multiprocessing.Pool(args.processes, start_process, [args]) as pool:
+        for done, _ in enumerate(pool.imap_unordered(write_part, range(count)), start=1):
+            if done % 50 == 0 or done == count:
+                say(f"{done} of {count} parts, of {PER_PART} documents each")
+    totals = join(args, count, dtype_of(tokenizer))
+    shutil.rmtree(parts)
+    dtype = numpy.dtype(dtype_of(tokenizer))
+    say(
+        f"{args.folder}: {totals['train']} tokens to train with, {totals['val']} to validate with, "
+        f"{dtype}. Train with --text-file {args.folder} --vocabulary {tokenizer.get_vocab_size()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
