@@ -147,53 +147,29 @@ def _odd_rank(values):
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """A list with one integer per tensor, which changes with any bit of any one of its elements.
+    """A list with one integer per tensor, which changes with any bit of any one of its elements; of
+    a DTensor, of this rank's shard. Waits once for the device.
 
     It is the sum of all elements' bits, as integers, each times an odd number, modulo 2**64: a
-    change of one element always shows, because odd numbers have an inverse. The odd numbers are
-    given by the position among all tensors of the same kind, and the sums are the differences of a
-    running sum: a few kernels for all tensors together. None of them may be empty. The shards of
-    DTensors, whose sizes may differ between the ranks, are summed one by one.
+    change of one element always shows, because odd numbers have an inverse.
     """
-    groups, sums = {}, [0] * len(tensors)
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            local = tensor.to_local()
-            sums[i] = checksums([local])[0] if local.numel() else 0
-            continue
-        size = tensor.element_size()
-        if tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
-            size = 8  # several elements at a time
-        groups.setdefault((tensor.device, _INTEGERS[size]), []).append(i)
-    for (device, dtype), indices in groups.items():
-        values, total, first = [], 0, 1
-        length = 1 << (16 if device.type == "cpu" else 22)  # small enough for a CPU's cache
-        for bits, ends in _buffers([tensors[i] for i in indices], dtype, length):
-            odd = torch.arange(first, first + 2 * len(bits), 2, device=device)
-            running = bits.long().mul_(odd).cumsum_(0).add_(total)
-            values.append(running[torch.tensor(ends, dtype=torch.long).to(device)])
-            total, first = running[-1], first + 2 * len(bits)
-        values = torch.cat(values)
-        for i, value in zip(
-            indices, values.diff(prepend=values.new_zeros(1)).tolist(), strict=True
-        ):
-            sums[i] = value
-    return sums
+    sums = [_checksum(t.to_local() if isinstance(t, DTensor) else t) for t in tensors]
+    return torch.stack([value.to(sums[0].device) for value in sums]).tolist()
 
 
-def _buffers(tensors, dtype, length):
-    """(copies of the tensors' elements one after another, as `dtype`; the positions of the last
-    elements of tensors), in parts of at most `length`: a copy of all would take too much memory."""
-    pieces, ends, used = [], [], 0
-    for tensor in tensors:
-        for piece in tensor.detach().reshape(-1).contiguous().view(dtype).split(length):
-            if used + len(piece) > length:
-                yield torch.cat(pieces), ends
-                pieces, ends, used = [], [], 0
-            pieces.append(piece)
-            used += len(piece)
-        ends.append(used - 1)
-    yield torch.cat(pieces), ends
+def _checksum(tensor):
+    size = tensor.element_size()
+    if tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0:
+        size = 8  # several elements at a time
+    values = tensor.detach().reshape(-1).contiguous().view(_INTEGERS[size])
+    total = values.new_zeros((), dtype=torch.int64)
+    length = 1 << (16 if values.is_cpu else 22)  # fits into a CPU's cache, and takes little memory
+    for start in range(0, len(values), length):
+        bits = values[start : start + length].long()
+        first = 2 * start + 1
+        odd = torch.arange(first, first + 2 * len(bits), 2, device=values.device)
+        total += (bits * odd).sum()
+    return total
 
 
 def _tensors(model, optimizer, between_steps):

