@@ -23,7 +23,7 @@ from tasks.text import count as count
 from tasks.text import describe as describe
 from utils.config import setting
 from utils.distributed import all_reduce
-from utils.errors import UserError, required_by
+from utils.errors import UserError
 
 CHOSEN = 2  # experts of a byte
 
@@ -131,14 +131,7 @@ class MixtureGPT(GPT):
 
 def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
-    model = MixtureGPT(cfg)
-    if cfg.dropout:
-        with required_by("--dropout"):
-            from utils.sample_random import convert_dropout
-        convert_dropout(model)  # the same elements on any number of ranks
-    if cfg.stochastic_depth:
-        text.skip_branches(model, cfg.stochastic_depth)
-    return model
+    return text.drop_by_sample(MixtureGPT(cfg), cfg)
 
 
 def loss(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:

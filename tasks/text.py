@@ -258,6 +258,11 @@ class Attention(nn.Module):
 def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
     model = GPT(cfg.context, cfg.layers, cfg.heads, cfg.width, cfg.dropout, cfg.vocabulary)
+    return drop_by_sample(model, cfg)
+
+
+def drop_by_sample(model: GPT, cfg: Settings) -> GPT:
+    """The model with the dropout and the stochastic depth of the settings, by sample."""
     if cfg.dropout:
         with required_by("--dropout"):
             from utils.sample_random import convert_dropout

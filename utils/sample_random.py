@@ -49,7 +49,8 @@ class _Step:
                     f"the draw {name!r} took {count} samples in a step of {len(self.keys)}: draw "
                     f"for all samples of the batch, in their order, and choose some afterwards"
                 )
-        self.keys = _mix(indices + seeds.derive_seed(seed, epoch))
+        # On the device of the indices: that of a dataset that lies there.
+        self.keys = seeds.mix(indices + seeds.derive_seed(seed, epoch), mask=-1)
         self.thread = threading.get_ident()
         for (device, count), held in self.on_device.items():
             if count == len(self.keys):
@@ -111,18 +112,6 @@ def _is_other_thread(thread):
 
 def _is_backward():
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-
-
-def _mix(numbers):
-    """seeds.mix() of 64 bits each, held as int64, on the device where they are: that of a dataset
-    that lies there."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ _shifted(numbers, shift)) * (factor - 2**64)
-    return numbers ^ _shifted(numbers, 31)
-
-
-def _shifted(numbers, count):
-    return (numbers >> count) & ((1 << (64 - count)) - 1)  # the bits that move in are 0
 
 
 def _pinned(tensor, device):
