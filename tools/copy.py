@@ -17,6 +17,7 @@ have deleted are not restored.
 import argparse
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from tools.lib.closure import Option, closure, options, purpose, size, total
@@ -361,7 +362,8 @@ def update(args):
         record = guessed_record(folder, resolve(args.commit))
     elif record is None or record["commit"] is None:
         record = guessed_record(folder, find_commit(folder))
-        print(f"by its contents, {folder} is a copy of commit {record['commit'][:12]}")
+        found = f"by its contents, {folder} is a copy of commit {record['commit'][:12]}"
+        print(found, file=sys.stderr if args.diff else sys.stdout)
     require_resolved(folder, record["files"])
     old_commit = resolve(record["commit"])
     if old_commit != new_commit and is_ancestor(new_commit, old_commit):
@@ -387,21 +389,24 @@ def update(args):
     base = base_of(record, old_commit, of_task)
     labels = old_commit[:12], new_commit[:12]
     changes = plan(folder, base, new, moved, labels)
+    # With --diff, stdout is a patch, for a pager or a file.
+    list_changes = partial(print, file=sys.stderr if args.diff else sys.stdout)
     for change in changes:
         place = f"{change.old_path} -> {change.path}" if change.old_path else change.path
-        print(f"{change.kind:12}  {place}" + f"  ({change.conflicts})" * bool(change.conflicts))
+        count = f"  ({change.conflicts})" if change.conflicts else ""
+        list_changes(f"{change.kind:12}  {place}{count}")
     conflicts = [change.path for change in changes if change.conflicts]
     since = resolve(record["since"] or old_commit)
     after = python_files(folder, changes)
     then, now = project_files(since), project_files(new_commit)
     stale = stale_imports(after, then, now, renamed(since, new_commit))
     stale += stale_overrides(after, then, now) + stale_settings(after, then, now)
-    print("".join(f"{line}\n" for line in stale), end="")
+    list_changes("".join(f"{line}\n" for line in stale), end="")
     if args.diff:
         print(as_diff(folder, changes), end="")
     if args.dry_run or args.diff:
         if not any(c.contents is not None or c.kind == "removed" for c in changes):
-            print(f"{folder} is up to date with {new_commit[:12]}")
+            list_changes(f"{folder} is up to date with {new_commit[:12]}")
         return 1 if conflicts or stale else 0
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}
     sums = {path: checksum(text) for path, text in new.items() if path not in ignored}

@@ -217,18 +217,16 @@ class MetricLogger:
 
     def __init__(self, cfg: Any, start_epoch: int = 0, hooks: Sequence[Any] = ()) -> None:
         self.path, self.hooks = Path(cfg.output_dir) / "metrics.jsonl", hooks
-        self.epochs, self.save_errors = cfg.epochs, cfg.save_errors
+        self.epochs = cfg.epochs
         history = next((hook for hook in hooks if isinstance(hook, History)), History())
         rows = read_metrics(self.path) if history.rows is None else history.rows
         self.rows = [row for row in rows if row["epoch"] < start_epoch]
         history.rows = [*self.rows]  # not the same list: a script may replace its own
-        self._write()
+        write_rows(self.path, self.rows)
 
     def log(self, epoch: int, train: dict[str, float], val: dict[str, float], lr: float) -> None:
-        """Log the results of Meter.compute() for an epoch.
-
-        Raises UserError on rank 0 if the file cannot be written.
-        """
+        """Log the results of Meter.compute() for an epoch. Warns if the file cannot be written: the
+        next checkpoint has the rows, too, and the next epoch writes all of them again."""
         row = {"epoch": epoch, "world_size": launched_world_size(), "lr": lr}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
@@ -236,7 +234,10 @@ class MetricLogger:
             hook.before_row(row)
         row = with_plain_numbers(row)
         self.rows.append(row)
-        self._write()
+        try:
+            write_rows(self.path, self.rows)
+        except UserError as error:
+            warn(f"{error}; the run continues")
         if is_main_process():
             speed = train["samples"] / train["seconds"]
             text = f"epoch {epoch}: train {_text(train)}, val {_text(val)}, {speed:.0f} samples/s"
@@ -262,14 +263,6 @@ class MetricLogger:
         if last + 1 == self.epochs and is_main_process():
             say(f"best: epoch {first}, {name} {best:.4f}, in {self.path.with_name('best.pt')}")
         return first == last
-
-    def _write(self):
-        try:
-            write_rows(self.path, self.rows)
-        except UserError as error:
-            if self.save_errors == "stop":
-                raise
-            warn(f"{error}; the run continues")
 
 
 def _shapes(shapes):

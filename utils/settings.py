@@ -138,6 +138,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message):
         raise ConfigError(message)
 
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
 
 def _flag(name):
     return "--" + name.replace("_", "-")
@@ -145,7 +149,7 @@ def _flag(name):
 
 def _build_parser(kind, types):
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
-    example = "Example: %(prog)s --config configs/quickstart.yaml --epochs 3 --lr 0.05 --no-sync-bn"
+    example = "Example: %(prog)s --epochs 3 --lr 0.05 --no-sync-bn"
     parser = _Parser(
         usage=usage, description=example, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )

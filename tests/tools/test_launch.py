@@ -20,7 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from tests.forked import FORK
 from tests.processes import SMALL
 from tools import launch as launch_module
-from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
+from tools.launch import (
+    error_files,
+    refuse_missing,
+    reports,
+    root_cause,
+    stop_by_signals,
+    watch_rendezvous,
+)
 from tools.lib.ladder import ROOT
 from tools.lib.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
@@ -219,11 +226,33 @@ def test_reports_are_those_of_this_run_whatever_the_clock_says(tmp_path):
 
 @pytest.mark.parametrize("nproc", ["0", "-1", "many"])
 def test_number_of_processes_is_checked(nproc, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["launch", f"--nproc_per_node={nproc}", "script.py"])
+    monkeypatch.setattr(sys, "argv", ["launch", f"--nproc_per_node={nproc}", "train_ddp.py"])
     with pytest.raises(SystemExit, match="2"):
         launch_module.main()
     error = capfd.readouterr().err
     assert error.startswith(f"error: --nproc_per_node={nproc}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", [None, "import torch\nimport my_task as task  # your own\n"])
+def test_missing_script_or_task_is_one_line(text, tmp_path, monkeypatch, capfd):
+    script = tmp_path / "train.py"
+    if text:
+        script.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["launch", "--standalone", str(script)])
+    with pytest.raises(SystemExit, match="2"):
+        launch_module.main()
+    error = capfd.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert str(script) in error and ("my_task.py" in error) == bool(text)
+
+
+def test_task_may_be_a_module_or_a_package(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import tasks.images as task")
+    refuse_missing(script)  # of this project, which is on the path
+    script.write_text("import own.task as task")
+    (tmp_path / "own").mkdir()
+    refuse_missing(script)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -272,7 +301,7 @@ def test_rendezvous_that_fails_is_one_line(error, pattern, monkeypatch, capfd):
     def run(args):
         raise error
 
-    arguments = ["--nnodes=2", "--master_addr=host", "--master_port=1", "script.py"]
+    arguments = ["--nnodes=2", "--master_addr=host", "--master_port=1", "train_ddp.py"]
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])
     monkeypatch.setattr(launch_module, "run", run)
     with pytest.raises(SystemExit, match="1"):
@@ -322,7 +351,7 @@ def test_rendezvous_over_several_nodes_is_watched(arguments, watched, monkeypatc
     name, endpoints = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", []
     monkeypatch.setenv(name, "")
     monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "argv", ["launch", *arguments, "script.py"])
+    monkeypatch.setattr(sys, "argv", ["launch", *arguments, "train_ddp.py"])
     monkeypatch.setattr(launch_module, "watch_rendezvous", endpoints.append)
     monkeypatch.setattr(launch_module, "run", lambda args: None)
     launch_module.main()

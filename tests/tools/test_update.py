@@ -97,6 +97,7 @@ def clone(tmp_path_factory):
         ("mine\n", "a\n", None, "kept, although it is gone", "mine\n"),
         (None, None, "b\n", "added", "b\n"),
         ("mine\n", None, "b\n", "in the way: yours is kept", "mine\n"),
+        (None, "a\n", "a\n", None, None),
         (None, "a\n", None, None, None),
     ],
 )
@@ -364,14 +365,16 @@ def test_copy_that_is_updated(clone, tmp_path):
     for option in ("--dry-run", "--diff"):
         shown = tools_copy(newer, "--update", copy, option)
         assert shown.returncode == 0, shown.stderr
-        assert re.search(r"^merged +utils/optim.py", shown.stdout, re.M)
-        assert ("+# new" in shown.stdout) == (option == "--diff")
-        assert "is up to date" not in shown.stdout
+        is_diff = option == "--diff"  # stdout is then a patch
+        listed = shown.stderr if is_diff else shown.stdout
+        assert re.search(r"^merged +utils/optim.py", listed, re.M)
+        assert re.search(r"^deleted .* utils/watchdog.py$", listed, re.M)
+        assert "is up to date" not in listed
+        assert not is_diff or (shown.stdout[:4] == "--- " and "+# new" in shown.stdout)
         nothing = tools_copy(clone, "--update", copy, option)
         assert nothing.returncode == 0, nothing.stderr
-        deleted, last = nothing.stdout.splitlines()
-        assert deleted.startswith("deleted ") and deleted.endswith(" utils/watchdog.py")
-        assert last == f"{copy} is up to date with {record['commit'][:12]}"
+        listed = nothing.stderr if is_diff else nothing.stdout  # not what was deleted long ago
+        assert listed == f"{copy} is up to date with {record['commit'][:12]}\n"
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
     assert refused.returncode == 1 and "--update" in refused.stderr

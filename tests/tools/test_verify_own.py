@@ -58,13 +58,11 @@ def test_run_of_few_samples_is_killed_within_its_epoch(own):
 
 @pytest.mark.slow
 def test_mistake_in_a_task_is_found(own):
-    task = own.with_name("my_task.py")
-    noise = "image = torch.rand(1, 16, 16, generator=generator) / 2"
-    assert noise in task.read_text()
-    per_rank = f'{noise} * (1 + int(__import__("os").environ["RANK"]))'
-    task.write_text(task.read_text().replace(noise, per_rank))
-    code, text = verify(own, "--only", "x2", "--", *SETTINGS)
-    assert code == 1 and "FAIL" in text, text
+    task, activation = own.with_name("my_task.py"), "nn.ReLU()"
+    assert activation in task.read_text()
+    task.write_text(task.read_text().replace(activation, f"{activation}, nn.Dropout()"))
+    code, text = verify(own, "--only", "ddp x2", "--", *SETTINGS)
+    assert code == 1 and "FAIL: weights differ" in text and "nn.Dropout" in text, text
 
 
 def test_task_that_cannot_be_imported_is_one_line(own, tmp_path):

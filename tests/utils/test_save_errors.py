@@ -15,7 +15,6 @@ from utils.checkpoint_file import read_checkpoint
 from utils.config import Config
 from utils.distributed import dp_rank
 from utils.errors import UserError
-from utils.metrics import MetricLogger
 from utils.preemption import Interrupts, Preempted
 from utils.run_folder import lock_folder
 
@@ -62,19 +61,6 @@ def test_failed_save_is_a_warning_and_the_next_one_is_tried(tmp_path, full_disk,
     with pytest.raises(UserError, match="No space left on device"):
         checkpoint.save(3)  # the last one
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
-
-
-def test_metrics_that_cannot_be_written_are_a_warning(tmp_path, capsys):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    result = {"loss": 1.0, "accuracy": 0.5, "samples": 4, "seconds": 1.0}
-    metrics = MetricLogger(Config(output_dir=str(folder), save_errors="warn"))
-    shutil.rmtree(folder)
-    metrics.log(0, result, result, lr=0.1)
-    assert "warning: cannot write" in capsys.readouterr().err
-    folder.mkdir()
-    metrics.log(1, result, result, lr=0.1)
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):

@@ -140,6 +140,14 @@ def test_annotations_may_be_strings():
     assert_refused(["--jars=x"], "--jars", "whole number", "'x'", kind=Texts)
 
 
+def test_help_is_printed_once(monkeypatch, capsys):
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="0"):
+            parse_settings(Base, ["--help"])
+    assert capsys.readouterr().out.count("usage:") == 1
+
+
 def test_help_is_grouped_by_class_from_the_most_special_one(capsys):
     @dataclass(frozen=True)
     class Bare(Rolls):

@@ -167,7 +167,7 @@ def plan(folder, base, new, moved, labels):
         reached.add(path)
         mine_on_disk = read(folder / old_path)
         if mine_on_disk is None:
-            if path in new:
+            if path in new and new[path] != old:
                 changes.append(Change(path, "deleted by you: not restored"))
             continue
         mine = mine_on_disk.replace(b"\r\n", b"\n")

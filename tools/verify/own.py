@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tools.copy import TASK_LINE, TASKS
@@ -19,6 +20,7 @@ from tools.lib.ladder import ONE_PROCESS, ROOT
 from tools.lib.prune import without
 from tools.lib.runs import last_line
 from tools.verify.cases import Case, Suite
+from tools.verify.judge import Problem
 from tools.verify.run import Verifier
 
 # Six steps per epoch, and five samples that do not fill a seventh one.
@@ -28,6 +30,7 @@ STEPS, VALIDATED = 6, 31
 PROCESSES = dict.fromkeys(("train_tp.py", "train_pp.py", "train_ep.py", "train_cp.py"), (1, 2))
 PROCESSES |= {"train_fsdp_tp.py": (2, 4)}
 ACCUMULATED = "train_ddp_accum.py"
+DROPOUT = "has-dropout"  # a file, if the model has an nn.Dropout
 
 # Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
 SHIM = """
@@ -35,6 +38,10 @@ import copy
 import functools
 import os
 import time
+from pathlib import Path
+
+from torch.nn.modules.dropout import _DropoutNd
+
 import {task} as task
 
 globals().update({{name: value for name, value in vars(task).items() if name[:2] != "__"}})
@@ -53,6 +60,13 @@ def few(dataset, count):
 def build_datasets(cfg):
     train_set, val_set = task.build_datasets(cfg)
     return few(train_set, {steps} * cfg.global_batch_size + 5), few(val_set, {validated})
+
+
+def build_model(cfg, train_set):
+    model = task.build_model(cfg, train_set)
+    if any(isinstance(part, _DropoutNd) and part.p for part in model.modules()):
+        Path(__file__).with_name("{dropout}").touch()
+    return model
 
 
 @functools.wraps(task.loss)
@@ -137,15 +151,22 @@ def verify_own(script, like, task, flags, folder, report, device="cpu", only="")
     counts = {"trained": audit["samples"], "dropped": audit["dropped"]}
     suite = suite._replace(validated=row["val_samples"], **counts)
     cases = [case for case in cases if only in case.name]
+
+    def report_with_cause(row):
+        if row.problem is Problem.WEIGHTS and (overlay / DROPOUT).exists():
+            cause = "; nn.Dropout draws by rank, not by sample: see docs/random-numbers.md"
+            row = replace(row, details=row.details + cause)
+        report(row)
+
     print(f"compared with {first.name}, in {evidence.seconds:.0f} s:")
-    return verifier_of(suite, {first.name: evidence}).run(cases, report), suite
+    return verifier_of(suite, {first.name: evidence}).run(cases, report_with_cause), suite
 
 
 def write_overlay(script, like, task, folder):
     """A folder with the script and its accumulating twin, with few samples, and with the modules
     that the script's own folder lacks. Returns the folder, and {what it could not make: why}."""
     folder.mkdir(parents=True)
-    shim = SHIM.format(task=task, steps=STEPS, validated=VALIDATED)
+    shim = SHIM.format(task=task, steps=STEPS, validated=VALIDATED, dropout=DROPOUT)
     (folder / "few_samples.py").write_text(shim, encoding="utf-8")
     own, ours = script.parent / "utils", ROOT / "utils"
     if own.is_dir():
