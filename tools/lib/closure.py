@@ -58,10 +58,16 @@ def parse(path):
 
 
 @cache
+def nodes_of(path):
+    """All nodes of the syntax tree of a file."""
+    return list(ast.walk(parse(path)))
+
+
+@cache
 def size(path):
     """Code lines and tokens of a file."""
     docstrings = set()
-    for node in ast.walk(parse(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None:
@@ -92,21 +98,21 @@ def purpose(path):
 def imports(path, root=ROOT):
     """The project's modules that a file imports, in functions, too, but not as options."""
     optional = {id(node) for block, _ in option_blocks(path) for node in ast.walk(block)}
-    nodes = [node for node in ast.walk(parse(path)) if id(node) not in optional]
+    nodes = [node for node in nodes_of(path) if id(node) not in optional]
     return modules_in(nodes + [row for row, _, is_on in hook_rows(path) if is_on], root)
 
 
+@cache
 def option_blocks(path):
     """(block, setting) of what a file imports as an option: each `with required_by("SETTING"):`,
     and each row of HOOKS that is off by default, as an import."""
-    for node in ast.walk(parse(path)):
+    blocks = []
+    for node in nodes_of(path):
         call = node.items[0].context_expr if isinstance(node, ast.With) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "required_by":
             named = isinstance(call.args[0], ast.Constant)  # the others read a file, for example
-            yield node, call.args[0].value if named else ""
-    for row, setting, is_on in hook_rows(path):
-        if not is_on:
-            yield row, setting
+            blocks.append((node, call.args[0].value if named else ""))
+    return blocks + [(row, setting) for row, setting, is_on in hook_rows(path) if not is_on]
 
 
 def hook_rows(path):
@@ -129,7 +135,7 @@ def default_settings(path):
     """{name: default} of the settings that the classes of a file declare."""
     return {
         node.target.id: ast.literal_eval(node.value.args[0])
-        for node in ast.walk(parse(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)
     }
 
@@ -148,7 +154,7 @@ def modules_in(nodes, root):
         for end in range(1, len(parts) + 1):  # importing a module imports its packages
             stem = root.joinpath(*parts[:end])
             for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-                if path.is_file() and size(path).lines:
+                if path.is_file() and path.stat().st_size:
                     modules.add(path)
     return modules
 

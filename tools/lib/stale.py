@@ -61,7 +61,7 @@ def stale_settings(after, then, now):
     return [
         f"{path}:{node.lineno} reads cfg.{node.attr}, a setting that is gone: change that"
         for path, text in sorted(after.items())
-        for node in ast.walk(_parsed(text))
+        for node in _nodes(text)
         if isinstance(node, ast.Attribute) and node.attr in gone
         if ast.unparse(node.value).rpartition(".")[2] == "cfg"
     ]
@@ -93,7 +93,7 @@ def _classes(files):
 
 @cache
 def _class_definitions(text):
-    return [node for node in ast.walk(_parsed(text)) if isinstance(node, ast.ClassDef)]
+    return [node for node in _nodes(text) if isinstance(node, ast.ClassDef)]
 
 
 def _line(name, classes, seen=()):
@@ -112,7 +112,7 @@ def _file(module, files):
 
 def _imports(text):
     """(module, imported name or None) of what a Python file imports."""
-    for node in ast.walk(_parsed(text)):
+    for node in _nodes(text):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -123,7 +123,7 @@ def _imports(text):
 def _names(text):
     """The names that a Python file defines or imports, anywhere in it."""
     names = set()
-    for node in ast.walk(_parsed(text)):
+    for node in _nodes(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name):
@@ -134,6 +134,11 @@ def _names(text):
 
 
 @cache
+def _nodes(text):
+    """All nodes of its syntax tree."""
+    return list(ast.walk(_parsed(text)))
+
+
 def _parsed(text):
     """The syntax tree, of the owner's lines where there are conflicts; empty if it fails."""
     text = CONFLICT.sub(lambda match: b"\n" + match[1] + b"\n" * match[2].count(b"\n"), text)
