@@ -1,4 +1,8 @@
-"""Runs scripts in forks of this process, which has already imported torch: about a second each."""
+"""Runs scripts in forks of this process, which has already imported torch: about a second each.
+
+These forks have this process's modules of the project, into which `before` may plant a bug.
+tests/fork_server.py runs copies of the scripts, with modules of their own.
+"""
 
 import faulthandler
 import gc

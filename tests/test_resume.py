@@ -48,7 +48,7 @@ def weights(tmp_path_factory):
         # From three ranks on, the order of DistributedDataParallel's buckets matters.
         ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1, "audit": True}),
         slow("train_ddp.py", 3, {"model": "shufflenet_v2_x0_5", "clip_norm": 1.0}),
-        ("train_ddp.py", 2, {"save_sharded": True} | ADAMW),
+        slow("train_ddp.py", 2, {"save_sharded": True} | ADAMW),
         slow("train_ddp.py", 1, {"save_sharded": True, "sync_bn": False}),
         ("train_1gpu.py", None, {"optimizer": "sgd_nesterov", "lr_schedule": "step"}),
         ("train_1gpu.py", None, {"momentum": 0, "save_sharded": True}),
@@ -196,7 +196,7 @@ def test_nothing_left_to_do(finished):
     [
         ("train_1gpu.py", None, {"lr": 0.005, "epochs": 4}),
         ("train_1gpu.py", None, ADAMW),  # its state is new
-        ("train_fsdp.py", 2, ADAMW),
+        slow("train_fsdp.py", 2, ADAMW),
         ("train_1gpu.py", None, {"momentum": 0}),
         slow("train_fsdp.py", 2, {"momentum": 0.5, "weight_decay": 0.0}),
     ],

@@ -44,6 +44,7 @@ def scripts(tmp_path):
     return one, with_task(folder / "train_fsdp.py", "tasks.text")
 
 
+@pytest.mark.slow
 def test_same_weights_on_any_number_of_ranks(scripts, tmp_path):
     one, accumulated = scripts
     text = accumulated.read_text()

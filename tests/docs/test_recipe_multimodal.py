@@ -32,6 +32,7 @@ def tensors(checkpoint):
     return checkpoint["model"] | state
 
 
+@pytest.mark.slow
 def test_ranks_that_have_images_by_turns(scripts, tmp_path):
     order = [torch.randperm(60, generator=torch.Generator().manual_seed(e)) for e in range(2)]
     uses = (torch.stack(order).view(20, 3, 2) % 9 == 0).any(1).sum(1)

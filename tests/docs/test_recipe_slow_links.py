@@ -152,6 +152,7 @@ def test_small_gradients_underflow_in_fp16_but_not_in_bf16():
     assert run_ranks(gradients_after, 2, bf16, 1e-8)[0][4] > 0
 
 
+@pytest.mark.slow
 def test_bf16(tmp_path):
     script, plain = script_with("bf16", tmp_path / "copy"), "train_ddp.py"
     ends = [run_to_end(s, 2, tmp_path / f"{n}")[1]["model"] for n, s in enumerate((script, plain))]

@@ -27,11 +27,11 @@ RUNS = [  # script, task, ranks of the null device, flags
     ("train_ddp_amp.py", "tasks.segmentation", 2, {"amp_dtype": "bfloat16"}),
     ("train_ddp_accum.py", "tasks.text", 2, {"micro_batches": 2}),
     ("train_fsdp.py", "tasks.segmentation", 2, {}),
-    ("train_fsdp.py", "tasks.text", 4, {"fsdp_size": 2}),
     ("train_tp.py", "tasks.images", 2, {}),
-    ("train_fsdp_tp.py", "tasks.text", 4, {"fsdp_size": 2}),
 ]
 SLOW = [
+    ("train_fsdp.py", "tasks.text", 4, {"fsdp_size": 2}),
+    ("train_fsdp_tp.py", "tasks.text", 4, {"fsdp_size": 2}),
     ("train_1gpu.py", "tasks.segmentation", None, {}),
     ("train_1gpu_graph.py", "tasks.images", None, {}),
     ("train_dp.py", "tasks.text", None, {}),

@@ -199,6 +199,7 @@ def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
     assert run_call(jobs, 1, results, seconds=90) == 1
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
     arguments = [sys.executable, "-m", "lab.gpu", "--small", "--output", tmp_path / "out"]
     process = subprocess.Popen(
@@ -255,6 +256,7 @@ def test_images_are_decoded_and_cropped_on_a_device(tmp_path):
     assert [batch.shape for batch in batches] == [(64, 3, 224, 224)]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_only_small_runs(tmp_path):
     arguments = [sys.executable, "-m", "lab.gpu", "--output", tmp_path]
     environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}

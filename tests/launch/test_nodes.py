@@ -42,7 +42,8 @@ def last_lines(runs):
     return [run.stderr.strip().splitlines()[-1] for run in runs]
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_nodes_match_one_machine(rendezvous, one_machine, tmp_path):
     def command(rank):
         flags = RUN | {"output_dir": tmp_path}

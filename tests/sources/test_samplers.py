@@ -124,6 +124,7 @@ def test_samples_of_a_global_batch_have_similar_lengths(monkeypatch):
     assert set(again[1000:]) != set(order[1000:])  # those that fill no batch
 
 
+@pytest.mark.slow
 def test_weighted_runs_train_the_same_weights(tmp_path):
     folder = applied("samplers", tmp_path / "copy")
     one = run_to_end(folder / "train_ddp.py", 1, tmp_path / "one")[1]

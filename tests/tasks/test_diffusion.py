@@ -152,6 +152,7 @@ def test_images_are_drawn_with_the_averages(trained):
     assert not torch.equal(draw(model, data, 5, steps=3, seed=1), many)
 
 
+@pytest.mark.slow
 def test_picture_is_written_by_a_command(trained, tmp_path):
     command = [sys.executable, "-m", "tasks.diffusion.sample", str(trained)]
     picture = tmp_path / "grid.png"

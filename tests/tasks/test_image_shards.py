@@ -131,6 +131,7 @@ def test_text_in_json_lines(tmp_path, monkeypatch):
     assert names == [f"train-0000{i}.jsonl" for i in range(3)] + ["val-00000.jsonl"]
 
 
+@pytest.mark.slow
 def test_runs_train_the_same_weights(tmp_path, monkeypatch):
     """60 images in files of 13, in batches of 12, augmented."""
     data = tmp_path / "data"

@@ -130,7 +130,10 @@ def test_arguments_are_torchruns(launch):
 
 @pytest.mark.parametrize(
     ("number", "nproc", "receiver"),
-    [(signal.SIGHUP, 2, "a rank"), (signal.SIGUSR1, 1, "the launcher")],
+    [
+        pytest.param(signal.SIGHUP, 2, "a rank", marks=pytest.mark.slow),
+        (signal.SIGUSR1, 1, "the launcher"),
+    ],
 )
 def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
     """The signal goes to one process alone: a rank, whose launcher sees it end with 75, or the

@@ -251,7 +251,7 @@ def test_offload_alone_changes_no_bit(float32_run, tmp_path):
             *(3, {"clip_norm": 1.0, "save_sharded": True, "epochs": 2}), marks=pytest.mark.slow
         ),
         (2, {"model": "resnet20_gn", "momentum": 0}),  # nothing but shards: no replica to compare
-        (2, {"momentum": 0, "save_sharded": True}),
+        pytest.param(2, {"momentum": 0, "save_sharded": True}, marks=pytest.mark.slow),
         (2, {"optimizer": "adamw", "lr": 0.001, "fsdp_dtype": "bfloat16", "fsdp_offload": True}),
     ],
     ids=str,

@@ -105,11 +105,12 @@ def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
     assert "the same command, without --resume never" in run.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "nproc", "number"),
     [
         ("train_ddp.py", 2, signal.SIGTERM),
-        pytest.param("train_ddp_spawn.py", None, signal.SIGUSR1, marks=pytest.mark.slow),
+        ("train_ddp_spawn.py", None, signal.SIGUSR1),
     ],
 )
 def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):

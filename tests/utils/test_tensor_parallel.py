@@ -311,6 +311,7 @@ def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flag
     assert_resumes(tmp_path, script, nproc, model="vit_tiny", epochs=1, **sizes, **flags)
 
 
+@pytest.mark.slow
 def test_bfloat16_and_offload_differ_by_rounding(tmp_path):
     flags = FIVE_STEPS | {"model": "vit_tiny", "lr": 0.1, "epochs": 1, "fsdp_size": 1}
     lower = flags | {"fsdp_dtype": "bfloat16", "fsdp_offload": True}

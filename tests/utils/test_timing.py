@@ -228,14 +228,19 @@ def limits_of(run):
     return find_limits(row["time"], [f"rank {rank}" for rank in ranks], 0)
 
 
+SLOW_PLANTS = [
+    (plant_slow_data_on_rank_1, "data", "rank 1 waits for data for", {"loader": "workers"}),
+    (plant_slow_rank, "rank", "rank 1 computes", {}),
+    (plant_slow_disk, "saving", "% saving: save less often", {"save_steps": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("plant", "name", "text", "flags"),
     [
         (plant_slow_data, "data", "% waiting for data: --num-workers", {"loader": "workers"}),
-        (plant_slow_data_on_rank_1, "data", "rank 1 waits for data for", {"loader": "workers"}),
-        (plant_slow_rank, "rank", "rank 1 computes", {}),
-        (plant_slow_disk, "saving", "% saving: save less often", {"save_steps": 2}),
         (plant_shared_core, "cores", " waits for cores for", {}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PLANTS),
     ],
 )
 def test_planted_cause_is_named(plant, name, text, flags, tmp_path):
@@ -277,7 +282,8 @@ ORDINARY = [
     ("train_pp.py", 2, {}),
     ("train_mp.py", None, {}),
 ]
-MARKS = [()] * 3 + [pytest.mark.slow] * 7
+RARE = (pytest.mark.slow, pytest.mark.rare)  # scripts that differ in nothing that is timed
+MARKS = [()] * 3 + [pytest.mark.slow, *[RARE] * 4, pytest.mark.slow, RARE]
 
 
 @pytest.mark.parametrize(
