@@ -318,10 +318,6 @@ class Loader:
         """Read from wrapper(reader) from now on, an iterable with the attributes of the reader."""
         self.reader = wrapper(self.reader)
 
-    def discount(self, samples: int) -> None:
-        """Take back a number of samples, which do not count after all."""
-        self.samples -= samples
-
     def _prepare(self, contents):
         if isinstance(contents, _MicroBatches):
             return [self._prepare(part) for part in contents]

@@ -28,8 +28,7 @@ class SkippedSteps(Hook):
         self.count = 0
         self.pending: tuple[Any, ...] | None = None
         self.skipped = []  # steps of this epoch
-        self.discounted = 0  # this rank's samples in them
-        self.restored = 0  # of these, those that were skipped before the run was resumed
+        self.samples = 0  # this rank's in them
         self.found = torch.zeros(())  # 1: skip this step
 
     def after_load(self, checkpoint: Checkpoint) -> None:
@@ -65,8 +64,6 @@ class SkippedSteps(Hook):
         Raises UserError, on all ranks, if more steps than the limit have been skipped.
         """
         meter, loader = self.meter, self.loader
-        loader.discount(self.restored)
-        self.restored = 0
         is_finite = meter.sums.isfinite().all().float()
         found = self.found.to(meter.sums.device)
         outcome = AsyncCopy(torch.stack([found, is_finite]))
@@ -80,17 +77,18 @@ class SkippedSteps(Hook):
             self.pending = None
         self._remember()
         if loader.step == len(loader):  # the next epoch starts from 0
-            self.sums, self.targets, self.discounted = 0.0, 0, 0
+            self.sums, self.targets = 0.0, 0
 
     def before_row(self, row: dict[str, Any]) -> None:
-        row["skipped_steps"], self.skipped = self.skipped, []
+        row["train_samples"] -= self.samples * dp_world_size()
+        row["skipped_steps"], self.skipped, self.samples = self.skipped, [], 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"skipped": self.skipped, "samples": self.discounted * dp_world_size()}
+        return {"skipped": self.skipped, "samples": self.samples * dp_world_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped = state.get("skipped", [])  # not in older checkpoints
-        self.discounted = self.restored = state.get("samples", 0) // dp_world_size()
+        self.samples = state.get("samples", 0) // dp_world_size()
 
     def _buffers(self):
         """{(device, dtype): buffers}, as they are now: a forward pass may assign new ones."""
@@ -120,8 +118,7 @@ class SkippedSteps(Hook):
             return
         self.count += 1
         self.skipped.append(step)
-        self.discounted += len(indices)
-        self.loader.discount(len(indices))
+        self.samples += len(indices)
         self.meter.discount(targets)
         ranks = all_gather_object([] if loss_is_finite else indices.tolist())
         one_of_each_replica = range(0, len(ranks), len(ranks) // dp_world_size())
