@@ -37,7 +37,7 @@ ROUNDING = 1e-6
 FIVE_STEPS = {"synthetic_samples": 60, "image_size": 8, "save_steps": 2}
 
 
-def fork_script(script, nproc=None, before=None, limit=240, settings=SMALL, **flags):
+def fork_script(script, nproc=None, before=None, limit=600, settings=SMALL, **flags):
     """Run a script with these settings and `flags`. Returns its Run, with rank 0's exit code.
 
     nproc: the number of ranks; None for a script that runs as one process. before: called in each

@@ -38,7 +38,7 @@ def start_script(script, nproc=None, environment=None, **flags):
     return start_run(script, nproc, SMALL | flags, environment)
 
 
-def run_script(script, nproc=None, limit=180, environment=None, **flags):
+def run_script(script, nproc=None, limit=600, environment=None, **flags):
     """Run a script to its end. Returns its Run. Fails if it hangs or leaves a process behind."""
     process = start_script(script, nproc, environment, **flags)
     return finish_run(process, flags.get("output_dir", "/nowhere"), limit)
@@ -91,7 +91,7 @@ def web_server(folder, requests):
     server.shutdown()
 
 
-def run_ranks(function, world_size, *args, local_world_size=None, timeout=60, limit=180):
+def run_ranks(function, world_size, *args, local_world_size=None, timeout=60, limit=600):
     """Run function(rank, *args) in `world_size` forked processes that form a gloo group.
 
     Returns what each rank returned, in order; an exception comes back as an Exception object.

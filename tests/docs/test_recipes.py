@@ -204,5 +204,6 @@ def test_activation_checkpointing(script, tmp_path):
     two = train(folder / script, 2, tmp_path / "two")[1]
     assert largest_difference(two["model"], plain["model"]) < ROUNDING
     compiled = compile_without_inductor
-    three = train(folder / script, 2, tmp_path / "compiled", compiled, compile="default")[1]
+    flags = {"compile": "default", "timeout": 600}
+    three = train(folder / script, 2, tmp_path / "compiled", compiled, **flags)[1]
     assert largest_difference(three["model"], plain["model"]) < ROUNDING
