@@ -7,6 +7,7 @@ from check.rules.common import (
     probe_of,
     replicas,
     same_data,
+    two_ranks,
     where,
 )
 
@@ -305,7 +306,9 @@ def same_random_numbers(checked):
     """Ranks, workers or epochs whose augmentation draws the same numbers."""
     if holds_parts(checked):
         return  # the ranks read the same samples, and have to
-    for run in filter(None, (checked["two"], checked["one"])):
+    # Processes that join no group do not train together: each of them is the whole script.
+    together = checked["two"] if two_ranks(checked) else None
+    for run in filter(None, (together, checked["one"])):
         groups = {}
         for rank in run.ranks:
             trained = {epoch["dataset"] for epoch in rank.training}
