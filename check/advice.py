@@ -160,6 +160,12 @@ ADVICE = {
         "Each rank trains a model of its own on 1/N of the data.",
         "model = DistributedDataParallel(model)",
     ),
+    "skipped-by-a-rank": Advice(
+        "warning",
+        "The mean over all ranks counts the rank that skips a module as a gradient of zero: its "
+        "parameters learn 1/N more slowly, from the samples of the other ranks only.",
+        "outputs = self.extra(inputs)  # on all ranks, and not `if rank == 0`",
+    ),
     "replicas-drift": Advice(
         "error",
         "The ranks no longer have the same model, and the one of rank 0 is saved.",
@@ -316,6 +322,20 @@ ADVICE = {
         "warning",
         "The first steps overflow, and are skipped, until the scale is found again.",
         "checkpoint['scaler'] = scaler.state_dict()\nscaler.load_state_dict(checkpoint['scaler'])",
+    ),
+    "buffers-not-restored": Advice(
+        "error",
+        "The running statistics of BatchNorm begin again: the next evaluation is that of a "
+        "different model.",
+        "checkpoint = {'model': model.state_dict()}  # not only model.named_parameters()\n"
+        "model.load_state_dict(checkpoint['model'])  # strict: what is missing is an error",
+    ),
+    "other-step-after-resume": Advice(
+        "warning",
+        "The training does not go on as it would have without the restart: something that the "
+        "loss or the optimizer depends on is not in the checkpoint.",
+        "# A weight of the loss that a counter sets, a temperature, a queue, a running mean:\n"
+        "checkpoint['updates'] = updates",
     ),
     "ema-not-restored": Advice(
         "error",

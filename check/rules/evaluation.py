@@ -12,6 +12,29 @@ def mode(checked):
     """Evaluation in training mode, with gradients; training in evaluation mode."""
     for rank in first_ranks(checked, "one", "two"):
         yield from _mode(rank)
+        if not rank.epochs:
+            yield from _mode_of_steps(rank)
+
+
+def _mode_of_steps(rank):
+    """Without a DataLoader: a model that is in training mode in the first step, and in no other."""
+    by_model = {}
+    for step in rank.steps:
+        modes = {}
+        for forward in step["forwards"]:
+            if forward["grad"] and (forward["dropouts"] or forward["norms"]):
+                modes.setdefault(forward["model"], []).append(forward)
+        for model, forwards in modes.items():
+            by_model.setdefault(model, []).append(forwards)
+    for steps in by_model.values():
+        trains = [any(forward["training"] for forward in forwards) for forwards in steps]
+        if len(steps) > 2 and trains[0] and not any(trains[1:]):
+            last = steps[-1][-1]
+            yield Finding(
+                "no-train-mode",
+                where(last),
+                f"{last['type']} trains in evaluation mode after the first step",
+            )
 
 
 def _mode(rank):

@@ -146,7 +146,49 @@ def resumed(checked):
         )
         return
     found = list(_lost(before, after, index, place, _places_of_epochs(checked)))
-    yield from found or _lost_on_other_ranks(killed, again, index, place)
+    # Other ranks get the buffers of rank 0 with the first forward of a wrapper.
+    found += _lost_buffers(before.steps[index], after.steps[0], place)
+    found = found or list(_lost_on_other_ranks(killed, again, index, place))
+    yield from found or _other_step(killed, again, index, place)
+
+
+def _other_step(killed, again, index, place):
+    """The first step after the load, of the same weights and batches, is not the one before."""
+    for before, after in _pairs(killed.ranks, again.ranks):
+        if len(before.steps) <= index + 1 or len(after.steps) < 2:
+            return
+        if _read_for(before, index) != _read_for(after, 0) or not _read_for(after, 0):
+            return
+    before, after = killed.ranks[0], again.ranks[0]
+    old, new = before.steps[index], after.steps[0]
+    if old["optimizer"] != new["optimizer"]:
+        return
+    gradients = [step["sums"][0] for step in (old, new)]
+    moves = [
+        second["sums"][1][0] - first["sums"][1][0]
+        for first, second in (before.steps[index : index + 2], after.steps[:2])
+    ]
+    largest = max(gradients[0][1], gradients[1][1])
+    what = None
+    if any(abs(a - b) > 1e-3 * largest for a, b in _pairs(*gradients)):
+        norms = [f"{norm:.4g}" for _, norm in gradients]
+        what = f"a gradient with a norm of {norms[0]}; after the load it has {norms[1]}"
+    elif abs(moves[0] - moves[1]) > 1e-2 * max(map(abs, moves)):
+        what = "an update that differs from the one after the load"
+    if what:
+        same = "for the same weights, optimizer state and batch"
+        yield Finding("other-step-after-resume", place, f"{same} step {index + 1} had {what}")
+
+
+def _read_for(rank, index):
+    """What a step has read and put into its model; None if it has drawn random numbers."""
+    step = rank.steps[index]
+    start = rank.steps[index - 1]["number"] if index else 0
+    events = [e for e in rank.of("batch") if start < e["number"] < step["number"]]
+    inputs = [forward["inputs"] for forward in step["forwards"] if forward.get("inputs")]
+    if step["drew"] or not events or not inputs:
+        return None
+    return [[event["samples"], event["leaves"]] for event in events], inputs
 
 
 def _lost_on_other_ranks(killed, again, index, place):
@@ -203,6 +245,21 @@ def _lost(before, after, index, place, prints=()):
         )
     yield from _lost_average(before, after, index, place)
     yield from _epoch(before, after, index, place, prints)
+
+
+def _lost_buffers(old, new, place):
+    """Statistics and other buffers of the model that the next step begins with."""
+    for ours, theirs in _pairs(old["forwards"], new["forwards"]):
+        ours, theirs = ours.get("buffers", {}), theirs.get("buffers", {})
+        differ = [name for name, crc in ours.items() if theirs.get(name, crc) != crc]
+        if differ:
+            yield Finding(
+                "buffers-not-restored",
+                place,
+                f"{len(differ)} of {len(ours)} buffers of the model ({differ[0]}, …) are not what "
+                "they were before",
+            )
+            return
 
 
 def _lost_average(before, after, index, place):

@@ -1,11 +1,12 @@
 """Rules about losses, gradients, clipping and learning rates."""
 
+import itertools
 import math
 
 from check.findings import Finding, NotChecked
 from check.rules.common import all_close, first_ranks, holds_parts, is_sharded, replicas, where
 
-TOLERANCE = 2e-3
+LOOKED_AT = 16  # steps, as inside/check_inside/own.py does
 
 
 def scale(checked):
@@ -189,7 +190,7 @@ def averaged(checked):
 
 def _drift(first, second, count):
     """The first difference between two replicas."""
-    pair = f"rank 0 and rank {second.number}"
+    pair_of = f"rank 0 and rank {second.number}"
     for ours, theirs in zip(first.steps[:count], second.steps[:count], strict=False):
         if ours["optimizer"] != theirs["optimizer"] or ours["size"] != theirs["size"]:
             return
@@ -203,18 +204,23 @@ def _drift(first, second, count):
                 yield Finding(
                     "models-start-differently",
                     where(ours),
-                    f"before the first step {differ} differ between {pair}",
+                    f"before the first step {differ} differ between {pair_of}",
                 )
             else:
                 yield Finding(
                     "replicas-drift",
                     where(ours),
-                    f"after {ours['step']} steps {differ} differ between {pair}",
+                    f"after {ours['step']} steps {differ} differ between {pair_of}",
                 )
             return
         if ours["gradients"] != theirs["gradients"]:
             differ = _names(first, ours, theirs, "gradients", "names")
             wrapped = first.first("wrap")
+            pairs = zip(ours["gradients"], theirs["gradients"], strict=False)
+            if {i for i, pair in enumerate(pairs) if len(set(pair)) > 1} <= set(ours["unwrapped"]):
+                text = f"no DistributedDataParallel holds {differ}, whose gradients differ"
+                yield Finding("gradients-not-averaged", where(ours), f"{text} between {pair_of}")
+                return
             rule = "ddp-bypassed" if wrapped else "gradients-not-averaged"
             forwards = ours["forwards"]
             place = where(forwards[-1]) if wrapped and forwards else where(ours)
@@ -224,7 +230,7 @@ def _drift(first, second, count):
             yield Finding(
                 rule,
                 place,
-                f"at step {ours['step'] + 1} the gradients of {differ} differ between {pair}",
+                f"at step {ours['step'] + 1} the gradients of {differ} differ between {pair_of}",
             )
             return
 
@@ -244,6 +250,38 @@ def _settings_differ(ours, theirs, number_of_other):
         ends = f"{counts[0]} on rank 0 and to {counts[1]} on rank {number_of_other}"
         return f"the schedules have come to {ends}"
     return None
+
+
+def skipped(checked):
+    """Parameters that one rank uses in each step, and another one in none."""
+    ranks = replicas(checked)
+    if ranks is None or is_sharded(ranks):
+        return
+    by_rank = []  # for each rank: optimizer -> [positions of parameters that a step has skipped]
+    for rank in ranks:
+        by_rank.append({})
+        for step in rank.steps[:LOOKED_AT]:
+            by_rank[-1].setdefault(step["optimizer"], []).append(set(step["skipped"]))
+    for optimizer, ours in by_rank[0].items():
+        others = [own.get(optimizer, []) for own in by_rank[1:]]
+        if min(map(len, [ours, *others])) < 4:
+            continue
+        never = [set.intersection(*own) for own in [ours, *others]]
+        some = [set.union(*own) for own in [ours, *others]]
+        for number, positions in enumerate(never):
+            only = {i for i in positions if not all(i in skipped for skipped in some)}
+            if only:
+                step = next(s for s in ranks[0].steps if s["optimizer"] == optimizer)
+                names = [step["names"][i] for i in sorted(only) if i < len(step["names"])]
+                name = next(filter(None, names), f"parameter {min(only)}")
+                yield Finding(
+                    "skipped-by-a-rank",
+                    where(step),
+                    f"rank {number} never computes the gradients of {len(only)} parameters "
+                    f"({name}{', …' if len(only) > 1 else ''}), which other ranks compute in each "
+                    "step",
+                )
+                return
 
 
 def plateaus(checked):
@@ -321,8 +359,15 @@ def same_noise(checked):
     if ranks is None or any(len(rank.steps) < 3 for rank in ranks):
         return
     noise = [[step["noise"] for step in rank.steps[:3]] for rank in ranks[:2]]
-    drawn = all(len(states) == 2 and states[0] != states[1] for own in noise for states in own)
-    if drawn and noise[0] == noise[1]:
+    if any(len(states) != 2 for own in noise for states in own):
+        return
+    # The states of each generator, for each step, at the batch and at the forward.
+    generators = [
+        list(zip(*(zip(*states, strict=False) for states in own), strict=False)) for own in noise
+    ]
+    drawn = [all(a != b for a, b in states) for states in generators[0]]
+    same = [ours == theirs for ours, theirs in zip(*generators, strict=False)]
+    if any(map(all, zip(drawn, same, strict=False))):
         forward = next(iter(ranks[0].steps[0]["forwards"]), None)
         text = "before the forwards of the first 3 steps both ranks draw the same random numbers"
         yield Finding("same-noise", where(forward), text)
@@ -351,10 +396,40 @@ def zeroed(checked):
                 f"{len(steps)} of {len(rank.steps)} steps add to the gradients of the last one",
             )
             return
+        moved = next((step for step in rank.steps if step["moved"]), None)
+        if moved:
+            yield Finding(
+                "no-zero-grad",
+                tuple(moved["moved"]),
+                f"step {moved['step'] + 1} adds this gradient to one of other weights: the "
+                "parameters have changed between the two backwards",
+            )
+            return
+        yield from _left_over(rank)
+
+
+def _left_over(rank):
+    """Gradients of the last batches of an epoch, too few for a step, which the first step of the
+    next epoch adds to its own."""
+    for before, after in itertools.pairwise(rank.training):
+        steps = rank.steps[before["steps_before"] : after["steps_before"]]
+        counts = {step["added"] for step in steps}
+        if len(counts) != 1 or len(rank.steps) <= after["steps_before"]:
+            continue
+        first, usual = rank.steps[after["steps_before"]], counts.pop()
+        more = first["added"] - usual
+        if 0 < more < usual and more == before["batches"] - usual * len(steps):
+            yield Finding(
+                "no-zero-grad",
+                where(first),
+                f"step {first['step'] + 1}, the first one of an epoch, adds up {first['added']} "
+                f"gradients, others {usual}: {more} are left over from the epoch before",
+            )
+            return
 
 
 def zero(checked):
-    """Gradients that are all zero, in all steps."""
+    """Gradients that are all zero, or that never come, in all steps."""
     for rank in first_ranks(checked, "one", "two"):
         by_optimizer = {}
         for step in rank.steps:
@@ -368,6 +443,25 @@ def zero(checked):
                     f"the gradients of all {got} parameters are zero in all {len(steps)} steps",
                 )
                 return
+            if len(steps) > 2 and not any(map(_may_train, steps)):
+                yield Finding(
+                    "zero-gradients",
+                    where(steps[0]),
+                    f"none of the {steps[0]['size']} parameters of {steps[0]['type']} has a "
+                    f"gradient in any of {len(steps)} steps",
+                )
+                return
+
+
+def _may_train(step):
+    """Whether a step has gradients, or computes some itself, or is one of an optimizer that needs
+    none of `grad`, and so has a state all the same."""
+    return (
+        any(gradient is not None for gradient in step["gradients"])
+        or step["closure"]
+        or step["state"][0] > 0
+        or step["size"] == 0
+    )
 
 
 def clipped(checked):
@@ -411,6 +505,7 @@ RULES = [
     scale,
     undivided,
     averaged,
+    skipped,
     plateaus,
     own_gradients,
     same_noise,

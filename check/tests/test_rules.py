@@ -65,6 +65,12 @@ TOGETHER = [
     ["contrastive: gradients of the own rank", "contrastive: optimizer lost"],
     ["imbalanced: scaler lost", "imbalanced: stays in evaluation mode", "imbalanced: same draws"],
     ["lora: mean of means", "lora: position lost"],
+    ["sharpness: the gradient of the first pass kept"],
+    ["graph: stays in evaluation mode"],
+    ["no_sync: gradients left over"],
+    ["two networks: the same noise", "two networks: one rank skips a layer"],
+    ["compiled: buffers lost"],
+    ["divided stream: a counter of the loss lost"],
 ]
 
 
@@ -515,7 +521,7 @@ def test_finds(names, tmp_path):
 
 # The other correct scripts, of which `python -m check.tests.corpus` checks all, take too long here.
 LEFT_TO_THE_CORPUS = {"contrastive", "fabric_loop", "hf_trainer", "lbfgs", "pipeline", "reinforce"}
-LEFT_TO_THE_CORPUS |= {"tensor_parallel", "timm_like", "wgan", "within_epoch"}
+LEFT_TO_THE_CORPUS |= {"c10d_flat", "tensor_parallel", "timm_like", "wgan", "within_epoch"}
 
 
 @pytest.mark.slow

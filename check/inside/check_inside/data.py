@@ -304,11 +304,24 @@ def _record_batch(epoch, batch):
 
 
 def note_noise():
-    """The state of the generator, from which noise may be drawn before the next forward."""
+    """The states of the generators from which noise may be drawn before the next forward."""
+    if PLAN["run"] in ("killed", "resumed"):
+        STATE.random_states = random_states()
+    if PLAN["run"] == "two" and STATE.steps < 3:
+        STATE.noise = [generator_states()]
+
+
+def generator_states():
+    """Checksums of the states of PyTorch's generator, and of those that the script has made.
+
+    The latter only where a DataLoader has the samples: they may be what chooses them.
+    """
     import torch
 
-    if PLAN["run"] == "two" and STATE.steps < 3:
-        STATE.noise = [checksum(torch.random.get_rng_state())]
+    made = STATE.generators[:20] if STATE.active else []
+    own = filter(None, (reference() for reference in made))
+    states = [torch.random.get_rng_state(), *(generator.get_state() for generator in own)]
+    return [checksum(state) for state in states]
 
 
 def contents(batch, size):

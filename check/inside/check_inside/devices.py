@@ -9,8 +9,10 @@ import linecache
 import sys
 import time
 import types
+import weakref
 
 from check_inside.record import PLAN, called_by_user, replace
+from check_inside.state import STATE
 
 _current = 0
 _is_used = False  # the script has asked for a GPU
@@ -195,7 +197,9 @@ def _map_generators(torch):
 
     class Generator(original, metaclass=Kind):
         def __new__(cls, device="cpu"):
-            return original.__new__(cls, device=_device_or_index(device))
+            generator = original.__new__(cls, device=_device_or_index(device))
+            STATE.generators.append(weakref.ref(generator))
+            return generator
 
     torch.Generator = Generator
 

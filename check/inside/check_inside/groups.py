@@ -166,6 +166,7 @@ def _observe_ddp(ddp):
                 find_unused=kwargs.get("find_unused_parameters", False),
                 place=place(),
             )
+            STATE.wrapped |= {id(parameter) for parameter in module.parameters()}
             original(self, module, device_ids, output_device, *args, **kwargs)
 
         return __init__

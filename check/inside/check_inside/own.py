@@ -9,16 +9,19 @@ from check_inside.record import PLAN, guarded, record
 from check_inside.state import STATE
 
 STEPS = 2  # of each optimizer, that are compared
+LOOKED_AT = 16  # steps
 ELEMENTS = 1_000_000  # of all gradients; of more, every k-th one is compared
 
 _sums = {}  # id of a parameter -> the sum of its gradients since the last step
 _written = {}  # optimizer -> steps
+_reached = set()  # ids of parameters to which a backward has come since the last step
 
 
 def observe(parameter):
     """Add up the gradients of a parameter as backwards compute them."""
 
     def add(gradient):
+        _reached.add(id(parameter))
         if STATE.steps < 2 * STEPS:
             _add(id(parameter), gradient)
 
@@ -39,6 +42,18 @@ def _part(gradient):
         gradient = gradient.to_dense()
     total = sum(p.numel() for p in STATE.parameters)
     return gradient.reshape(-1)[:: 1 + total // ELEMENTS].double().clone()
+
+
+def skipped(parameters):
+    """The positions of parameters that have a gradient, but none of this rank's own backwards:
+    other ranks have computed it."""
+    found = []
+    if PLAN["run"] == "two" and STATE.steps < LOOKED_AT:
+        found = [
+            i for i, p in enumerate(parameters) if p.grad is not None and id(p) not in _reached
+        ]
+    _reached.difference_update(map(id, parameters))
+    return found
 
 
 @guarded

@@ -38,6 +38,7 @@ class State:
     parameters: list = field(default_factory=list)  # of all optimizers, without repetitions
     parameter_ids: set = field(default_factory=set)
     schedulers: list = field(default_factory=list)  # weak references, in the order of their making
+    wrapped: set = field(default_factory=set)  # ids of parameters in a DistributedDataParallel
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     frozen: dict = field(default_factory=dict)  # id of a BatchNorm -> checksum of its weight
     steps: int = 0  # of the outermost optimizers
@@ -51,11 +52,15 @@ class State:
     calibrating: bool = False  # inside of update_bn, which is no evaluation
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
     backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
+    first_backward: int = 0  # of these, the first one that adds to no gradient of this step
+    moved: object = None  # where a gradient was added to one of other weights, in this step
     batches: dict = field(default_factory=dict)  # since the last step, of each loader
     forwards: list = field(default_factory=list)  # since the last step, of models with parameters
     syncs: dict = field(default_factory=dict)  # since the last step: place -> number
     batch_norms: int = 0  # since the last step, calls that compute statistics of a batch
-    noise: list = field(default_factory=list)  # random states: after a batch, before its forward
+    noise: list = field(default_factory=list)  # generator_states(): after a batch, at its forward
+    generators: list = field(default_factory=list)  # weak references to those that the script makes
+    random_states: object = None  # of a run that is killed or resumed, after the last batch
     clips: list = field(default_factory=list)
     is_scaled: bool = False  # the gradients are those of a scaled loss
     scaler: object = None

@@ -5,12 +5,13 @@ import sys
 import weakref
 
 from check_inside import exact, limits, own
-from check_inside.data import fingerprints, note_noise
+from check_inside.data import fingerprints, generator_states, note_noise, random_states
 from check_inside.record import PLAN, called_by_user, checksum, guarded, place, record, replace
 from check_inside.state import STATE
 
 MOST_TENSORS = 3000  # of which single checksums are recorded
 SMALL = 1_000_000  # elements of a gradient that is looked at before each backward
+RESTARTS = PLAN["run"] in ("killed", "resumed")
 
 MEAN_LOSSES = (
     "cross_entropy",
@@ -139,9 +140,11 @@ def _root_forward(module, inputs):
         forward["rows"] = fingerprints((inputs, STATE.keywords))  # of a script that has no loader
     if hasattr(module, "require_backward_grad_sync"):
         forward["syncs"] = module.require_backward_grad_sync
-    if STATE.steps < 3 and torch.is_grad_enabled():
+    if RESTARTS and torch.is_grad_enabled() and not STATE.forwards:
+        forward["buffers"] = {name: checksum(buffer) for name, buffer in module.named_buffers()}
+    if (STATE.steps < 3 or RESTARTS) and torch.is_grad_enabled():
         if STATE.noise and len(STATE.noise) == 1:
-            STATE.noise.append(checksum(torch.random.get_rng_state()))
+            STATE.noise.append(generator_states())
         forward["inputs"] = fingerprints((inputs, STATE.keywords))
     STATE.forwards.append(forward)
     for epoch in STATE.active:
@@ -227,6 +230,7 @@ def _observe_backward(original):
         limits.before_backward()
         tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
         _find_accumulated()
+        _find_first_backward()
         where = place()
         is_mean = getattr(tensor, "_check_is_mean", False)
         result = original(tensors, *args, **kwargs)
@@ -262,12 +266,30 @@ _last_gradient = None
 
 @guarded
 def _remember_gradient():
-    """The checksum of a gradient after a backward, to notice that it is changed before the step."""
+    """The checksums of a gradient after a backward, to notice that it is changed before the step,
+    or added to, and of its parameter."""
     global _last_gradient
     for parameter in STATE.parameters:
         if parameter.grad is not None and parameter.numel() < SMALL:
-            _last_gradient = (parameter, checksum(parameter.grad))
+            _last_gradient = (parameter, checksum(parameter.grad), _weights(parameter))
             return
+
+
+def _weights(parameter):
+    """The shape and the checksum of a parameter. FSDP's older class also changes the shape."""
+    return tuple(parameter.shape), checksum(parameter)
+
+
+@guarded
+def _find_first_backward():
+    """Whether this backward adds to a gradient of this step, and to one of other weights."""
+    if _last_gradient is None:
+        return
+    parameter, gradient, weights = _last_gradient
+    if parameter.grad is None or checksum(parameter.grad) != gradient:
+        STATE.first_backward = len(STATE.backwards)
+    elif _weights(parameter) != weights and tuple(parameter.shape) == weights[0]:
+        STATE.moved = place()
 
 
 def _observe_zero_grad(original):
@@ -307,11 +329,11 @@ def _before_step(optimizer, args, kwargs):
     if _step_depth > 1:  # of an optimizer in an optimizer, such as ZeRO's, which has the state
         record("inner_step", step=STATE.steps, state=_state_checksum(optimizer))
         return
-    _record_step(optimizer)
+    _record_step(optimizer, has_closure=len(args) > 1 or bool(kwargs.get("closure")))
 
 
 @guarded
-def _record_step(optimizer):
+def _record_step(optimizer, has_closure):
     ordinal = STATE.optimizers(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [None if p.grad is None else checksum(p.grad) for p in parameters[:MOST_TENSORS]]
@@ -341,6 +363,9 @@ def _record_step(optimizer):
         state=_state_checksum(optimizer),
         scaler=_scaler_state(),
         backwards=STATE.backwards,
+        added=len(STATE.backwards) - STATE.first_backward,
+        moved=STATE.moved,
+        closure=has_closure,
         batches=STATE.batches,
         forwards=STATE.forwards[:50],
         syncs=list(STATE.syncs.values()),
@@ -348,10 +373,14 @@ def _record_step(optimizer):
         clips=STATE.clips,
         rescaled=rescaled and not STATE.clips and not STATE.is_scaled,
         accumulated=ordinal in _accumulated,
+        unwrapped=_unwrapped(parameters),
+        skipped=own.skipped(parameters),
         strangers=sum(id(p) not in trained for p in parameters) if trained else 0,
         size=len(parameters),
         noise=STATE.noise,
-        others=_others() if PLAN["run"] in ("killed", "resumed") else [],
+        others=_others() if RESTARTS else [],
+        sums=_sums(parameters) if RESTARTS else None,
+        drew=STATE.random_states != random_states() if RESTARTS else None,
         place=place(),
     )
     exact.gradients_of(ordinal, parameters)
@@ -383,6 +412,16 @@ def _remember_gradients(optimizer):
     _accumulated.discard(ordinal)
 
 
+def _unwrapped(parameters):
+    """The positions of parameters with a gradient that no DistributedDataParallel holds, where
+    there is one."""
+    if not STATE.wrapped or STATE.steps > 2:
+        return []
+    return [
+        i for i, p in enumerate(parameters) if p.grad is not None and id(p) not in STATE.wrapped
+    ]
+
+
 def _others():
     """[id, checksum] of tensors with the shape of a parameter that are no parameters, gradients, or
     states of an optimizer: an average of the weights, or a second model, is among them."""
@@ -407,8 +446,32 @@ def _others():
     return [[id(x), checksum(x)] for x in found[:MOST_TENSORS]]
 
 
+def _sums(parameters):
+    """[a projection, the norm] of the gradients, and the same of the parameters, for a comparison
+    with another run of the same step."""
+    import torch
+
+    sums = []
+    for tensors in ([p.grad for p in parameters if p.grad is not None], parameters):
+        total, square = 0.0, 0.0
+        for number, tensor in enumerate(tensors):
+            tensor = tensor.detach()
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            tensor = tensor.to_dense() if tensor.is_sparse else tensor
+            flat = tensor.reshape(-1)[: SMALL // 10].double()
+            weights = torch.arange(len(flat), dtype=torch.float64).add(number).cos()
+            total += float(flat @ weights)
+            square += float(flat @ flat)
+        sums.append([total, square**0.5])
+    return sums
+
+
 def _start_step():
+    global _last_gradient
+    _last_gradient = None
     STATE.backwards = []
+    STATE.first_backward = 0
+    STATE.moved = None
     STATE.batches = {}
     STATE.forwards = []
     STATE.syncs = {}

@@ -96,6 +96,16 @@ CORRECT = [
     Script("by_slices"),
     Script("own_files"),
     Script("by_processes"),
+    Script("config_trainer", ("optim.lr=0.002", "data.batch_size=10")),
+    Script("graph"),
+    Script("generator_loader"),
+    Script("divided_stream"),
+    Script("compiled_amp"),
+    Script("accumulate_no_sync"),
+    Script("fsdp2_full_state", notes=("rate-by-step",)),
+    Script("c10d_flat"),
+    Script("sharpness"),
+    Script("two_networks", notes=("batchnorm-per-rank",)),
 ]
 
 BUGS = [
@@ -1587,5 +1597,85 @@ BUGS = [
             ("device_ids=[self.gpu_id])\n", "device_ids=[self.gpu_id], broadcast_buffers=False)\n"),
         ),
         also=("batchnorm-per-rank",),
+    ),
+    Bug(
+        "sharpness: the gradient of the first pass kept",
+        "sharpness",
+        "no-zero-grad",
+        (("optimizer.first_step(zero_grad=True)", "optimizer.first_step()"),),
+    ),
+    Bug(
+        "graph: stays in evaluation mode",
+        "graph",
+        "no-train-mode",
+        (("    model.train()\n", ""),),
+    ),
+    Bug(
+        "no_sync: gradients left over",
+        "accumulate_no_sync",
+        "no-zero-grad",
+        (
+            ("            optimizer.zero_grad()\n", ""),
+            ("(loss / len(group))", "(loss / ACCUMULATE)"),
+            (
+                "            torch.nn.utils.clip",
+                "            if len(group) < ACCUMULATE:\n                continue\n"
+                "            torch.nn.utils.clip",
+            ),
+            (
+                "            optimizer.step()\n",
+                "            optimizer.step()\n            optimizer.zero_grad()\n",
+            ),
+        ),
+    ),
+    Bug(
+        "two networks: one is not wrapped",
+        "two_networks",
+        "gradients-not-averaged",
+        (('head = DistributedDataParallel(models["head"])', 'head = models["head"]'),),
+    ),
+    Bug(
+        "two networks: the same noise",
+        "two_networks",
+        "same-noise",
+        (("100 + rank", "100"), ("1000 * first + rank", "1000 * first")),
+    ),
+    Bug(
+        "two networks: one rank skips a layer",
+        "two_networks",
+        "skipped-by-a-rank",
+        (
+            (
+                "        return self.out(features + self.time(level))\n",
+                "        if dist.get_rank() == 0:\n"
+                "            features = features + self.time(level)\n"
+                "        return self.out(features)\n",
+            ),
+            (
+                'DistributedDataParallel(models["head"])',
+                'DistributedDataParallel(models["head"], find_unused_parameters=True)',
+            ),
+        ),
+    ),
+    Bug(
+        "compiled: buffers lost",
+        "compiled_amp",
+        "buffers-not-restored",
+        (
+            ('{"model": raw.state_dict(),', '{"model": dict(raw.named_parameters()),'),
+            ('raw.load_state_dict(state["model"])', 'raw.load_state_dict(state["model"], False)'),
+        ),
+    ),
+    Bug(
+        "divided stream: a counter of the loss lost",
+        "divided_stream",
+        "other-step-after-resume",
+        (('        updates = state["updates"]\n', ""),),
+    ),
+    Bug(
+        "gan: no gradient for the generator",
+        "gan",
+        "zero-gradients",
+        (("        errG.backward()\n", ""),),
     ),
 ]
