@@ -122,6 +122,12 @@ ADVICE = {
         "loss = loss_sum * world_size / count",
         "mean-of-the-ranks-means",
     ),
+    "divided-model-differs": Advice(
+        "error",
+        "The model whose parts the ranks hold is not trained as the whole one would be.",
+        "# Sums that were not joined: after a ColwiseParallel layer, a RowwiseParallel one, whose\n"
+        "# output is Replicate(); for what each rank holds whole, the same inputs on all ranks.",
+    ),
     "gradient-scale": Advice(
         "error",
         "The learning rate that works on one process does not on several, and conversely.",

@@ -193,6 +193,8 @@ def _compare_exactly(run, runs, not_run, launch, work, several):
     exact = work / "exact"
     exact.mkdir()
     plan = {"exact": str(exact), "most_steps": 3}
+    parts = runs["two"].any("parts")
+    plan["holds_parts"] = any(e["group"] is None or len(e["group"]) > 1 for e in parts)
     plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
     two = run("exact-two", launch, several, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}
@@ -297,6 +299,7 @@ class Start:
             "world": world,
             "exact": None,
             "joins_statistics": False,
+            "holds_parts": False,
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,

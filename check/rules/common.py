@@ -45,13 +45,31 @@ def two_ranks(checked):
 def holds_parts(checked):
     """How the ranks hold parts of one model ("pipeline", "tensor parallel"), or None."""
     two = checked["two"]
-    parts = two.any("parts") if two else []
+    parts = (
+        [e for e in two.any("parts") if e["group"] is None or len(e["group"]) > 1] if two else []
+    )
     return parts[0]["how"] if parts else None
 
 
+def models(checked):
+    """The numbers of the ranks that hold one model together, for each model."""
+    two = checked["two"]
+    joined = {rank.number: {rank.number} for rank in two.ranks}
+    for event in two.any("parts"):
+        group = joined.keys() if event["group"] is None else event["group"]
+        members = set().union(*(joined.get(number, {number}) for number in group))
+        joined |= dict.fromkeys(members, members)
+    return sorted({tuple(sorted(members)) for members in joined.values()})
+
+
 def replicas(checked):
-    """The ranks of the run on two processes, if each has a model for other samples; else None."""
-    return None if holds_parts(checked) else two_ranks(checked)
+    """The ranks of the run on several processes, if each has a model for samples of its own; of
+    those that hold a model together, the first one. None if there are no several models."""
+    ranks = two_ranks(checked)
+    if ranks is None or not holds_parts(checked):
+        return ranks
+    firsts = {members[0] for members in models(checked)}
+    return [rank for rank in ranks if rank.number in firsts] if len(firsts) > 1 else None
 
 
 def all_close(first, second):

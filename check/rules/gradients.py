@@ -4,19 +4,27 @@ import itertools
 import math
 
 from check.findings import Finding, NotChecked
-from check.rules.common import all_close, first_ranks, holds_parts, is_sharded, replicas, where
+from check.rules.common import (
+    all_close,
+    first_ranks,
+    holds_parts,
+    is_sharded,
+    models,
+    replicas,
+    two_ranks,
+    where,
+)
 
 LOOKED_AT = 16  # steps, as inside/check_inside/own.py does
 
 
 def scale(checked):
     """The gradient of two ranks against that of one process for the same samples."""
-    ranks = replicas(checked)
+    ranks = two_ranks(checked)
+    parts = holds_parts(checked)
     two, one = checked["exact-two"], checked["exact-one"]
     what = "the gradient of two ranks against one process"
     if ranks is None:
-        if holds_parts(checked):
-            yield NotChecked(what, "the ranks hold parts of one model")
         return
     if two is None or one is None or not one.ended:
         why = checked.not_run.get("exact-two") or checked.not_run.get("exact-one")
@@ -25,7 +33,7 @@ def scale(checked):
     for event in two.any("not_exact") + one.any("not_exact"):
         yield NotChecked(what, event["why"])
         return
-    if _start_differently(two.ranks):
+    if not parts and _start_differently(two.ranks):
         yield NotChecked(what, "the ranks start with different models")
         return
     if _inputs_differ(one, two):
@@ -39,26 +47,33 @@ def scale(checked):
     rates = {}
     for event in one.any("gradients"):
         optimizer = event["optimizer"]
-        names = [f"exact-two-gradients-{optimizer}-rank{rank.number}.pt" for rank in two.ranks]
-        paths = [folder / name for name in names]
-        if not all(path.exists() for path in paths):
+        by_rank = {
+            rank.number: next(
+                (e for e in rank.of("gradients") if e["optimizer"] == optimizer), None
+            )
+            for rank in two.ranks
+        }
+        if None in by_rank.values():
             continue
         ours = torch.load(folder / event["file"])
-        theirs = torch.load(paths[0])
+        gradients = {n: torch.load(folder / each["file"]) for n, each in by_rank.items()}
+        # Stages of a pipeline have layers in this order; others have gathered what is divided.
+        holders = models(checked)[0] if parts == "pipeline" else list(by_rank)[:1]
+        theirs = [gradient for number in holders for gradient in gradients[number]]
+        initial = [crc for number in holders for crc in by_rank[number]["initial"]]
         if [t.shape for t in ours] != [t.shape for t in theirs]:
             yield NotChecked(what, "the optimizer has different parameters on one process")
             return
         step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
-        ranks_event = next(e for e in two.ranks[0].of("gradients") if e["optimizer"] == optimizer)
-        if event["initial"] != ranks_event["initial"]:
+        if event["initial"] != initial:
             yield NotChecked(
                 what,
                 "the models start differently: the script sets no seed, or one "
                 "that depends on the number of processes",
             )
             return
-        others = map(torch.load, paths[1:])
-        if not step["sharded"] and not all(_equal(theirs, other) for other in others):
+        is_whole = not step["sharded"] and not parts
+        if is_whole and not all(_equal(theirs, other) for other in gradients.values()):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
@@ -76,6 +91,9 @@ def scale(checked):
         if math.isnan(ratio):
             yield NotChecked(what, "all gradients of one process are zero")
             continue
+        if parts:
+            yield from _of_parts(parts, ratio, rest, step, len(ranks))
+            continue
         if rest > 0.02:
             yield Finding(
                 "mean-of-means",
@@ -90,6 +108,46 @@ def scale(checked):
                 f"for the same samples the gradient of {len(ranks)} ranks is {ratio:.3g} times "
                 "that of one process",
             )
+
+
+def _of_parts(how, ratio, rest, step, count):
+    """The gradient of a model that several ranks hold together."""
+    of = f"for the same samples the gradient of the model that {count} ranks hold ({how})"
+    if rest > 0.02:
+        text = f"{of} differs from that of one process by {100 * rest:.0f} % of its norm"
+        yield Finding("divided-model-differs", where(step), text)
+    elif abs(ratio - 1) > 0.02:
+        text = f"{of} is {ratio:.3g} times that of one process"
+        yield Finding("gradient-scale", _backward_of(step), text)
+
+
+def whole_in_each(checked):
+    """Tensors that each rank holds whole, beside those that are divided."""
+    ranks = two_ranks(checked)
+    if ranks is None or any(event["how"] == "pipeline" for event in checked["two"].any("parts")):
+        return
+    if not holds_parts(checked) and not is_sharded(ranks):
+        return  # averaged() compares all
+    for other in ranks[1:]:
+        for ours, theirs in zip(ranks[0].steps, other.steps, strict=False):
+            positions = {i for i in ours["whole"] if i in theirs["whole"]}
+            pairs = list(zip(ours["parameters"], theirs["parameters"], strict=False))
+            differ = [i for i in sorted(positions) if i < len(pairs) and len(set(pairs[i])) > 1]
+            if not differ:
+                continue
+            if ours["step"] == 0:  # a seed per rank, or parts that the script divides itself
+                why = "tensors that are no DTensors differ at the start: maybe they are parts, too"
+                yield NotChecked("whole tensors beside divided ones", why)
+                return
+            names = ranks[0].steps[0]["all_names"]
+            name = next((names[i] for i in differ if i < len(names) and names[i]), "one")
+            text = f"{len(differ)} tensors that each rank holds whole ({name}, …) differ between"
+            yield Finding(
+                "divided-model-differs",
+                where(ours),
+                f"after {ours['step']} steps {text} rank 0 and rank {other.number}",
+            )
+            return
 
 
 def _inputs_differ(one, two):
@@ -505,6 +563,7 @@ RULES = [
     scale,
     undivided,
     averaged,
+    whole_in_each,
     skipped,
     plateaus,
     own_gradients,

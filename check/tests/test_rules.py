@@ -565,6 +565,56 @@ def test_sealed_list_names_rules_and_has_two_mutants_of_each_repository():
     assert sealed.verdict(entry, mutant, {"found": []}) == "missed"
 
 
+TWO_DIMENSIONS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+world_size = dist.get_world_size()
+tensor_size = min(2, world_size)
+mesh = init_device_mesh("cpu", (world_size // tensor_size, tensor_size), mesh_dim_names=("dp", "tp"))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+fully_shard(model, mesh=mesh["dp"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.randn(128, 8)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank())
+loader = DataLoader(data, 8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_models_that_several_ranks_hold_are_compared_as_a_whole(tmp_path):
+    """Four ranks: two models, each divided between two ranks, and sharded between the two pairs."""
+
+    def found(source):
+        (tmp_path / "train.py").write_text(source)
+        report = json.loads(run_check(tmp_path, "--processes", "4", "--json", "-")[1])
+        return [each["rule"] for each in report["findings"]], str(report["not_checked"])
+
+    rules, not_checked = found(TWO_DIMENSIONS)
+    assert rules == [] and "gradient" not in not_checked
+    assert found(TWO_DIMENSIONS.replace('mesh["dp"].size(), mesh["dp"].get_local_rank()', ""))[
+        0
+    ] == ["different-samples"]
+    scaled = TWO_DIMENSIONS.replace(".backward()", ".div(2 if world_size > 1 else 1).backward()")
+    assert found(scaled)[0] == ["gradient-scale"]
+
+
 NEEDS_TWO = """
 import sys
 import torch, torch.distributed as dist

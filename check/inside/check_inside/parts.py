@@ -16,15 +16,28 @@ def _observe_stage(original):
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         STATE.is_stage = True
-        record("parts", how="pipeline", ranks=self.group_size, place=place())
+        record("parts", how="pipeline", group=_ranks_of(self.group), place=place())
 
     return __init__
 
 
+def _ranks_of(group):
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def _current_mesh():
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_current_mesh()
+
+
 def _observe_parallel(original):
     def parallelize_module(module, device_mesh=None, *args, **kwargs):
-        ranks = device_mesh.size() if device_mesh is not None else None
-        record("parts", how="tensor parallel", ranks=ranks, place=place())
+        mesh = device_mesh if device_mesh is not None else _current_mesh()
+        ranks = mesh.mesh.flatten().tolist() if mesh is not None else None
+        record("parts", how="tensor parallel", group=ranks, place=place())
         return original(module, device_mesh, *args, **kwargs)
 
     return parallelize_module

@@ -351,6 +351,7 @@ def _record_step(optimizer, has_closure):
         schedulers=_schedulers(),
         parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
         gradients=gradients,
+        whole=[i for i, p in enumerate(STATE.parameters[:MOST_TENSORS]) if not _is_divided(p)],
         names=[STATE.names.get(id(p)) for p in parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
@@ -514,6 +515,14 @@ def _is_sharded(parameter):
         return True
     placements = getattr(parameter, "placements", ())
     return any(placement.is_shard() for placement in placements)
+
+
+def _is_divided(parameter):
+    """Whether a parameter is, or may be, a part of one: with a placement, or of FSDP's class."""
+    placements = getattr(parameter, "placements", ())
+    return type(parameter).__name__ == "FlatParameter" or not all(
+        placement.is_replicate() for placement in placements
+    )
 
 
 def _settings(group):

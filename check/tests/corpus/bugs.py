@@ -1678,4 +1678,32 @@ BUGS = [
         "zero-gradients",
         (("        errG.backward()\n", ""),),
     ),
+    Bug(
+        "tensor parallel: sums of the ranks not joined",
+        "tensor_parallel",
+        "divided-model-differs",
+        (
+            (
+                "RowwiseParallel()})",
+                "RowwiseParallel(output_layouts=torch.distributed.tensor.Partial())})",
+            ),
+        ),
+    ),
+    Bug(
+        "tensor parallel: loss divided by the ranks",
+        "tensor_parallel",
+        "gradient-scale",
+        (("y.cuda())\n", "y.cuda()) / world_size\n"),),
+    ),
+    Bug(
+        "pipeline: loss divided by the ranks",
+        "pipeline",
+        "gradient-scale",
+        (
+            (
+                "cross_entropy(outputs, targets)",
+                "cross_entropy(outputs, targets) / dist.get_world_size()",
+            ),
+        ),
+    ),
 ]
