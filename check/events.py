@@ -1,11 +1,14 @@
 """Reads the events of a run: those of each rank, in order."""
 
 import json
+import re
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+FRACTION = r"-?\d+\.\d+(?:e[-+]?\d+)?(?![\d.])(?!\s*(?:s\b|sec|ms\b|it/s))"
 
 
 @dataclass
@@ -84,6 +87,21 @@ class Rank:
             if not e["backwards"] and e["forwards"] and e["batches"]
             if not e["left"] or e["number"] < last
         ]
+
+    @cached_property
+    def results(self):
+        """(place, text, numbers) of each line with fractions that is printed after an evaluation,
+        not within it, and before the next batch. Seconds are left out."""
+        evaluated = {epoch["epoch"] for epoch in self.evaluation}
+        is_after = False
+        found = []
+        for event in self.of("epoch", "batch", "print"):
+            if event["kind"] != "print":
+                is_after = event["kind"] == "epoch" and event["epoch"] in evaluated
+            elif is_after:
+                numbers = re.findall(FRACTION, event["text"])
+                found += [(tuple(event["place"]), event["text"], numbers)] if numbers else []
+        return found
 
     @property
     def fetches(self):

@@ -162,6 +162,8 @@ def _run_each(options, work, start, tell):
         not_run["exact-two"] = "the script did not end on two processes"
     else:
         not_run["exact-two"] = "the script joins no process group"
+    if distributed and two.ended:
+        _alter_evaluation(run, two, launch, several)
     whole = two if distributed else one
     if not whole.ended:
         not_run["killed"] = "the script did not end on two processes"
@@ -187,6 +189,30 @@ def _run_each(options, work, start, tell):
                 more = {"more": arguments, "epochs": options.epochs}
                 run(f"restart-{name}", launch, world, root=killed.root, **more)
     return Checked(options, runs, not_run, launch)
+
+
+def _alter_evaluation(run, two, launch, several):
+    """Runs in which the samples that rank 0, or the last rank, evaluates have other contents, where
+    the ranks join results, and print numbers: each of these should depend on all samples."""
+    loaders = [
+        {epoch["loader"] for epoch in rank.evaluation} - {e["loader"] for e in rank.training}
+        for rank in two.ranks
+    ]
+    if not loaders[0] or not loaders[-1] or not two.ranks[0].results:
+        return
+    shares = [rank.evaluation[0]["base_samples"] for rank in two.ranks]
+    if set(shares[0]) & set(shares[-1]) == set(shares[0]):
+        return  # each of them evaluates all
+    last = str(several - 1)
+    again = run("altered-last", launch, several, altered={last: sorted(loaders[-1])})
+    if again.ranks and _has_equal_numbers(two.ranks[0], again.ranks[0]):
+        run("altered-0", launch, several, altered={"0": sorted(loaders[0])})
+
+
+def _has_equal_numbers(first, second):
+    """Whether two runs of a rank print a number after an evaluation that is the same in both."""
+    pairs = zip(first.results, second.results, strict=False)
+    return any(a == b for ours, theirs in pairs for a, b in zip(ours[2], theirs[2], strict=False))
 
 
 def _compare_exactly(run, runs, not_run, launch, work, several):
@@ -300,6 +326,7 @@ class Start:
             "exact": None,
             "joins_statistics": False,
             "holds_parts": False,
+            "altered": {},
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,
