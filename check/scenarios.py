@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from check import confinement
-from check.events import Run
+from check.events import Run, results_of_one_rank
 from check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
 from check.processes import INSIDE, CannotRun, Processes, with_observers
 
@@ -198,20 +198,25 @@ def _alter_evaluation(run, two, launch, several):
         {epoch["loader"] for epoch in rank.evaluation} - {e["loader"] for e in rank.training}
         for rank in two.ranks
     ]
-    if not loaders[0] or not loaders[-1] or not two.ranks[0].results:
+    results = two.ranks[0].results
+    if not loaders[0] or not loaders[-1] or not results:
         return
     shares = [rank.evaluation[0]["base_samples"] for rank in two.ranks]
     if set(shares[0]) & set(shares[-1]) == set(shares[0]):
         return  # each of them evaluates all
     last = str(several - 1)
     again = run("altered-last", launch, several, altered={last: sorted(loaders[-1])})
-    if again.ranks and _has_equal_numbers(two.ranks[0], again.ranks[0]):
-        run("altered-0", launch, several, altered={"0": sorted(loaders[0])})
+    if not again.ranks or not _has_equal_numbers(results, again.ranks[0].results):
+        return
+    own = run("altered-0", launch, several, altered={"0": sorted(loaders[0])})
+    if own.ranks and results_of_one_rank(results, own.ranks[0].results, again.ranks[0].results):
+        altered = {last: sorted(loaders[-1])}
+        run("altered-again", launch, several, altered=altered, differently=True)
 
 
 def _has_equal_numbers(first, second):
-    """Whether two runs of a rank print a number after an evaluation that is the same in both."""
-    pairs = zip(first.results, second.results, strict=False)
+    """Whether a number of these results is the same in both."""
+    pairs = zip(first, second, strict=False)
     return any(a == b for ours, theirs in pairs for a, b in zip(ours[2], theirs[2], strict=False))
 
 
@@ -327,6 +332,7 @@ class Start:
             "joins_statistics": False,
             "holds_parts": False,
             "altered": {},
+            "differently": False,
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,

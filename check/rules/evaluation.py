@@ -4,6 +4,7 @@ import ast
 import math
 from collections import Counter
 
+from check.events import results_of_one_rank
 from check.findings import Finding, NotChecked
 from check.rules.common import first_ranks, replicas, same_data, where
 
@@ -234,33 +235,20 @@ def _joined_by_files(ranks, events):
 def one_of_several(checked):
     """A number that is printed after an evaluation, and depends on the samples of rank 0 alone,
     where others depend on those of all ranks."""
-    runs = [checked[name] for name in ("two", "altered-0", "altered-last")]
+    runs = [checked[name] for name in ("two", "altered-0", "altered-last", "altered-again")]
     if None in runs or not all(run.ended and run.ranks for run in runs):
         return
-    printed = [run.ranks[0].results for run in runs]
-    if len({len(own) for own in printed}) > 1:
+    two, own, *others = (run.ranks[0].results for run in runs)
+    found = [results_of_one_rank(two, own, other) for other in others]
+    for place, position in found[0].keys() & found[1].keys():
+        value, text = found[0][place, position]
+        yield Finding(
+            "metric-of-one-rank",
+            place,
+            f"{value} in {text.strip()[:80]!r} depends on the samples that rank 0 evaluates, "
+            "but not on those of the last rank",
+        )
         return
-    joined, own = Counter(), {}
-    for (place, text, numbers), *others in zip(*printed, strict=True):
-        if any(len(other[2]) != len(numbers) or other[0] != place for other in others):
-            return
-        for position, values in enumerate(zip(numbers, *(o[2] for o in others), strict=True)):
-            if values[1] == values[0] != values[2]:
-                return  # a number that differs from run to run
-            joined[place, position] += values[0] != values[2]
-            if values[0] != values[1] and values[0] == values[2]:
-                own.setdefault((place, position), []).append((values[0], text))
-    times = Counter(place for place, _, _ in printed[0])
-    for (place, position), cases in own.items():
-        if len(cases) == times[place] > 1 and not joined[place, position] and any(joined.values()):
-            value, text = cases[0]
-            yield Finding(
-                "metric-of-one-rank",
-                place,
-                f"{value} in {text.strip()[:80]!r} depends on the samples that rank 0 evaluates, "
-                "but not on those of the last rank",
-            )
-            return
 
 
 def augmented(checked):

@@ -11,7 +11,7 @@ import pytest
 
 from check.__main__ import parse, script_of
 from check.advice import ADVICE
-from check.events import Rank, Run
+from check.events import Rank, Run, results_of_one_rank
 from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
@@ -282,6 +282,22 @@ def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
     )
     run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
     assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
+
+
+def test_a_number_that_depends_on_the_samples_of_one_rank_alone():
+    def printed(*pairs):
+        return [
+            (("train.py", 9), "Loss 0.1 accuracy 0.2", [str(x) for x in pair]) for pair in pairs
+        ]
+
+    two = printed((0.5, 0.25), (0.4, 0.5))
+    own = printed((0.6, 0.75), (0.7, 0.25))
+    others = printed((0.9, 0.25), (0.8, 0.5))
+    assert list(results_of_one_rank(two, own, others)) == [(("train.py", 9), 1)]
+    once = printed((0.9, 0.25), (0.8, 0.75))  # the same by chance
+    assert not results_of_one_rank(two, own, once)
+    assert not results_of_one_rank(two, own, two)  # nothing is joined: each rank has a result
+    assert not results_of_one_rank(two, own, others[:1])
 
 
 def two_ranks_read(rule, shares, **fields):

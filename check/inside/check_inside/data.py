@@ -294,6 +294,8 @@ def altered(batch):
     import torch
 
     def other(tensor):
+        if PLAN["differently"]:
+            return tensor.abs() if tensor.is_floating_point() else tensor[:1].expand_as(tensor)
         if tensor.is_floating_point():
             return -2 * tensor
         return tensor.roll(1, -1) if tensor.dim() > 1 else tensor.flip(0)
