@@ -25,18 +25,44 @@ for step in range(3):
 """
 
 
-@pytest.mark.slow
-def test_wheel_runs_in_an_environment_that_has_torch(tmp_path):
-    """Without a network. No name of it could hide a module of somebody else."""
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("tests", "__pycache__")
     shutil.copytree(CHECK, source / "check", ignore=ignored)
-    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, source]
+    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, source]
     subprocess.run([sys.executable, "-m", "pip", *build], check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def run_in_project(folder, command, **more):
+    """Run a command in a project outside of the clone, whose script has a bug, which it finds."""
+    (folder / "train.py").write_text(TRAINS)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment.pop("VIRTUAL_ENV", None)
+    done = subprocess.run(
+        command, cwd=folder, env=environment | more, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "train.py:7: error: " in done.stdout, done.stderr
+    assert "[no-zero-grad]" in done.stdout
+
+
+def add_torch(venv):
+    """That of the tests, which may itself be one of an environment without torch in its base."""
+    (packages,) = (venv / "lib").glob("python*/site-packages")
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return packages
+
+
+@pytest.mark.slow
+def test_wheel_runs_in_an_environment_that_has_torch(wheel, tmp_path):
+    """Without a network. No name of it could hide a module of somebody else."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", venv], check=True)
     python = venv / "bin" / "python"
@@ -46,23 +72,27 @@ def test_wheel_runs_in_an_environment_that_has_torch(tmp_path):
     subprocess.run([python, *install], check=True, capture_output=True)
     new = {path.name for path in packages.iterdir()} - before
     assert {name for name in new if not name.endswith(".dist-info")} == {"check_training"}
-    # That of the tests, which may itself be one without torch in its base.
-    (packages / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    add_torch(venv)
     project = tmp_path / "project"
     project.mkdir()
-    (project / "train.py").write_text(TRAINS)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [venv / "bin" / "check-training", "--", "train.py"],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "train.py:7: error: " in done.stdout, done.stderr
-    assert "[no-zero-grad]" in done.stdout
+    run_in_project(project, [venv / "bin" / "check-training", "--", "train.py"])
     found = "import importlib.util; print(importlib.util.find_spec('check'))"
     assert subprocess.check_output([python, "-c", found], cwd=project, text=True) == "None\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
+def test_uv_runs_the_wheel_in_the_environment_of_a_project(wheel, tmp_path):
+    """`uv run --with`, as docs/check.md has it, with a project that does not list the check."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "project"\nversion = "0"\nrequires-python = ">=3.11"\n'
+    )
+    offline = {"UV_OFFLINE": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
+    make = ["uv", "venv", "--python", sys.executable, tmp_path / ".venv"]
+    subprocess.run(make, check=True, capture_output=True, env=os.environ | offline)
+    add_torch(tmp_path / ".venv")
+    run = ["uv", "run", "--no-sync", "--with", wheel, "check-training", "--", "train.py"]
+    run_in_project(tmp_path, run, **offline)
 
 
 def test_package_has_all_modules():
