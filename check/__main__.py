@@ -48,9 +48,7 @@ def parse(arguments):
     )
     parser.add_argument("--steps", type=int, default=4, help="steps per epoch (default: 4)")
     parser.add_argument("--epochs", type=int, default=2, help="epochs per run (default: 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=300, help="seconds for each of the six runs"
-    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for each run")
     parser.add_argument(
         "--device",
         choices=["mapped", "cpu", "cuda"],

@@ -76,7 +76,7 @@ CORRECT = [
     Script("fabric_loop", needs=("lightning",)),
     Script("hf_trainer", notes=("rate-by-step",), needs=("transformers", "accelerate")),
     Script("contrastive"),
-    Script("distillation"),
+    Script("distillation", notes=("buffers-differ",)),
     Script("detection", notes=("rate-by-step",)),
     Script("imbalanced"),
     Script("join_uneven"),
