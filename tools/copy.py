@@ -57,7 +57,7 @@ COMMANDS_OF_TASKS = {
     "images": [f"tasks/images/{name}.py" for name in ("predict", "evaluate", "export")],
     "diffusion": ["tasks/diffusion/sample.py"],
 }
-SOURCES_FOR_TASKS = ("packing", "parquet", "samplers", "shards", "streams")
+SOURCES_FOR_TASKS = ("mixture", "packing", "parquet", "samplers", "shards", "streams", "tokens")
 FOR_TASKS = ["utils/sample_random.py", *(f"sources/{name}.py" for name in SOURCES_FOR_TASKS)]
 NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
