@@ -64,6 +64,7 @@ def become(request):
                 sys.path[i] = copy + path[len(source) :]
     if "numpy" in sys.modules:  # the module random does so by itself
         sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].ORIGINAL_DIR = os.getcwd()
 
