@@ -25,15 +25,18 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from check.diff import report
+from check.diff import bisect, page, report
 from check.diff.factors import EQUAL, ROUNDED
 from check.diff.runs import read_steps
-from check.diff.stages import Comparer
+from check.diff.stages import Comparer, Outcome
 from check.mirror import MOST_BYTES
+from check.processes import Processes
 from check.scenarios import CannotRun, Options, starting
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+RANDOM = ("samples", "inputs", "initial weights", "outputs of modules", "loss")
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the modules
 
 
 def parse(arguments):
@@ -63,6 +66,11 @@ def parse(arguments):
             f"--at-{letter}", metavar="REVISION", help="this project as it was at a commit of git"
         )
     parser.add_argument(
+        "--bisect",
+        metavar="GOOD..BAD",
+        help="find the commit of this project since which command A is not as at GOOD",
+    )
+    parser.add_argument(
         "--rename",
         action="append",
         default=[],
@@ -76,6 +84,14 @@ def parse(arguments):
         metavar="Q,K,V=QKV",
         help="parameters that are one in the other run, by parts of their names",
     )
+    for letter in "ab":
+        parser.add_argument(
+            f"--devices-{letter}",
+            type=int,
+            default=1,
+            metavar="N",
+            help="CUDA devices that it sees, if it starts its own processes (default: 1)",
+        )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each run")
     parser.add_argument("--device", choices=["mapped", "cpu"], default="mapped")
     parser.add_argument("--limit-data", type=int, default=0, metavar="N")
@@ -83,6 +99,7 @@ def parse(arguments):
     parser.add_argument("--hide", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--link", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with all differences")
     options, *commands = _split(arguments)
     args = parser.parse_args(options)
     if len(commands) == 1:
@@ -91,6 +108,10 @@ def parse(arguments):
         parser.error(
             "two commands are expected: -- train.py -- torchrun --nproc_per_node=2 train.py"
         )
+    if args.bisect:
+        args.at_a, dots, args.at_b = args.bisect.partition("..")
+        if not (args.at_a and dots and args.at_b):
+            parser.error(f"--bisect {args.bisect}: GOOD..BAD is expected, two commits of git")
     if args.steps < 1:
         parser.error("--steps is at least 1")
     for name, values in (("--rename", args.rename), ("--join", args.join), ("--env", args.env)):
@@ -160,29 +181,89 @@ def main(arguments):
 
 def compare(args, work):
     """Run both commands, and report where they part. Returns the exit code."""
-    runs, steps = [], []
-    for letter, (command, processes) in zip("ab", args.commands, strict=True):
-        text = " ".join(command)
-        print(f"Running {letter.upper()}: {text}", file=sys.stderr, flush=True)
-        run = observe(args, work / letter, letter, command, processes)
-        found = read_steps(run, work / letter / "runs" / "tensors", args.steps)
-        if not found:
-            raise CannotRun(_failure(run, letter))
-        runs.append(run)
-        steps.append(found)
+    with Processes(ENVIRONMENT) as processes:
+        if args.bisect:
+            return bisect_commits(args, work, processes)
+        outcome = outcome_of(args, work, processes)
+        find_unseeded(args, work, processes, outcome)
+    if args.json:
+        _write(args.json, report.as_json(outcome))
+    if args.html:
+        Path(args.html).write_text(page.html(outcome, args.commands), encoding="utf-8")
+    if args.json != "-":
+        print(report.text(outcome, args.steps))
+    return 0 if outcome.first is None else 1
+
+
+def bisect_commits(args, work, processes):
+    """Find the commit since which command A is not as at the good one. Returns the exit code."""
+    known = steps_of(args, work, "a", processes)
+    good, bad, args.at_b = args.at_a, args.at_b, None
+    outcomes = {}
+
+    def judge(folder):
+        commit = bisect.git(folder, "rev-parse", "HEAD").strip()
+        args.root_b = folder
+        try:
+            outcomes[commit] = outcome_of(args, work / commit, processes, known)
+        except CannotRun as error:
+            print(str(error).splitlines()[-1], file=sys.stderr)
+            return "skip"
+        return "bad" if outcomes[commit].first else "good"
+
+    said = bisect.first_bad(args.root_a.resolve(), good, bad, work / "clone", judge)
+    outcome = outcomes.get(said.split()[0])
+    if args.json:
+        _write(args.json, {"bisect": said, **(report.as_json(outcome) if outcome else {})})
+    if args.html and outcome:
+        Path(args.html).write_text(page.html(outcome, args.commands), encoding="utf-8")
+    if args.json != "-":
+        print(said if outcome is None else f"{said}\n\n{report.headline(outcome)}")
+    return 1
+
+
+def outcome_of(args, work, processes, first=None):
+    """Run both commands, and compare them. first: the Steps of A, if they are known. Returns an
+    Outcome."""
+    steps = [first or steps_of(args, work, "a", processes), steps_of(args, work, "b", processes)]
     comparer = Comparer(
         worlds=tuple(len(found[0].ranks) for found in steps),
         limit=EQUAL if args.dtype == "float64" else ROUNDED,
         renames=[tuple(text.split("=", 1)) for text in args.rename],
         joins=[_join(text) for text in args.join],
     )
-    results = comparer.results(*steps)
-    left_out = sum(rank["left_out"] for found in steps for s in found for rank in s.ranks)
-    if args.json:
-        _write(args.json, report.as_json(results, comparer.worlds, left_out))
-    if args.json != "-":
-        print(report.text(results, steps, comparer.worlds, args.steps, left_out))
-    return 0 if all(result.is_equal for result in results) else 1
+    return Outcome(comparer.results(*steps), steps, comparer.worlds)
+
+
+def find_unseeded(args, work, processes, outcome):
+    """Run A again, and B, where random numbers may be the first difference: numbers that no seed
+    decides are the cause of all others."""
+    first = outcome.first
+    if first is None or first.stage not in RANDOM:
+        return
+    for letter, steps in zip("ab", outcome.steps, strict=True):
+        again = steps_of(args, work, letter, processes, " again")
+        world = len(steps[0].ranks)
+        found = Comparer((world, world)).results(steps[: first.step], again[: first.step])
+        differs = next((result for result in found if not result.is_equal), None)
+        if differs:
+            first.text += (
+                f". But {letter.upper()} is not the same when it runs again (step {differs.step}, "
+                f"{differs.stage}: {differs.text}): no seed decides its random numbers"
+            )
+            return
+
+
+def steps_of(args, work, letter, processes, again=""):
+    """Run command a or b. Returns its Steps."""
+    command, count = args.commands["ab".index(letter)]
+    print(f"Running {letter.upper()}{again}: {' '.join(command)}", file=sys.stderr, flush=True)
+    work = work / f"{letter}{again.strip()}"
+    run = observe(args, work, letter, command, count, processes)
+    found = read_steps(run, work / "runs" / "tensors", args.steps)
+    if not found:
+        raise CannotRun(_failure(run, letter))
+    return found
 
 
 def _join(text):
@@ -190,9 +271,9 @@ def _join(text):
     return whole, parts.split(",")
 
 
-def observe(args, work, letter, command, processes):
+def observe(args, work, letter, command, count, processes):
     """Run one of the commands under observation. Returns a Run."""
-    work.mkdir()
+    work.mkdir(parents=True)
     root = getattr(args, f"root_{letter}").resolve()
     revision = getattr(args, f"at_{letter}")
     if revision:
@@ -203,8 +284,7 @@ def observe(args, work, letter, command, processes):
         steps=args.steps + 1,
         timeout=args.timeout,
         device=args.device,
-        environment={"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the modules
-        | dict(text.split("=", 1) for text in args.env),
+        environment=ENVIRONMENT | dict(text.split("=", 1) for text in args.env),
         hidden=args.hide,
         linked=args.link,
         limit_data=args.limit_data,
@@ -212,16 +292,15 @@ def observe(args, work, letter, command, processes):
     )
     tensors = work / "runs" / "tensors"  # in the only folder in which the script may write
     tensors.mkdir(parents=True)
-    with starting(options, work / "runs") as start:
+    with starting(options, work / "runs", processes) as start:
         plan = {"diff": str(tensors), "dtype": args.dtype, "most_steps": args.steps}
-        launch = "torchrun" if processes else "python"
-        return start.run("diff", launch, max(1, processes), **plan)
+        launch = "torchrun" if count else "python"
+        return start.run("diff", launch, count or getattr(args, f"devices_{letter}"), **plan)
 
 
 def _checked_out(root, revision, target):
     """The folder `root` as it was at a commit."""
-    git = ["git", "-C", str(root)]
-    done = subprocess.run([*git, "archive", revision], capture_output=True)
+    done = subprocess.run(["git", "-C", str(root), "archive", revision], capture_output=True)
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise CannotRun(f"git cannot read {revision} of {root}: {' '.join(reason)}")
@@ -235,7 +314,8 @@ def _failure(run, letter):
     if run.timed_out:
         return f"Run {letter.upper()} did not end (--timeout):\n{output}"
     if run.code:
-        return f"Run {letter.upper()} failed (exit code {run.code}):\n{output}"
+        hint = "\nIf it asks for float32: --dtype own" if "float32" in output[-1000:] else ""
+        return f"Run {letter.upper()} failed (exit code {run.code}):\n{output}{hint}"
     return f"Run {letter.upper()} made no step of an optimizer. Its output ends with:\n{output}"
 
 

@@ -7,6 +7,7 @@ import torch
 
 EQUAL = 1e-9  # relative; in float64, rounding is below 1e-12, and a mistake above 1e-2
 ROUNDED = 1e-4  # float32 somewhere in between
+MOST_ROWS = 50_000
 HALF = 3e-2  # or float16 or bfloat16
 
 
@@ -17,6 +18,7 @@ class Comparison:
     name: str
     difference: float  # the largest, relative to the largest value; inf: not comparable
     how: str  # what is different, in words; "" if they are equal
+    kind: str = ""  # the type of the module whose output it is
 
 
 def relative(a, b):
@@ -54,7 +56,7 @@ def compare(name, a, b, limit, worlds):
 def how_different(a, b, difference, worlds):
     """In words, what makes a out of b."""
     factor = factor_of(a, b)
-    if factor is not None and (a.numel() > 1 or "ratio" in named(factor, worlds)):
+    if factor is not None and (a.numel() > 1 or _is_telling(factor, worlds)):
         return named(factor, worlds)
     if factor is not None:
         return f"{b.item():.6g} in B, {a.item():.6g} in A"
@@ -69,6 +71,30 @@ def how_different(a, b, difference, worlds):
     if difference <= HALF:
         return f"by {difference:.1e}: perhaps bfloat16 or float16 in one of the runs"
     return f"by {difference:.1e} of the largest value"
+
+
+def order_of(a, b):
+    """The order that makes the rows of b those of a, if it is not that which they have; or None."""
+    if (
+        a is None
+        or b is None
+        or a.dim() < 2
+        or a.shape != b.shape
+        or len(a) > MOST_ROWS
+        or torch.equal(a, b)
+    ):
+        return None
+    rows = {tuple(row): number for number, row in enumerate(b.flatten(1).tolist())}
+    if len(rows) < len(b):
+        return None
+    order = [rows.get(tuple(row)) for row in a.flatten(1).tolist()]
+    return None if None in order else order
+
+
+def _is_telling(factor, worlds):
+    """Whether the factor of two numbers, which always have one, says something."""
+    whole = max(abs(factor), abs(1 / factor)) if factor else 0.5
+    return "ratio" in named(factor, worlds) or math.isclose(whole, round(whole), rel_tol=1e-9)
 
 
 def factor_of(a, b):

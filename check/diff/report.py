@@ -1,24 +1,35 @@
 """Prints where two runs part, and what was compared until then."""
 
+from check.diff.factors import EQUAL
 
-def text(results, steps, worlds, asked, left_out):
+
+def headline(outcome):
+    """The first difference, in a sentence; or that there is none."""
+    first = outcome.first
+    if first:
+        return f"The runs part in step {first.step}, in the {first.stage}: {first.text}."
+    largest = max(outcome.results, key=lambda result: result.largest)
+    rounding = f", but for rounding: {largest.largest:.0e} in the {largest.stage}"
+    rounding = rounding if largest.largest > EQUAL else ""
+    count = len({result.step for result in outcome.results})
+    return f"The runs are equal in {count} step{'s' * (count != 1)}{rounding}."
+
+
+def text(outcome, asked):
     """The report for people."""
-    lines = []
-    first = next((result for result in results if not result.is_equal), None)
-    if first is None:
-        count = len({result.step for result in results})
-        lines.append(f"The runs are equal in {count} step{'s' * (count != 1)}.")
-    else:
-        lines.append(f"The runs part in step {first.step}, in the {first.stage}: {first.text}.")
+    lines, first, worlds = [headline(outcome)], outcome.first, outcome.worlds
     lines += ["", f"A: {_ranks(worlds[0])}. B: {_ranks(worlds[1])}.", ""]
-    for result in results:
-        verdict = _verdict(result, result is first)
-        lines.append(f"  step {result.step}  {result.stage:<27} {verdict}")
-    for letter, found in zip("AB", steps, strict=True):
+    for result in outcome.results:
+        said = "DIFFERENT, see above" if result is first else verdict(result)
+        lines.append(f"  step {result.step}  {result.stage:<27} {said}")
+    for letter, found in zip("AB", outcome.steps, strict=True):
         if len(found) < asked:
             lines.append(f"{letter} made {len(found)} of {asked} steps.")
-    if left_out:
-        lines.append(f"{left_out} outputs of modules were too many to compare.")
+    one, two = outcome.per_epoch
+    if None not in (one, two) and one != two:
+        lines.append(f"An epoch has {one} steps in A, {two} in B.")
+    if outcome.left_out:
+        lines.append(f"{outcome.left_out} outputs of modules were too many to compare.")
     return "\n".join(lines)
 
 
@@ -26,27 +37,26 @@ def _ranks(count):
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def _verdict(result, is_first):
-    if result.text and is_first:
-        verdict = "DIFFERENT, see above"
-    elif result.text:
-        verdict = f"different: {result.text}"
+def verdict(result):
+    """What a comparison of one stage has yielded, and what it has left out."""
+    if result.text:
+        said = f"different: {result.text}"
     elif result.compared:
-        verdict = f"equal ({result.compared} compared, largest difference {result.largest:.0e})"
+        said = f"equal ({result.compared} compared, largest difference {result.largest:.0e})"
     else:
         return f"not compared: {result.skipped or 'there are none'}"
-    return f"{verdict}; not compared: {result.skipped}" if result.skipped else verdict
+    return f"{said}; not compared: {result.skipped}" if result.skipped else said
 
 
-def as_json(results, worlds, left_out):
+def as_json(outcome):
     """The results as plain values."""
-    first = next((result for result in results if not result.is_equal), None)
+    first = outcome.first
     return {
         "equal": first is None,
         "first": None if first is None else _result(first),
-        "ranks": {"a": worlds[0], "b": worlds[1]},
-        "stages": [_result(result) for result in results],
-        "outputs left out": left_out,
+        "ranks": dict(zip("ab", outcome.worlds, strict=True)),
+        "stages": [_result(result) for result in outcome.results],
+        "outputs left out": outcome.left_out,
     }
 
 
@@ -60,7 +70,7 @@ def _result(result):
         "text": result.text,
         "not compared": result.skipped,
         "different": [
-            {"name": c.name, "difference": str(c.difference), "how": c.how}
+            {"name": c.name, "kind": c.kind, "difference": str(c.difference), "how": c.how}
             for c in result.different
         ],
     }

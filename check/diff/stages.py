@@ -1,12 +1,13 @@
 """Compares two runs step by step, in the order of causes: data, forward, backward, update."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
-from check.diff.factors import EQUAL, common, compare
+from check.diff.factors import EQUAL, common, compare, order_of, relative
 from check.diff.runs import distinct
 
 
@@ -18,13 +19,42 @@ class Result:
     stage: str
     compared: int = 0
     largest: float = 0.0
-    different: list = field(default_factory=list)  # of Comparison
+    comparisons: list = field(default_factory=list)
     text: str = ""  # what is different, in a sentence
     skipped: str = ""  # why it was not compared, or not all of it
 
     @property
     def is_equal(self):
         return not self.text
+
+    @property
+    def different(self):
+        """The comparisons that found a difference."""
+        return [comparison for comparison in self.comparisons if comparison.how]
+
+
+@dataclass
+class Outcome:
+    """What a comparison has found. steps: those of both runs; worlds: their numbers of ranks."""
+
+    results: list
+    steps: list
+    worlds: tuple
+
+    @property
+    def first(self):
+        """The Result with the first difference, or None."""
+        return next((result for result in self.results if not result.is_equal), None)
+
+    @property
+    def left_out(self):
+        """The number of outputs of modules that were too many to compare."""
+        return sum(rank["left_out"] for found in self.steps for s in found for rank in s.ranks)
+
+    @property
+    def per_epoch(self):
+        """The numbers of steps in an epoch of A and of B; None where that is not known."""
+        return tuple(found[0].per_epoch for found in self.steps)
 
 
 class Comparer:
@@ -35,6 +65,7 @@ class Comparer:
     def __init__(self, worlds, limit=EQUAL, renames=(), joins=()):
         self.worlds, self.limit = worlds, limit
         self.renames, self.joins = renames, joins
+        self.orders = {}  # name of a parameter -> the rows of B in the order of A
 
     def results(self, steps_a, steps_b):
         """The Results of all steps, up to the last stage of the first step with a difference."""
@@ -47,9 +78,11 @@ class Comparer:
 
     def step(self, number, a, b):
         """The Results of one step, in the order of causes."""
-        stages = [self._samples(a, b), self._inputs(a, b)]
-        if number == 0:
-            stages.append(self._weights(a, b))
+        inputs, a, b = self._inputs(a, b)
+        stages = [self._samples(a, b), inputs]
+        stages.append(
+            self._weights(a, b) if number == 0 else self._named("weights", a, b, "before")
+        )
         stages.append(self._outputs(a, b))
         stages.append(self._loss(a, b))
         if any(rank["unclipped"] for step in (a, b) for rank in step.ranks):
@@ -85,11 +118,19 @@ class Comparer:
         return result
 
     def _inputs(self, a, b):
+        """The Result, and both steps, whose padding is left out if it is what differs."""
         result = Result(0, "inputs")
         ours, theirs = a.all_rows, b.all_rows
         if not ours or not theirs:
             result.skipped = "the models get no tensors"
-        elif ours == theirs:
+            return result, a, b
+        for padding in dict.fromkeys(a.paddings + b.paddings) if ours != theirs else ():
+            one, two = a.without(padding), b.without(padding)
+            if one.all_rows == two.all_rows:
+                result.skipped = f"padding, of {padding}, which is longer in one of the runs"
+                a, b, ours, theirs = one, two, one.all_rows, two.all_rows
+                break
+        if ours == theirs:
             result.compared = sum(ours.values())
         else:
             shared = sum((ours & theirs).values())
@@ -97,17 +138,25 @@ class Comparer:
                 f"of {sum(ours.values())} rows in A and {sum(theirs.values())} in B, {shared} are "
                 f"the same: random transforms, or padding, depend on more than the sample"
             )
-        return result
+        return result, a, b
 
     def _weights(self, a, b):
         result = self._named("initial weights", a, b, "before")
+        ours, theirs = a.joined("before"), {self._renamed(n) for n in b.joined("before")}
+        for letter, only in (("A", ours.keys() - theirs), ("B", theirs - ours.keys())):
+            if only and result.compared and not (self.joins or a.has_stages or b.has_stages):
+                result.text += f". Only in {letter}: {_some(only)}"
         for letter, step in (("A", a), ("B", b)):
             ranks = step.disagreements("before")
-            if ranks:
+            if ranks and not step.has_stages:
                 name, rank = next(iter(ranks.items()))
                 result.text += f". Rank {rank} of {letter} has a different {name} than the others"
-        if result.text:
-            result.text = f"{result.text.removeprefix('. ')}. Are they seeded alike"
+        result.text = result.text.removeprefix(". ")
+        moved = sum(order is not None for order in self.orders.values())
+        if moved:
+            result.skipped += f"{', ' * bool(result.skipped)}the order of the rows of {moved}"
+        if result.different and all(c.difference < math.inf for c in result.different):
+            result.text += ". Are they seeded alike"
         return result
 
     def _outputs(self, a, b):
@@ -121,35 +170,46 @@ class Comparer:
             if tensor is None or other is None or tensor.shape != other.shape:
                 left_out += 1
                 continue
-            name = f"{key[1] or 'the model'}, a {kind}"
-            found = compare(name, tensor, other, self.limit, self.worlds)
+            found = compare(key[1], tensor, other, self.limit, self.worlds)
+            found.kind = kind
             self._add(result, found)
         if left_out:
             result.skipped = f"{left_out} outputs that are divided among ranks, or only in A"
         if result.different:
             first = result.different[0]
-            result.text = f"the first is of {first.name}: {first.how}"
-            if "Dropout" in first.name or "Depth" in first.name:
-                result.text += ". It draws random numbers, which are not the same"
+            result.text = (
+                f"the first is of {first.name or 'the model'}, a {first.kind}: {first.how}"
+            )
+            result.text += _of_draws(a.draws(first.name), b.draws(self._origin(first.name, b)))
         return result
+
+    def _origin(self, name, step):
+        """The name in B of what has this name in A."""
+        names = {n for r in step.ranks for f in r["forwards"] for n, _, _ in f["outputs"]}
+        return next((n for n in names if self._renamed(n) == name), name)
 
     def _loss(self, a, b):
         result = Result(0, "loss")
-        if a.loss is None or b.loss is None:
+        if not a.losses or not b.losses:
             result.skipped = "no backward pass begins with one number"
             return result
-        self._add(result, compare("the loss", a.loss, b.loss, self.limit, self.worlds))
+        pairs = [(one, two) for one in a.losses for two in b.losses]
+        one, two = min(pairs, key=lambda pair: relative(*pair))
+        self._add(result, compare("the loss", one, two, self.limit, self.worlds))
         if result.different:
-            result.text = _two(a.loss, b.loss, result.different[0].how)
+            result.text = _two(one, two, result.different[0].how)
         return result
 
     def _gradients(self, stage, a, b, key):
         result = self._named(stage, a, b, key)
         if not result.compared and key == "unclipped":
             result.skipped = "the runs do not both clip by PyTorch's function"
+        clips = [any(rank["unclipped"] for rank in step.ranks) for step in (a, b)]
+        if not result.is_equal and clips[0] != clips[1]:
+            result.text += f". Only {'A' if clips[0] else 'B'} clips them by a function of PyTorch"
         for letter, step in (("A", a), ("B", b)):
             ranks = step.disagreements(key)
-            if ranks and not result.is_equal:
+            if ranks and not result.is_equal and not step.has_stages:
                 name, rank = next(iter(ranks.items()))
                 result.text += (
                     f". The ranks of {letter} have different ones (rank {rank}: {name}, and "
@@ -168,20 +228,32 @@ class Comparer:
             self._add(result, found)
         if result.different:
             result.text = _two(ours[0][0], theirs[0][0], result.different[0].how)
+        for letter, norms in (("A", ours), ("B", theirs)):
+            if any(abs(n[0] - norms[0][0]) > self.limit * abs(n[0]) for n in norms):
+                values = ", ".join(f"{norm[0]:.6g}" for norm in norms)
+                result.text += f". The ranks of {letter} clip by different norms: {values}"
+        result.text = result.text.removeprefix(". ")
         return result
 
     def _settings(self, a, b):
         result = Result(0, "settings of the optimizer")
-        for group, (one, two) in enumerate(
-            zip(a.ranks[0]["settings"], b.ranks[0]["settings"], strict=False)
-        ):
+        for letter, step in (("A", a), ("B", b)):
+            for rank, theirs in enumerate(step.ranks):
+                if letter == "B" or rank:
+                    where = f"on rank {rank} of {letter}" if rank else "in B"
+                    self._compare_settings(
+                        result, a.ranks[0]["settings"], theirs["settings"], where
+                    )
+        return result
+
+    def _compare_settings(self, result, ours, theirs, where):
+        for group, (one, two) in enumerate(zip(ours, theirs, strict=False)):
             for name in one.keys() & two.keys():
                 x, y = (torch.tensor(float(v), dtype=torch.float64) for v in (one[name], two[name]))
                 found = compare(f"{name} of group {group}", x, y, self.limit, self.worlds)
                 self._add(result, found)
-                if found.how:
-                    result.text = f"{name} is {two[name]:.6g} in B, {one[name]:.6g} in A"
-        return result
+                if found.how and not result.text:
+                    result.text = f"{name} is {two[name]:.6g} {where}, {one[name]:.6g} in A"
 
     def _named(self, stage, a, b, key):
         """Compare tensors by their names."""
@@ -189,6 +261,9 @@ class Comparer:
         ours = a.joined(key)
         theirs = {self._renamed(name): value for name, value in b.joined(key).items()}
         ours, theirs = self._joined(ours, theirs)
+        if stage == "initial weights":
+            self.orders |= {name: order_of(ours[name], theirs.get(name)) for name in ours}
+        theirs = {name: self._in_order(name, value) for name, value in theirs.items()}
         names = [name for name in ours if name in theirs]
         if ours and theirs and not names:
             result.skipped = "the runs have no name in common: --rename"
@@ -200,7 +275,30 @@ class Comparer:
             self._add(result, compare(name, ours[name], theirs[name], self.limit, self.worlds))
         if result.different:
             result.text = self._text(result, names)
+        elif self.worlds[0] == self.worlds[1]:
+            result.text = self._of_ranks(a, b, key, names)
         return result
+
+    def _in_order(self, name, value):
+        """A tensor of B with its rows in the order of A: tensor parallelism divides a layer that is
+        queries, keys and values into slices that have some of each."""
+        owner = name.split(" (")[0]
+        order = self.orders.get(owner)
+        if order is None and owner.endswith("bias"):
+            order = self.orders.get(f"{owner.removesuffix('bias')}weight")
+        is_divided = order is not None and value is not None and value.dim()
+        return value[order] if is_divided and len(value) == len(order) else value
+
+    def _of_ranks(self, a, b, key, names):
+        """What differs on one rank alone, of runs that have as many, in words."""
+        for rank, (one, two) in enumerate(zip(a.ranks, b.ranks, strict=True)):
+            theirs = {self._renamed(name): value for name, value in two[key].items()}
+            for name in names:
+                if name in one[key] and name in theirs:
+                    found = compare(name, one[key][name], theirs[name], self.limit, self.worlds)
+                    if found.how:
+                        return f"on rank {rank} alone, {name}: {found.how}"
+        return ""
 
     def _text(self, result, names):
         different = [c.name for c in result.different]
@@ -222,9 +320,8 @@ class Comparer:
 
     def _add(self, result, comparison):
         result.compared += 1
-        if comparison.how:
-            result.different.append(comparison)
-        else:
+        result.comparisons.append(comparison)
+        if not comparison.how:
             result.largest = max(result.largest, comparison.difference)
 
     def _renamed(self, key):
@@ -242,6 +339,19 @@ class Comparer:
                         joined = torch.cat([tensors.pop(n) for n in names])
                         tensors[name.replace(parts[0], whole)] = joined
         return ours, theirs
+
+
+def _of_draws(ours, theirs):
+    """What is to be said of the random numbers that a module has drawn in A and in B."""
+    if not ours and not theirs:
+        return ""
+    if bool(ours) != bool(theirs):
+        return f". It draws random numbers in {'A' if ours else 'B'} alone"
+    if len({*ours, *theirs}) == 1:
+        return ". It draws random numbers, from a generator in the same state, for different rows"
+    if len({*theirs}) == 1 < len(theirs):
+        return ". It draws random numbers, which are the same on all ranks of B"
+    return ". It draws random numbers, from a generator that is not in the same state"
 
 
 def _two(a, b, how):

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import textwrap
+from html.parser import HTMLParser
 
 import pytest
 import torch
 
+from check.diff import page
 from check.diff.command import launched, parse
-from check.diff.factors import compare
-from check.diff.stages import Comparer
+from check.diff.factors import compare, order_of
+from check.diff.runs import Step
+from check.diff.stages import Comparer, Outcome, Result
 from check.tests.test_user import CHECK
 
 SCRIPT = """
@@ -192,7 +195,7 @@ class Part:
     """A step that holds nothing but gradients."""
 
     def __init__(self, **gradients):
-        self.gradients = gradients
+        self.gradients, self.ranks = gradients, [{"unclipped": {}, "gradients": gradients}]
 
     def joined(self, key):
         return dict(self.gradients)
@@ -218,3 +221,152 @@ def test_parameters_of_one_module_are_named_together():
     a, b = Part(**dict.fromkeys(names, A)), Part(**dict.fromkeys(names[:2], 2 * A), **{names[2]: A})
     result = Comparer((1, 2))._gradients("gradients", a, b, "gradients")
     assert "router.*" in result.text and "2 times" in result.text and len(result.different) == 2
+
+
+def page_of(results):
+    return page.html(Outcome(results, [[Step([], [])]] * 2, (1, 2)), [(["a.py"], 0), (["b.py"], 2)])
+
+
+def test_page_is_a_tree_that_opens_where_the_difference_enters():
+    outputs, gradients = Result(1, "outputs of modules", 2), Result(1, "gradients", 1)
+    outputs.comparisons = [
+        compare("h.0.<in>", A, A, 1e-9, (1, 2)),
+        compare("h.0", A, A * 2, 1e-9, (1, 2)),
+    ]
+    gradients.comparisons = [compare("h.0.<in>.weight", A, A * 2, 1e-9, (1, 2))]
+    outputs.text = gradients.text = "something"
+    text = page_of([outputs, gradients])
+    parser = Tree()
+    parser.feed(text)
+    assert parser.stack == [] and parser.outside == []
+    assert parser.open == ["the model", "h", "0"]
+    assert text.count("enters here") == 1 and "h.0.&lt;in&gt;" in text
+    assert page_of([Result(1, "gradients", 1)]).count("enters here") == 0
+
+
+class Tree(HTMLParser):
+    """The summaries of all <details> that are open, and what the page would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack, self.open, self.outside, self.reads = [], [], [], False
+
+    def handle_starttag(self, tag, attributes):
+        names = dict(attributes)
+        self.outside += [names[name] for name in ("src", "href") if name in names]
+        if tag == "details":
+            self.stack.append("open" in names)
+        self.reads = tag == "b"
+
+    def handle_data(self, data):
+        if self.reads and self.stack[-1]:
+            self.open.append(data)
+        self.reads = False
+
+    def handle_endtag(self, tag):
+        if tag == "details":
+            self.stack.pop()
+
+
+ALONE = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_commit_that_changed_the_numbers_is_found(tmp_path):
+    """Of eight, one of which does not run. The folder, with a change of the user's, stays as it
+    is."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    texts = [f"{ALONE}# {number}\n" for number in range(8)]
+    texts[3] = texts[3].replace("0.1)", "0.1))")
+    texts[5:] = [text.replace("True))", 'True), reduction="sum")') for text in texts[5:]]
+    for number, text in enumerate(texts):
+        (tmp_path / "train.py").write_text(textwrap.dedent(text))
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", f"number {number}"], check=True)
+    (tmp_path / "train.py").write_text("not yet finished")
+    state = subprocess.check_output([*git, "status", "--porcelain", "--branch"])
+    done = subprocess.run(
+        [*CHECK, "diff", "--bisect", "HEAD~7..HEAD", "--html", "page.html", "--", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "is the first bad commit" in done.stdout and "number 5" in done.stdout
+    assert "8 times" in done.stdout and "number 3: skip" in done.stderr
+    assert (tmp_path / "train.py").read_text() == "not yet finished"
+    (tmp_path / "page.html").unlink()
+    assert subprocess.check_output([*git, "status", "--porcelain", "--branch"]) == state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "replacement", "stage", "words"),
+    [
+        ("torch.manual_seed(0)", "", "initial weights", "A is not the same when it runs again"),
+        (
+            "Dropout(0.0)",
+            "Dropout(0.5)",
+            "outputs of modules",
+            "It draws random numbers in B alone",
+        ),
+    ],
+)
+def test_random_numbers_are_named(line, replacement, stage, words, tmp_path):
+    """Of a script without a DataLoader."""
+    text = textwrap.dedent(ALONE)
+    (tmp_path / "b.py").write_text(text.replace(line, replacement))
+    (tmp_path / "a.py").write_text(text if "Dropout" in line else (tmp_path / "b.py").read_text())
+    code, result, _ = diff(tmp_path, "--steps", "1", "--", "a.py", "--", "b.py")
+    assert code == 1 and result["first"]["stage"] == stage and words in result["first"]["text"]
+    assert "reads no DataLoader" in result["stages"][0]["not compared"]
+
+
+@pytest.mark.slow
+def test_float32_that_differs_by_rounding_is_equal(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    command = [*CHECK, "diff", "--dtype", "own", "--", *ONE, "--", *TWO]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "but for rounding" in done.stdout
+
+
+def test_padding_and_order_of_rows_are_no_difference():
+    weight = torch.randn(6, 2, dtype=torch.float64)
+    order = order_of(weight, weight[[3, 0, 1, 2, 5, 4]])
+    assert weight[[3, 0, 1, 2, 5, 4]][order].equal(weight)
+    assert order_of(weight, weight) is None and order_of(weight, weight * 2) is None
+
+    def step(tokens):
+        tokens = torch.tensor(tokens)
+        outputs = {("", "Embedding", 0): [tokens[..., None].double()]}
+        rows = [hash(tuple(row)) for row in tokens.tolist()]
+        forward = {
+            "model": 0,
+            "part": 0,
+            "rows": rows,
+            "tokens": tokens,
+            "outputs": outputs,
+            "draws": {},
+        }
+        return Step([{"forwards": [forward]}], [[]])
+
+    a, b = step([[5, 6, 0, 0], [7, 8, 9, 0]]), step([[7, 8, 9], [5, 6, 0]])
+    result, a, b = Comparer((1, 1))._inputs(a, b)
+    assert result.is_equal and result.compared == 2 and "padding" in result.skipped
+    outputs = Comparer((1, 1))._outputs(a, b)
+    assert outputs.is_equal and outputs.compared == 1
+    result, *_ = Comparer((1, 1))._inputs(step([[5, 6, 0]]), step([[5, 7, 0]]))
+    assert "0 are the same" in result.text

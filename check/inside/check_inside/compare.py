@@ -17,9 +17,10 @@ WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapp
 WRAPPER_TYPES = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 LOW = ("float32", "float16", "bfloat16")
 FOLDER = PLAN.get("diff")
-_roots = {}  # id of a model whose forward the script calls -> (its number, itself)
-_names = {}  # id of a module or a parameter -> its name
-_running = []  # the names of the modules whose forward is running
+_roots = []  # models whose forward the script calls, wrappers left out
+_names = None  # a WeakIdKeyDictionary: module or parameter -> its name
+_parts = {}  # what the script calls, such as the stages of a model -> a number
+_running = []  # the states of the generator before the forwards that are running
 _step = {}
 _save = None
 _count = 0
@@ -33,8 +34,9 @@ def install(name, torch):
     import torch.nn.modules.module as modules
     import torch.nn.utils.clip_grad as clip_grad
 
-    global _save
+    global _save, _names
     _save = torch.save  # not yet observed
+    _names = torch.utils.weak.WeakIdKeyDictionary()
     if PLAN["dtype"] == "float64":
         _compute_in_float64(torch)
     _start_step()
@@ -46,8 +48,8 @@ def install(name, torch):
     replace(torch.autograd, "backward", _observe_backward)
     replace(torch.optim.Optimizer, "zero_grad", _observe_zero_grad)
     replace(torch.nn.Module, "zero_grad", _observe_zero_grad)
-    for function in ("clip_grad_norm_", "clip_grad_value_"):
-        replacement = _observe_clip(getattr(clip_grad, function))
+    for function in ("clip_grads_with_norm_", "clip_grad_norm_", "clip_grad_value_"):
+        replacement = _observe_clip(getattr(torch.nn.utils, function))
         for module in (clip_grad, torch.nn.utils):
             setattr(module, function, replacement)
 
@@ -58,17 +60,36 @@ def _compute_in_float64(torch):
 
     low = {getattr(torch, name) for name in LOW}
     casts = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+    of_bytes = (
+        torch.frombuffer,
+        torch.from_file,
+        torch.Tensor.view,
+    )  # the dtype says what is there
+    loading = []
 
     def double(value):
         return torch.float64 if isinstance(value, torch.dtype) and value in low else value
 
     class Float64(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
+            if loading or function in of_bytes:
+                return function(*args, **kwargs or {})
             if function in casts:
                 return args[0].double()
             kwargs = {name: double(value) for name, value in (kwargs or {}).items()}
             return function(*map(double, args), **kwargs)
 
+    def observe_load(original):
+        def load(*args, **kwargs):
+            loading.append(True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                loading.pop()
+
+        return load
+
+    replace(torch, "load", observe_load)
     torch.set_default_dtype(torch.float64)
     Float64().__enter__()
     autocast = torch.amp.autocast_mode.autocast.__init__
@@ -94,9 +115,11 @@ def _before_forward(module, inputs):
 
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
+    if not _running and next(module.parameters(), None) is None:
+        return None  # a transform, or a loss
     if not _running:
         _start_forward(module)
-    _running.append(_names.get(id(module), type(module).__name__))
+    _running.append(checksum(torch.get_rng_state()))
     first = next(module.parameters(), None) if len(_running) == 1 else None
     if PLAN["dtype"] != "float64" or first is None or first.dtype != torch.float64:
         return None
@@ -108,18 +131,42 @@ def _as_double(tensor):
 
 
 def _start_forward(module):
-    inner = module
-    while type(inner).__name__ in WRAPPER_TYPES:
-        inner = inner.module
-    number, _ = _roots.setdefault(id(inner), (len(_roots), inner))
+    while type(module).__name__ in WRAPPER_TYPES:
+        module = module.module
+    number = _number_of(module)
     prefix = f"model {number + 1}: " if number else ""
-    for name, part in module.named_modules():
-        _names.setdefault(id(part), prefix + plain(name))
+    for name, part in _roots[number].named_modules():
+        if type(part).__name__ not in WRAPPER_TYPES:
+            _names[part] = prefix + plain(name)
         for parameter_name, parameter in part.named_parameters(recurse=False):
             own = f"{name}.{parameter_name}" if name else parameter_name
-            _names.setdefault(id(parameter), prefix + plain(own))
-    forward = {"model": number, "rows": None, "outputs": {}, "used": False}
-    _step["forwards"].append(forward)
+            _names[parameter] = prefix + plain(own)
+    part = _parts.setdefault(module, len(_parts))
+    forward = {
+        "model": number,
+        "part": part,
+        "rows": None,
+        "tokens": None,
+        "outputs": {},
+        "draws": {},
+    }
+    _step["forwards"].append(forward | {"used": False})
+
+
+def _number_of(module):
+    """The number of a model. What has no other parameters is a part of it, or wraps it; the
+    innermost one that has all of them gives them their names."""
+    parameters = {*map(id, module.parameters())}
+    for number, root in enumerate(_roots):
+        known = {*map(id, root.parameters())}
+        if root is module:
+            return number
+        if parameters and known and (parameters <= known or parameters > known):
+            if parameters > known or (parameters == known and module in root.modules()):
+                _roots[number] = module
+            return number
+    _roots.append(module)
+    return len(_roots) - 1
 
 
 def plain(name):
@@ -135,14 +182,19 @@ def _after_forward(module, args, kwargs, outputs):
 
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not _running:
         return
-    name = _running.pop()
+    state = _running.pop()
     if not torch.is_grad_enabled():
         if not _running:
             _step["forwards"].pop()  # of an evaluation
         return
     forward = _step["forwards"][-1]
     if not _running:
-        forward["rows"] = _rows((args, kwargs))
+        forward["rows"], forward["tokens"] = _rows((args, kwargs))
+    if module not in _names:
+        return  # a wrapper, or made while the model runs
+    name = _names[module]
+    if checksum(torch.get_rng_state()) != state:
+        forward["draws"].setdefault(name, state)
     leaves = torch.utils._pytree.tree_leaves(outputs)
     for number, tensor in enumerate(x for x in leaves if isinstance(x, torch.Tensor)):
         if tensor.is_floating_point() and not tensor.is_meta:
@@ -155,7 +207,8 @@ def _after_forward(module, args, kwargs, outputs):
 
 
 def _rows(inputs):
-    """A checksum of each row of the inputs of a model, by which rows are matched."""
+    """A checksum of each row of the inputs of a model, by which rows are matched; and the inputs
+    themselves if they may be tokens, which are padded to different lengths on different ranks."""
     import torch
 
     leaves = [
@@ -167,21 +220,30 @@ def _rows(inputs):
     for leaf in leaves:
         if len(leaf) == len(rows):
             rows = [checksum(leaf[i], crc) for i, crc in enumerate(rows)]
-    return rows
+    is_text = leaves and leaves[0].dim() == 2 and leaves[0].dtype in (torch.int64, torch.int32)
+    return rows, _copy(leaves[0]) if is_text else None
 
 
 # Losses, gradients, and steps.
 
 
 def _observe_backward(original):
+    running = []
+
     def backward(tensors, grad_tensors=None, *args, **kwargs):
         tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
         given = grad_tensors if isinstance(grad_tensors, tuple | list) else [grad_tensors]
-        if tensor.numel() == 1 and all(gradient is None for gradient in given):
-            _step["losses"].append(float(tensor.detach()))
+        is_loss = tensor.numel() == 1 and all(gradient is None for gradient in given)
+        if is_loss and not running:  # the original calls itself in the mode that computes float64
+            scale = STATE.scaler.get_scale() if STATE.is_scaled else 1.0
+            _step["losses"].append(float(tensor.detach()) / scale)
         for forward in _step["forwards"]:
             forward["used"] = True
-        return original(tensors, grad_tensors, *args, **kwargs)
+        running.append(True)
+        try:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            running.pop()
 
     return backward
 
@@ -200,13 +262,15 @@ def _observe_clip(original):
     def clip(parameters, *args, **kwargs):
         listed = [parameters] if hasattr(parameters, "grad") else list(parameters)
         for parameter in listed:
-            name = _names.get(id(parameter))
+            name = _names.get(parameter)
             if name is not None and parameter.grad is not None:
                 _step["unclipped"].setdefault(name, _whole(parameter.grad))
-        norm = original(listed, *args, **kwargs)
-        if hasattr(norm, "numel"):
-            _step["norms"].append(float(_whole(norm)))
-        return norm
+        result = original(listed, *args, **kwargs)
+        # The norm is what one function returns, and what another is given.
+        norm = result if result is not None else (args[1:] or [kwargs.get("total_norm")])[0]
+        if hasattr(norm, "numel") and (norm := float(_whole(norm))) not in _step["norms"]:
+            _step["norms"].append(norm)
+        return result
 
     return clip
 
@@ -243,7 +307,7 @@ def _after_step(optimizer, args, kwargs):
             if isinstance(value, torch.Tensor):
                 _step["state"][f"{name} ({key})"] = _whole(value)
     seen = set()
-    for number, model in _roots.values():
+    for number, model in enumerate(_roots):
         prefix = f"model {number + 1}: " if number else ""
         for name, buffer in model.named_buffers():
             if id(buffer) not in seen:
@@ -267,7 +331,7 @@ def _start_step():
 def _named(optimizer):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
-        yield _names.get(id(parameter), f"parameter {number}"), parameter
+        yield _names.get(parameter, f"parameter {number}"), parameter
 
 
 def _local(tensor):
@@ -282,4 +346,7 @@ def _whole(tensor):
 
 
 def _copy(tensor):
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    import torch
+
+    tensor = tensor.detach().to_dense() if tensor.layout == torch.sparse_coo else tensor.detach()
+    return tensor.to("cpu", copy=True).contiguous()

@@ -1,6 +1,8 @@
 """Observes fully_shard and its older class: the model of each rank before it is sharded."""
 
-from check_inside.record import checksum, guarded, place, record
+from check_inside.record import PLAN, checksum, guarded, place, record
+
+IS_FLOAT64 = PLAN["diff"] and PLAN["dtype"] == "float64"  # see compare.py
 
 
 def install(name, module):
@@ -9,6 +11,8 @@ def install(name, module):
 
     def fully_shard(model, *args, **kwargs):
         record("shard", checksums=_checksums(model), place=place())
+        if IS_FLOAT64:
+            kwargs.pop("mp_policy", None)
         return original(model, *args, **kwargs)
 
     for attribute in ("state", "__wrapped__"):
@@ -21,6 +25,8 @@ def install(name, module):
     def __init__(self, model, *args, **kwargs):
         if not kwargs.get("sync_module_states"):
             record("shard", checksums=_checksums(model), place=place())
+        if IS_FLOAT64:
+            kwargs.pop("mixed_precision", None)
         init(self, model, *args, **kwargs)
 
     wrapper.__init__ = __init__
