@@ -26,7 +26,16 @@ from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 from tools.verify import one_file
-from tools.verify.cases import ONE_FILE, ORDER_COPIES, RECIPES, SAME_SHAPE, SUITES, Case, Suite
+from tools.verify.cases import (
+    ONE_FILE,
+    ONE_FILE_COPY,
+    ORDER_COPIES,
+    RECIPES,
+    SAME_SHAPE,
+    SUITES,
+    Case,
+    Suite,
+)
 from tools.verify.plants import PLANTS, plant
 from tools.verify.run import (
     apply_recipe,
@@ -64,6 +73,7 @@ OWN_PATH_FOR_CPUS = ("train_1gpu_graph.py",)  # CUDA graphs cannot be mapped to 
 ONE_FILE_TASK = ["tools/__init__.py", "tools/verify/__init__.py", "tools/verify/one_file_task.py"]
 
 
+PROCESSES = ("spawn_processes", "fsdp_size")
 MORE = {"epoch-restarted-on-resume": {"save_steps": 3}}  # flags without which a bug has no effect
 REFUSED = "refused by the script"
 VERDICTS = ("reported", REFUSED, "not checked", "missed")
@@ -166,42 +176,49 @@ def options_of(own, folder):
     project_with_task(own.suite.task, project)
     for bug in own.bugs:
         plant(bug, project)
-    flags = {name: value for name, value in own.suite.base.items() if name != "audit"}
-    flags |= own.case.flags | {"output_dir": "run"}
-    for name in ("spawn_processes", "fsdp_size"):
-        flags.pop(name, None)  # the check decides how many processes there are
-    flags |= MORE.get(own.name, {})
+    # The check decides how many processes there are, and gives the batches of two ranks to one.
+    flags = own.case.flags | MORE.get(own.name, {})
+    flags = {name: value for name, value in flags.items() if name not in PROCESSES}
     if own.suite.task in ("text", "moe"):
-        flags |= SAME_SHAPE  # or the batches of two ranks could not be given to one
+        flags |= SAME_SHAPE
+    command, environment = command_of(own.suite, own.case, flags, project)
+    device = "cpu" if own.case.script in OWN_PATH_FOR_CPUS else "mapped"
+    steps = own.suite.steps  # to the end of each epoch
+    return Options(command, project, steps=steps, environment=environment, device=device)
+
+
+def command_of(suite, case, flags, project):
+    """The script of a case with its flags, and the environment that it needs. What it reads is
+    written into the folder of the project."""
+    flags = {name: value for name, value in suite.base.items() if name != "audit"} | flags
+    flags["output_dir"] = "run"
     if "weights" in flags:
         save_pretrained_weights(project / "weights.pth")
         flags["weights"] = "weights.pth"
     if "data_dir" in flags:
-        write_shards(project / "shards", own.suite.base)
+        write_shards(project / "shards", suite.base)
         flags["data_dir"] = "shards"
     if flags.get("text_file") == "FOLDER":
-        write_text_shards(project / "texts", own.suite)
+        write_text_shards(project / "texts", suite)
         flags["text_file"] = "texts"
     elif "text_file" in flags:
         flags["text_file"] = write_text(project / "text.txt").name
-    if own.case.script in ORDER_COPIES:
-        original, order = ORDER_COPIES[own.case.script]
-        order_copy(project / original, project / own.case.script, order)
-    if own.case.script in RECIPES:
-        original, recipe = RECIPES[own.case.script]
+    if case.script in ORDER_COPIES:
+        original, order = ORDER_COPIES[case.script]
+        order_copy(project / original, project / case.script, order)
+    if case.script in RECIPES:
+        original, recipe = RECIPES[case.script]
         apply_recipe(project / "docs" / "recipes" / f"{recipe}.md", project)
-        shutil.copyfile(project / original, project / own.case.script)
+        shutil.copyfile(project / original, project / case.script)
     environment = {}
-    if own.case.script in ONE_FILE:
+    if case.script in ONE_FILE:
         flags = one_file.flags_of(flags, Path("run"))
+    if case.script in (*ONE_FILE, ONE_FILE_COPY):
         environment = {"READS": "reads", "PYTHONPATH": "."}
         for name in ONE_FILE_TASK:
             (project / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, project / name)
-    command = [own.case.script, *flag_list(flags)]
-    device = "cpu" if own.case.script in OWN_PATH_FOR_CPUS else "mapped"
-    steps = own.suite.steps  # to the end of each epoch
-    return Options(command, project, steps=steps, environment=environment, device=device)
+    return [case.script, *flag_list(flags)], environment
 
 
 def main():
