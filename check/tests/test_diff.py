@@ -289,11 +289,11 @@ def test_commit_that_changed_the_numbers_is_found(tmp_path):
     is."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run([*git, "init", "-q"], check=True)
-    texts = [f"{ALONE}# {number}\n" for number in range(8)]
+    texts = [f"{textwrap.dedent(ALONE)}# {number}\n" for number in range(8)]
     texts[3] = texts[3].replace("0.1)", "0.1))")
     texts[5:] = [text.replace("True))", 'True), reduction="sum")') for text in texts[5:]]
     for number, text in enumerate(texts):
-        (tmp_path / "train.py").write_text(textwrap.dedent(text))
+        (tmp_path / "train.py").write_text(text)
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-qm", f"number {number}"], check=True)
     (tmp_path / "train.py").write_text("not yet finished")
