@@ -33,7 +33,8 @@ class TokenFiles(Dataset[Tensor]):
     theirs, such as "uint16", unless a file FILE.idx of Megatron-LM says it. limit: no token is as
     large, such as the size of the vocabulary.
 
-    Raises UserError if a file cannot be read, is empty, or is not a multiple of the dtype's size.
+    Raises UserError if a file cannot be read, is empty, is not a multiple of the dtype's size, or,
+    as far as parts of it tell, has tokens of another type or above the limit.
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class TokenFiles(Dataset[Tensor]):
         self.shard_sizes = [-(-(length - 1) // size) for length in self.lengths]  # in pieces
         self.ends = numpy.cumsum(self.shard_sizes)
         self.maps: dict[int, numpy.ndarray] = {}  # by file, as it is read
+        for number, path in enumerate(self.paths):
+            for block in self._blocks(number):
+                self._check(path, numpy.frombuffer(block, self.dtypes[number]))
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -57,11 +61,7 @@ class TokenFiles(Dataset[Tensor]):
         number = int(numpy.searchsorted(self.ends, index, side="right"))
         start = (index - int(self.ends[number]) + self.shard_sizes[number]) * self.size
         piece = self._map(number)[start : start + self.size + 1].astype(numpy.int64)
-        if piece.min() < 0 or piece.max() >= self.limit:
-            raise UserError(
-                f"{self.paths[number]} holds the token {piece.max()} near token {start}, and the "
-                f"model knows those below {self.limit}: pass the size of the tokenizer's vocabulary"
-            )
+        self._check(self.paths[number], piece)
         return torch.from_numpy(piece)
 
     def __getstate__(self) -> dict[str, object]:
@@ -73,12 +73,30 @@ class TokenFiles(Dataset[Tensor]):
         and a checksum of parts of their contents. name: of the split, such as "train"."""
         checksum = 0
         for number, path in enumerate(self.paths):
-            data = self._map(number).view(numpy.uint8)
-            checksum = zlib.crc32(f"{Path(path).name} {len(data)}".encode(), checksum)
-            for start in numpy.linspace(0, max(0, len(data) - BLOCK), BLOCKS, dtype=numpy.int64):
-                checksum = zlib.crc32(data[start : start + BLOCK].tobytes(), checksum)
+            checksum = zlib.crc32(f"{Path(path).name} {self.lengths[number]}".encode(), checksum)
+            for block in self._blocks(number):
+                checksum = zlib.crc32(block, checksum)
         facts = f"{len(self.paths)} files, {sum(self.lengths)} tokens, checksum {checksum:08x}"
         return {f"{name}_tokens": facts}
+
+    def _blocks(self, number):
+        """Parts of a file, from its start to its end, as bytes."""
+        data, size = self._map(number), BLOCK // self.dtypes[number].itemsize
+        starts = numpy.linspace(0, max(0, len(data) - size), BLOCKS, dtype=numpy.int64)
+        return [data[start : start + size].tobytes() for start in starts]
+
+    def _check(self, path, tokens):
+        if tokens.dtype == numpy.uint16 and len(tokens) > 16 and tokens[1::2].max() <= 1:
+            raise UserError(
+                f"{path} seems to hold uint32: every other uint16 is 0 or 1. Tokens of uint32 are "
+                f"read with a vocabulary of more than 65,536"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.limit:
+            raise UserError(
+                f"{path} holds the token {tokens.max()}, and the model knows those below "
+                f"{self.limit}: pass the size of the tokenizer's vocabulary, or the files have "
+                f"tokens of another type than {numpy.result_type(*self.dtypes)}"
+            )
 
     def _map(self, number):
         if number not in self.maps:

@@ -68,16 +68,21 @@ def load_documents(args):
     """The texts of all files, as a dataset of str."""
     is_text = args.texts[0].suffix == ".txt"
     cache = args.folder / ".cache"
-    return Shards(args.texts, _text_of, str(cache), paragraphs=is_text)
+    return Shards(args.texts, _text_of, str(cache), paragraphs=is_text, length="text")
 
 
 def _text_of(value):
     return value if isinstance(value, str) else value["text"]
 
 
+def vocabulary_of(tokenizer):
+    """The number of embeddings that the tokens need: some numbers may be of no token."""
+    return max(256, 1 + max(tokenizer.get_vocab().values()))
+
+
 def dtype_of(tokenizer):
     """The smallest type that holds all tokens."""
-    return numpy.uint16 if tokenizer.get_vocab_size() <= 2**16 else numpy.uint32
+    return numpy.uint16 if vocabulary_of(tokenizer) <= 2**16 else numpy.uint32
 
 
 def part_path(args, number):
@@ -106,18 +111,17 @@ def fingerprint(args):
 def join(args, count, dtype):
     """Write DEST/train.bin and DEST/val.bin of all parts, in order. Returns their numbers of
     tokens."""
-    totals = {}
-    for split in ("train", "val"):
-        target, totals[split] = args.folder / f"{split}.bin", 0
-        temporary = target.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+    totals = {"train": 0, "val": 0}
+    for split in totals:
+        with open(args.folder / f"{split}.tmp", "wb") as file:
             for number in range(count):
                 tokens = numpy.load(part_path(args, number))[split]
                 file.write(tokens.astype(dtype).tobytes())
                 totals[split] += len(tokens)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
+    for split in totals:
+        (args.folder / f"{split}.tmp").replace(args.folder / f"{split}.bin")
     return totals
 
 
@@ -137,13 +141,25 @@ def main():
     for path in (*args.texts, args.tokenizer):
         if not path.is_file():
             raise UserError(f"there is no file {path}")
-    if found := [p for p in (args.folder / "train.bin", args.folder / "val.bin") if p.exists()]:
+    if len({path.suffix for path in args.texts} | {".jsonl"}) > 2 or not (
+        {path.suffix for path in args.texts} <= {".jsonl", ".txt"}
+    ):
+        raise UserError("pass texts of one kind, .jsonl or .txt")
+    parts = args.folder / ".parts"  # until all is done
+    found = [p for p in (args.folder / "train.bin", args.folder / "val.bin") if p.exists()]
+    if found and not parts.exists():
         raise UserError(f"{found[0]} exists: remove it, or name a different folder")
     tokenizer = load_tokenizer(args.tokenizer)
     if tokenizer.token_to_id(args.end) is None:
         raise UserError(f"{args.tokenizer} has no token {args.end!r}: pass --end with one it has")
-    parts = args.folder / ".parts"
-    parts.mkdir(parents=True, exist_ok=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    documents = len(load_documents(args))
+    if documents < args.val_every:
+        raise UserError(
+            f"the texts have {documents} documents, of which every {args.val_every}th is for "
+            f"validation: pass a smaller --val-every"
+        )
+    parts.mkdir(exist_ok=True)
     known, facts = parts / "made_of.json", json.loads(json.dumps(fingerprint(args)))
     if known.exists() and json.loads(known.read_text(encoding="utf-8")) != facts:
         raise UserError(
@@ -151,17 +167,16 @@ def main():
             f"start over"
         )
     write_text(known, json.dumps(facts))
-    count = -(-len(load_documents(args)) // PER_PART)
+    count = -(-documents // PER_PART)
     with multiprocessing.Pool(args.processes, start_process, [args]) as pool:
         for done, _ in enumerate(pool.imap_unordered(write_part, range(count)), start=1):
             if done % 50 == 0 or done == count:
                 say(f"{done} of {count} parts, of {PER_PART} documents each")
     totals = join(args, count, dtype_of(tokenizer))
     shutil.rmtree(parts)
-    dtype = numpy.dtype(dtype_of(tokenizer))
     say(
-        f"{args.folder}: {totals['train']} tokens to train with, {totals['val']} to validate with, "
-        f"{dtype}. Train with --text-file {args.folder} --vocabulary {tokenizer.get_vocab_size()}"
+        f"{args.folder}: {totals['train']} tokens to train with, {totals['val']} to validate with. "
+        f"Train with --text-file {args.folder} --vocabulary {vocabulary_of(tokenizer)}"
     )
 
 

@@ -71,9 +71,10 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
             TokenFiles([path], 4)
     with pytest.raises(UserError, match=r"cannot read .*missing\.bin"):
         TokenFiles([tmp_path / "missing.bin"], 4)
-    files = TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
-    with pytest.raises(UserError, match=r"b\.bin holds the token 300 .* below 300: .* vocabulary"):
-        files[0]
+    with pytest.raises(UserError, match=r"b\.bin holds the token 300, .* below 300: .* vocabulary"):
+        TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
+    with pytest.raises(UserError, match="seems to hold uint32"):
+        TokenFiles([write(tmp_path / "c.bin", [1, 70000, 2, 99999, 5] * 20, "uint32")], 4)
 
 
 @pytest.fixture
