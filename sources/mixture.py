@@ -4,6 +4,7 @@ For build_datasets() of a task: docs/recipes/mixtures.md.
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
@@ -67,6 +68,9 @@ class Mixture(BatchDataset):
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
             raise UserError("a mixture has no sources")
+        for value in (batch_size, samples):
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise UserError(f"batch_size and samples are whole numbers above 0, not {value}")
         _check_names(self.names, orders, "orders")
         self.samplers = [
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
@@ -199,8 +203,14 @@ class Mixture(BatchDataset):
         if weights is None:
             sizes = tokens or dict(zip(self.names, self.sizes, strict=True))
             given = {name: sizes[name] for name in self.names}
-        phases = [(0, given)] if isinstance(given, Mapping) else list(given)
-        steps = [step for step, _ in phases]
+        try:
+            phases = [(0, given)] if isinstance(given, Mapping) else [(s, {**w}) for s, w in given]
+            steps = [operator.index(step) for step, _ in phases]
+        except (TypeError, ValueError):
+            raise UserError(
+                f"the weights of a mixture are {{name: weight}}, or [(step, {{name: weight}}), "
+                f"...], not {given}"
+            ) from None
         if steps[:1] != [0] or any(b <= a for a, b in pairwise(steps)):
             raise UserError(
                 f"the weights of a mixture change at steps {steps}: begin with 0, and ascend"
@@ -211,7 +221,7 @@ class Mixture(BatchDataset):
         _check_names(self.names, weights, "weights")
         exact = []
         for name, size in zip(self.names, self.sizes, strict=True):
-            weight, mean = weights[name], Fraction(tokens[name], size) if tokens else 1
+            weight, mean = weights[name], Fraction(tokens[name]) / size if tokens else 1
             if not (math.isfinite(weight) and weight >= 0 and mean > 0):
                 raise UserError(
                     f"the weight of {name} in a mixture is {weight}, of samples of {float(mean):g} "
@@ -225,6 +235,8 @@ class Mixture(BatchDataset):
         whole = [weight // math.gcd(*whole) for weight in whole]
         if sum(whole) > LARGEST:
             whole = [round(weight * LARGEST / sum(exact)) for weight in exact]
+            if any(weight and not share for weight, share in zip(exact, whole, strict=True)):
+                raise UserError(f"the weights of a mixture differ too much: {dict(weights)}")
         return whole
 
 

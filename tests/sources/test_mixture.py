@@ -215,6 +215,10 @@ def test_bad_mixtures_are_refused_in_a_line():
         (({"a": a}, {}), {}, "weights .* none for a"),
         (({"a": a}, None), {"samples": 3}, "fewer samples than a global batch of 4"),
         (({}, None), {}, "no sources"),
+        (({"a": a}, [0.5, 0.5]), {}, "weights of a mixture are .*not .0.5"),
+        (({"a": a}, [(0.5, {"a": 1})]), {}, "weights of a mixture are "),
+        (({"a": a, "b": b}, {"a": 1, "b": 1e-300}), {}, "differ too much"),
+        (({"a": a}, None), {"samples": 1e2}, "whole numbers above 0, not 100.0"),
         (({"a": a, "b": Batches()}, None), {}, "source b .* Batches, which makes whole batches"),
         (({"a": a, "b": Subset(Batches(), [1])}, None), {}, "source b .* Batches"),
     ]
@@ -222,6 +226,8 @@ def test_bad_mixtures_are_refused_in_a_line():
         with pytest.raises(UserError, match=message) as caught:
             Mixture(*arguments, batch_size=4, **options)
         assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="whole numbers above 0, not -1"):
+        Mixture({"a": a}, batch_size=-1)
     with pytest.raises(UserError, match="would be all that is left"):
         mixture = Mixture({"a": a, "b": b}, {"a": 1, "b": 0}, batch_size=4, at_end="drop")
         mixture.get_batch(torch.tensor([0]), 0, 0)
