@@ -89,6 +89,17 @@ def test_empty_shards_train_the_same_weights(folder, tmp_path):
     assert largest_difference(states, others) < TOLERANCE
 
 
+def test_matrices_that_are_divided_twice_are_refused(folder, tmp_path):
+    text_file = write_text(tmp_path / "text.txt", train=65, val=7)
+    flags = TEXT | {"text_file": text_file, "optimizer": "muon", "fsdp_size": 2}
+    flags["output_dir"] = tmp_path / "run"
+    with ForkServer() as server:
+        script, environment = folder / "train_fsdp_tp.py", {"PYTHONPATH": str(folder)}
+        run = server.start(script, 4, flags, environment, folder, [0], "a fork")
+        done = finish_run(run, tmp_path / "run")
+    assert done.code == 1 and "divided once: not by train_fsdp_tp.py" in done.stderr
+
+
 NAIVE = """
 def _together(parts, rows, group):
     mine = parts.new_zeros(parts.shape[0], -(-rows // group.size()), parts.shape[2])
