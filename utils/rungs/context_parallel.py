@@ -45,10 +45,11 @@ def own_part(values: Tensor) -> Tensor:
     """
     chunks = 2 * dist.get_world_size()
     if values.shape[1] % chunks:
+        shorter = values.shape[1] // chunks * chunks
         raise UserError(
             f"sequences of length {values.shape[1]} cannot be divided into {chunks} chunks, two "
-            f"for each rank: pad them to a multiple of {chunks} (for text, pass --padding context, "
-            f"and such a --context)"
+            f"for each rank: lengths that fit are {shorter or chunks} and "
+            f"{(shorter or chunks) + chunks} (of text, --context with --padding context)"
         )
     parts = values.chunk(chunks, 1)
     return torch.cat([parts[dist.get_rank()], parts[-1 - dist.get_rank()]], 1)
@@ -91,14 +92,16 @@ class ContextParallel(Wrapper):
         self.module, blocks = model, task.blocks(model)
         if cfg.compile != "none":
             raise UserError("train_cp.py replaces attention while the model runs: --compile none")
+        if getattr(cfg, "padding", "context") != "context":  # few lengths of batches would fit
+            raise UserError("train_cp.py divides sequences of one length: pass --padding context")
         if not blocks:
             raise UserError(f"the task names no blocks of the {type(model).__name__} to divide")
         for block in blocks:
             for name, module in block.named_modules():
                 if type(module).__name__.startswith("Dropout") and module.p:  # also by sample
                     raise UserError(
-                        f"{name} of a block would drop the same elements of different positions: "
-                        f"pass --dropout 0"
+                        f"{name} of a block draws by sample, and would drop the same elements of "
+                        f"each rank's positions: pass --dropout 0"
                     )
         [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
         with trial(model), torch.no_grad():
