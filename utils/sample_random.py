@@ -50,7 +50,7 @@ class _Step:
                     f"for all samples of the batch, in their order, and choose some afterwards"
                 )
         # On the device of the indices: that of a dataset that lies there.
-        self.keys = seeds.mix(indices + seeds.derive_seed(seed, epoch), mask=-1)
+        self.keys = seeds.mix(indices + seeds.derive_seed(seed, epoch))
         self.thread = threading.get_ident()
         for (device, count), held in self.on_device.items():
             if count == len(self.keys):

@@ -31,12 +31,17 @@ def derive_seed(*numbers: int) -> int:
     return seed >> 1
 
 
-def mix(value: Any, mask: int = _MASK) -> Any:
-    """SplitMix64's mixing function of an int below 2**64; or, with mask -1, of an int64 tensor with
-    the same bits, whose products wrap around, and whose shifts copy the sign, which is cut off."""
-    value = ((value ^ (value >> 30 & _MASK >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)) & mask
-    value = ((value ^ (value >> 27 & _MASK >> 27)) * (0x94D049BB133111EB - 2**64)) & mask
-    return value ^ (value >> 31 & _MASK >> 31)
+def mix(value: Any) -> Any:
+    """SplitMix64's mixing function of an int below 2**64, or of an int64 tensor with its bits."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ _shifted(value, shift)) * (factor - 2**64)
+        if isinstance(value, int):
+            value &= _MASK  # a tensor's products wrap around
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value, count):
+    return (value >> count) & (_MASK >> count)  # without copies of a tensor's sign
 
 
 def start_batch(seed: int, epoch: int, indices: Tensor) -> None:

@@ -78,14 +78,14 @@ def scale(checked):
             return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
     for optimizer, (ratio, rest, step) in rates.items():
-        parts = len(step["backwards"])
+        backwards = len(step["backwards"])
         whole = next(s for s in two.ranks[0].steps if s["optimizer"] == optimizer)
         times = len(two.ranks)
-        is_cut = parts == times * len(whole["backwards"])
+        is_cut = backwards == times * len(whole["backwards"])
         if is_cut and abs(ratio * times - 1) < 0.04 and rest < 0.02:
             # A batch that is larger is cut into more parts, whose losses are added up.
             if not list(undivided(checked)):
-                text = f"a batch that is cut into {parts} parts has {parts} backwards, undivided"
+                text = f"a batch that is cut into {backwards} parts has as many undivided backwards"
                 yield Finding("loss-not-divided", _backward_of(step), text)
             continue
         if math.isnan(ratio):
