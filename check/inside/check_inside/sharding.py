@@ -2,7 +2,7 @@
 
 from check_inside.record import PLAN, checksum, guarded, place, record
 
-IS_FLOAT64 = PLAN["diff"] and PLAN["dtype"] == "float64"  # see compare.py
+IS_FLOAT64 = PLAN.get("diff") and PLAN["dtype"] == "float64"  # see compare.py
 
 
 def install(name, module):
