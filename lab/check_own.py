@@ -38,7 +38,7 @@ from tools.verify.cases import (
 )
 from tools.verify.plants import PLANTS, plant
 from tools.verify.run import (
-    apply_recipe,
+    change_by_recipe,
     order_copy,
     project_with_task,
     save_pretrained_weights,
@@ -208,7 +208,7 @@ def command_of(suite, case, flags, project):
         order_copy(project / original, project / case.script, order)
     if case.script in RECIPES:
         original, recipe = RECIPES[case.script]
-        apply_recipe(project / "docs" / "recipes" / f"{recipe}.md", project)
+        change_by_recipe(project / original, recipe, suite.task)
         shutil.copyfile(project / original, project / case.script)
     environment = {}
     if case.script in ONE_FILE:

@@ -145,10 +145,7 @@ class Verifier:
             root = self.clean if original == "train_1gpu.py" else self.root
             if not (folder := self.folder / "recipes" / script).exists():
                 shutil.copytree(root, folder)
-                # A page may change the line of the task, from that of the images.
-                _set_task(folder / original, "images")
-                apply_recipe(folder / "docs" / "recipes" / f"{recipe}.md", folder)
-                _set_task(folder / original, self.suite.task)
+                change_by_recipe(folder / original, recipe, self.suite.task)
         weights, shards = self.folder / "weights.pth", self.folder / "shards"
         if any("weights" in case.flags for case in cases) and not weights.exists():
             save_pretrained_weights(weights)
@@ -438,6 +435,14 @@ def apply_recipe(page, folder):
     # A repository around the folder would change what git applies.
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
     subprocess.run(["git", "apply", str(page)], cwd=folder, env=environment, check=True)
+
+
+def change_by_recipe(script, recipe, task):
+    """Apply a page to a script, in a copy of the project, that trains the task. The page may change
+    the line of the task, from that of the images."""
+    _set_task(script, "images")
+    apply_recipe(script.parent / "docs" / "recipes" / f"{recipe}.md", script.parent)
+    _set_task(script, task)
 
 
 def _set_task(path, task):
