@@ -108,7 +108,7 @@ def fingerprint(args):
     return {"texts": facts, "tokenizer": tokenizer, "end": args.end, "val_every": args.val_every}
 
 
-def join(args, count, dtype):
+def join(args, count):
     """Write DEST/train.bin and DEST/val.bin of all parts, in order. Returns their numbers of
     tokens."""
     totals = {"train": 0, "val": 0}
@@ -116,7 +116,7 @@ def join(args, count, dtype):
         with open(args.folder / f"{split}.tmp", "wb") as file:
             for number in range(count):
                 tokens = numpy.load(part_path(args, number))[split]
-                file.write(tokens.astype(dtype).tobytes())
+                file.write(tokens.tobytes())
                 totals[split] += len(tokens)
             file.flush()
             os.fsync(file.fileno())
@@ -141,9 +141,7 @@ def main():
     for path in (*args.texts, args.tokenizer):
         if not path.is_file():
             raise UserError(f"there is no file {path}")
-    if len({path.suffix for path in args.texts} | {".jsonl"}) > 2 or not (
-        {path.suffix for path in args.texts} <= {".jsonl", ".txt"}
-    ):
+    if {path.suffix for path in args.texts} not in ({".jsonl"}, {".txt"}):
         raise UserError("pass texts of one kind, .jsonl or .txt")
     parts = args.folder / ".parts"  # until all is done
     found = [p for p in (args.folder / "train.bin", args.folder / "val.bin") if p.exists()]
@@ -172,7 +170,7 @@ def main():
         for done, _ in enumerate(pool.imap_unordered(write_part, range(count)), start=1):
             if done % 50 == 0 or done == count:
                 say(f"{done} of {count} parts, of {PER_PART} documents each")
-    totals = join(args, count, dtype_of(tokenizer))
+    totals = join(args, count)
     shutil.rmtree(parts)
     say(
         f"{args.folder}: {totals['train']} tokens to train with, {totals['val']} to validate with. "
