@@ -76,7 +76,7 @@ class Mixture(BatchDataset):
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
         ]
         self.sizes = [len(sampler) for sampler in self.samplers]  # in a pass
-        self.collate_fn = collate_fn or _common_collate_fn(self.sources)
+        self.collate_fn = collate_fn or collate_fn_of(self, self.sources)
         self.phases = self._phases(weights, tokens)
         self.known_counts: dict[Any, numpy.ndarray] = {}
         self.known_starts = [numpy.zeros(len(self.names), numpy.int64)]  # by epoch
@@ -305,15 +305,6 @@ def _sampler(name, source, order):
             )
     has_order = hasattr(source, "get_samples")  # as streams and mixtures have
     return SequentialSampler(source) if has_order else RandomSampler(source)
-
-
-def _common_collate_fn(sources):
-    found = [collate_fn_of(source) for source in sources]
-    if len({getattr(function, "__func__", function) for function in found}) > 1:
-        raise UserError(
-            "the sources of a mixture make batches by different collate_fn: pass collate_fn"
-        )
-    return found[0]
 
 
 def _check_names(names, given, what):

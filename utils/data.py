@@ -98,12 +98,14 @@ def fetch_samples(
                 samples += dataset.__getitems__([index])
             else:
                 samples.append(dataset[index])
-        return (collate_fn or collate_fn_of(dataset))(samples)
+        return (collate_fn or collate_fn_of(dataset, [dataset]))(samples)
 
 
-def collate_fn_of(dataset: Any) -> Any:
-    """What makes a batch of the samples of a dataset, or of a Subset or a ConcatDataset."""
-    found = [getattr(part, "collate_fn", collate) for part in parts_of(dataset)]
+def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
+    """What makes a batch of the samples of a dataset, which come from these, or from those in a
+    Subset or a ConcatDataset among them."""
+    parts = [part for source in sources for part in parts_of(source)]
+    found = [getattr(part, "collate_fn", collate) for part in parts]
     if len({getattr(function, "__func__", function) for function in found}) > 1:
         raise UserError(
             f"the datasets in a {type(dataset).__name__} have different methods collate_fn: give "

@@ -226,6 +226,10 @@ def test_bad_mixtures_are_refused_in_a_line():
         with pytest.raises(UserError, match=message) as caught:
             Mixture(*arguments, batch_size=4, **options)
         assert "\n" not in str(caught.value)
+    b.collate_fn = list
+    with pytest.raises(UserError, match="in a Mixture have different methods collate_fn"):
+        Mixture({"a": a, "b": b}, batch_size=4)
+    del b.collate_fn
     with pytest.raises(UserError, match="whole numbers above 0, not -1"):
         Mixture({"a": a}, batch_size=-1)
     with pytest.raises(UserError, match="would be all that is left"):
