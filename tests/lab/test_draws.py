@@ -7,13 +7,6 @@ import torch
 
 from lab.bench import draws
 from lab.readme import RESULTS
-from utils import sample_random
-
-
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    sample_random._step.keys, sample_random._step.used = None, {}
 
 
 def test_operations_are_those_of_the_page():

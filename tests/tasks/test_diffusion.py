@@ -13,7 +13,6 @@ from tests.forked import fork_script
 from tests.recipes import applied
 from tools.copy import with_task
 from tools.lib.ladder import ROOT
-from utils import sample_random
 from utils.config import load_config
 from utils.errors import UserError
 from utils.seeds import start_batch
@@ -31,12 +30,6 @@ FLAGS = {
     "lr": 0.01,
     "device": "cpu",
 }
-
-
-@pytest.fixture(autouse=True)
-def no_step():
-    yield
-    sample_random._step.keys, sample_random._step.used = None, {}
 
 
 def config(*flags):

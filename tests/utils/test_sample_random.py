@@ -24,13 +24,6 @@ CPU = torch.device("cpu")
 INDICES = torch.tensor([5, 3, 9, 1, 0, 7])
 
 
-@pytest.fixture(autouse=True)
-def no_step(monkeypatch):
-    """Other tests of this process are before their first step, too."""
-    yield
-    sample_random._step.keys, sample_random._step.used = None, {}
-
-
 def draw(indices, name="draw", epoch=1, seed=0, shape=(4, 5), function=uniform):
     start_batch(seed, epoch, torch.as_tensor(indices))
     return function(name, (len(indices), *shape), CPU)
