@@ -134,7 +134,7 @@ class Verifier:
                 future.result()
 
     def _write_data(self, cases):
-        """What cases run and read, but for the text in one file."""
+        """What cases run and read. Several may, in threads, as soon as it exists."""
         for script in {case.script for case in cases} & ORDER_COPIES.keys():
             original, order = ORDER_COPIES[script]
             root = self.clean if original == "train_1gpu.py" else self.root
@@ -154,6 +154,9 @@ class Verifier:
         texts = self.folder / "texts"
         if any(case.flags.get("text_file") == "FOLDER" for case in cases) and not texts.exists():
             write_text_shards(texts, self.suite)
+        text = self.folder / "text.txt"
+        if self.suite.base.get("text_file") == "FILE" and not text.exists():
+            write_text(text)
 
     def _row(self, case, report, begun):
         """Run a case. begun: {name: the future output_dir of a killed run}."""
@@ -296,7 +299,7 @@ class Verifier:
         if flags.get("text_file") == "FOLDER":
             flags["text_file"] = self.folder / "texts"
         elif flags.get("text_file") == "FILE":
-            flags["text_file"] = write_text(self.folder / "text.txt")
+            flags["text_file"] = self.folder / "text.txt"
         if case.script in ONE_FILE:
             output_dir.mkdir(exist_ok=True)
             flags = one_file.flags_of(flags, output_dir)
