@@ -87,18 +87,23 @@ def fetch_samples(
     sample. So __getitems__, which could read many samples at once, is called with one index at a
     time, and only if the dataset has no __getitem__.
     """
+    with SampleSeeds(seed, epoch) as seeds:
+        return _fetch(dataset, indices, collate_fn, seeds.seed)
+
+
+def _fetch(dataset, indices, collate_fn=None, seed=None):
     samples = []
     # Of the class: a wrapper may forward all attributes to the dataset in it.
     getitem = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
     has_only_getitems = getitem is Dataset.__getitem__ and hasattr(type(dataset), "__getitems__")
-    with SampleSeeds(seed, epoch) as seeds:
-        for index in indices.tolist():
-            seeds.seed(index)
-            if has_only_getitems:
-                samples += dataset.__getitems__([index])
-            else:
-                samples.append(dataset[index])
-        return (collate_fn or collate_fn_of(dataset, [dataset]))(samples)
+    for index in indices.tolist():
+        if seed is not None:
+            seed(index)
+        if has_only_getitems:
+            samples += dataset.__getitems__([index])
+        else:
+            samples.append(dataset[index])
+    return (collate_fn or collate_fn_of(dataset, [dataset]))(samples)
 
 
 def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
@@ -385,6 +390,7 @@ class _Batches(Dataset[Any]):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
         self.parts = [d for d in parts_of(dataset) if train and hasattr(d, "set_epoch")]
         self.epoch = -1
+        self.is_random: bool | None = None  # whether samples need seeds; None: not tried
 
     def __getitem__(self, batch):
         epoch, indices = batch
@@ -395,11 +401,10 @@ class _Batches(Dataset[Any]):
                 for part in self.parts:
                     part.set_epoch(epoch)
             if self.micro_batches is None:
-                made = _make_batch(self.dataset, indices, epoch, self.seed)
+                made = self._make(indices)
             else:
                 parts = indices.tensor_split(self.micro_batches)
-                made = [_make_batch(self.dataset, part, epoch, self.seed) for part in parts]
-                made = _MicroBatches(made)
+                made = _MicroBatches([self._make(part) for part in parts])
             if get_worker_info() is not None:
                 for tensor in tensors_of(made):
                     _share(tensor)
@@ -412,6 +417,31 @@ class _Batches(Dataset[Any]):
             if get_worker_info() is not None and not _can_be_sent(type(error)):
                 raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
             raise
+
+    def _make(self, indices):
+        if isinstance(self.dataset, BatchDataset):
+            return self.dataset.get_batch(indices, self.epoch, self.seed)
+        if self.is_random is False:
+            if (made := self._make_unseeded(indices)) is not None:
+                return made
+            self.is_random = True
+        start = time.perf_counter()
+        made = fetch_samples(self.dataset, indices, self.epoch, self.seed)
+        # Seeding takes as long as reading a short text, and is nothing beside an image.
+        if self.is_random is None and time.perf_counter() - start < 3e-4 * len(indices):
+            again = tensors_of(self._make_unseeded(indices))
+            pairs = zip(tensors_of(made), again, strict=False)
+            self.is_random = not again or not all(torch.equal(*pair) for pair in pairs)
+        return made
+
+    def _make_unseeded(self, indices):
+        """The batch; None if it takes random numbers from the generators that are to be seeded."""
+        with SampleSeeds(self.seed, self.epoch) as seeds:
+            try:
+                made = _fetch(self.dataset, indices)
+            except Exception:  # raised again by fetch_samples(), unless these numbers caused it
+                return None
+            return None if seeds.are_used() else made
 
 
 def _as_array(indices):
@@ -428,12 +458,6 @@ def _can_be_sent(value):
     except Exception:
         return False
     return True
-
-
-def _make_batch(dataset, indices, epoch, seed):
-    if isinstance(dataset, BatchDataset):
-        return dataset.get_batch(indices, epoch, seed)
-    return fetch_samples(dataset, indices, epoch, seed)
 
 
 def _share(tensor):

@@ -77,14 +77,25 @@ class SampleSeeds:
         self.numbers = seed, epoch
 
     def __enter__(self) -> Self:
-        self.states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        self.states = _states()
         return self
 
     def seed(self, index: int) -> None:
         """Seed torch, random and numpy for the sample with this index."""
         _seed_cpu(derive_seed(*self.numbers, index))
 
+    def are_used(self) -> bool:
+        """Whether a generator is in another state than at the start."""
+        (ours, python, legacy), (ours_now, python_now, legacy_now) = self.states, _states()
+        pairs = zip(legacy, legacy_now, strict=True)
+        is_same = torch.equal(ours, ours_now) and python == python_now
+        return not (is_same and all(numpy.array_equal(*pair) for pair in pairs))
+
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.states[0])
         random.setstate(self.states[1])
         numpy.random.set_state(self.states[2])
+
+
+def _states():
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()

@@ -27,7 +27,7 @@ from tests.any_batch import CASES, COUNT, Boxes, Numbered, Rows, as_rank, noise,
 from utils.batches import as_pair, collate, map_tensors
 from utils.config import load_config
 from utils.contract import CompareSamples, compare_samples
-from utils.data import BatchDataset, build_loader, describe_datasets
+from utils.data import BatchDataset, build_loader, describe_datasets, fetch_samples
 from utils.errors import UserError
 from utils.sampler import EpochSampler
 from utils.seeds import SampleSeeds
@@ -153,6 +153,75 @@ def test_samples_are_those_of_the_dataset_with_its_own_seeds(name):
     assert first != second and first != other_seed
     repeated = set(first) & (set(second) | set(other_seed))
     assert len(repeated) >= 32 if name == "tensors" else not repeated
+
+
+def forked_draw():
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+# In the third batch: the first one of each loader process is read with seeds.
+LATE = list(EpochSampler(range(COUNT), 0))[2 * BATCH]
+
+
+def draw_or_fail():
+    """What an augmentation does that cannot use some numbers: here, all but that of its sample."""
+    with SampleSeeds(0, 0) as seeds:
+        seeds.seed(LATE)
+        expected = random.random()
+    if random.random() != expected:
+        raise ValueError
+    return expected
+
+
+DRAWS = {
+    "torch": lambda: torch.rand(()).item(),
+    "random": random.random,
+    "numpy": numpy.random.rand,
+    "failing": draw_or_fail,
+}
+# They leave the generators as they were, which is found out in the first batch only.
+HIDDEN_DRAWS = {
+    "fork_rng": forked_draw,
+    "initial_seed": lambda: numpy.random.default_rng(torch.initial_seed()).random(),
+}
+
+
+class Drawing(Dataset):
+    """Some samples draw a number."""
+
+    def __init__(self, draw, drawing):
+        self.draw, self.drawing = draw, drawing
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        return index, self.draw() if index in self.drawing else 0.0
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *HIDDEN_DRAWS])
+def test_samples_are_seeded_if_one_of_them_draws(name, monkeypatch):
+    """Also if those before it do not, and were read without seeds, which would take longer."""
+    monkeypatch.setattr(utils.data.time, "perf_counter", lambda: 0.0)  # no sample takes long
+    dataset = Drawing((DRAWS | HIDDEN_DRAWS)[name], [LATE] if name in DRAWS else range(COUNT))
+    for flags in ([], ["--num-workers=2"]):
+        loader = make_loader(dataset, flags=flags)
+        for inputs, targets in loader:
+            expected = fetch_samples(dataset, loader.indices, 0, loader.seed)
+            assert torch.equal(inputs, expected[0])
+            assert torch.equal(targets, expected[1].float())
+
+
+def test_generators_are_not_seeded_for_samples_that_draw_nothing(monkeypatch):
+    """Which takes longer than reading a short text."""
+    monkeypatch.setattr(utils.data.time, "perf_counter", lambda: 0.0)
+    seeded = []
+    monkeypatch.setattr(SampleSeeds, "seed", lambda seeds, index: seeded.append(index))
+    loader = make_loader(DATASETS["tensors"])
+    first = next(iter(loader))
+    assert len(first[0]) == BATCH and len(list(loader)) == STEPS
+    assert len(seeded) == BATCH
 
 
 def test_forgotten_set_epoch_repeats_the_first_epoch():

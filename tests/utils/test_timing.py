@@ -197,11 +197,11 @@ def busy(function, seconds, rank):
 
 
 def plant_slow_data():
-    utils.data._make_batch = slow(utils.data._make_batch, 0.4)  # also on a busy machine
+    utils.data._Batches._make = slow(utils.data._Batches._make, 0.4)  # also on a busy machine
 
 
 def plant_slow_data_on_rank_1():
-    utils.data._make_batch = slow(utils.data._make_batch, 0.6, rank=1)
+    utils.data._Batches._make = slow(utils.data._Batches._make, 0.6, rank=1)
 
 
 def plant_slow_rank():
