@@ -247,6 +247,8 @@ def test_planted_cause_is_named(plant, name, text, flags, tmp_path):
     flags = FLAGS | {"num_workers": 0, "output_dir": tmp_path} | flags
     run = fork_script("train_ddp.py", 2, plant, **flags)
     limits = limits_of(run)
+    if name != "cores" and max(run.rows[-1]["time"]["cores"]) > run.rows[-1]["time"]["total"] / 2:
+        pytest.skip("other processes have the cores for most of the time")
     assert text in limits[name][1], run.rows[-1]["time"]
     # Other tests may use the same cores.
     assert [other for other in limits if other not in (name, "cores")] == []
