@@ -94,7 +94,9 @@ def division(checked):
             f"only rank {evaluating[0].number} evaluates; the others wait",
         )
         return
-    loaders = {epoch["loader"] for epoch in evaluating[0].evaluation}
+    # What is read before the training alone, such as a few samples to try, is no evaluation of it.
+    start = min((epoch["epoch"] for epoch in evaluating[0].training), default=-1)
+    loaders = {e["loader"] for e in evaluating[0].evaluation if e["epoch"] > start}
     for loader in sorted(loaders):
         shares = [
             next((e for e in rank.evaluation if e["loader"] == loader), None) for rank in evaluating

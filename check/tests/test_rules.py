@@ -17,6 +17,7 @@ from check.processes import INSIDE
 from check.report import as_sarif
 from check.rules.common import failed_at, own_errors
 from check.rules.data import same_samples, samples_left_out
+from check.rules.evaluation import division
 from check.rules.files import resumed
 from check.rules.models import failures
 from check.scenarios import Checked, Options
@@ -339,6 +340,19 @@ def test_samples_in_no_share_are_not_counted_in_subsets_that_may_differ():
     assert finding.observed.endswith(", and 30 of 90 in neither")
     (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=50, dataset=1)
     assert finding.observed == "20 samples are in the shares of rank 0 and of rank 1"
+
+
+@pytest.mark.parametrize(("trained_from", "rules"), [(2, []), (0, ["evaluation-repeated"])])
+def test_samples_that_are_tried_before_training_are_no_evaluation(trained_from, rules, monkeypatch):
+    """All ranks may read the same, to compare them."""
+    same = {"loader": 1, "dataset": 0, "base": 0, "contents": {}, "iterable": False, "place": None}
+    tried = same | {"epoch": 1, "samples": [0, 1], "base_samples": [0, 1], "dataset_len": 9}
+    own = {"events": [], "of": lambda *kinds: [], "evaluation": [tried]}
+    trained = [{"epoch": trained_from}]
+    ranks = [SimpleNamespace(number=n, training=trained, **own) for n in range(2)]
+    monkeypatch.setattr("check.rules.evaluation.replicas", lambda checked: ranks)
+    found = division({"two": SimpleNamespace(ended=True)})
+    assert [finding.rule for finding in found] == rules
 
 
 @pytest.mark.parametrize("kind, function", [("save", "torch.save"), ("dump", "pickle")])
