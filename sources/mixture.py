@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from utils.data import BatchDataset, collate_fn_of, parts_of
+from utils.batches import describe
+from utils.data import BatchDataset, collate_fn_of, fetch_samples, parts_of
 from utils.errors import UserError
 from utils.seeds import SampleSeeds, derive_seed
 
@@ -34,7 +35,8 @@ class Mixture(BatchDataset):
     global batch are mixed. After each step, every source has given its share of the samples, exact
     to less than one sample.
 
-    sources: {name: a map-style dataset, a Streamed, or a Mixture}.
+    sources: {name: a map-style dataset, a Streamed, or a Mixture}. If one is a BatchDataset that
+    makes whole batches, such as those of the images task, each source makes a batch of its share.
     weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
     `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
     first step is 0, counted over all epochs; a share is then exact since the last change.
@@ -46,7 +48,8 @@ class Mixture(BatchDataset):
     tokens: {name: the number of tokens, or of whatever the loss counts, in a pass}.
     orders: {name: a sampler in place of the permutation}, such as a ShardOrder. It draws from the
     global generators.
-    collate_fn: makes a batch of a list of samples, by default that of the sources.
+    collate_fn: makes a batch of a list of samples, by default that of the sources. Not for sources
+    that make whole batches.
 
     Raises UserError if a source is empty, or if the arguments contradict each other.
     """
@@ -76,7 +79,11 @@ class Mixture(BatchDataset):
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
         ]
         self.sizes = [len(sampler) for sampler in self.samplers]  # in a pass
-        self.collate_fn = collate_fn or collate_fn_of(self, self.sources)
+        self.by_batches = any(map(_makes_batches, self.sources))
+        if self.by_batches and collate_fn:
+            raise UserError("leave collate_fn out: a source of the mixture makes whole batches")
+        if not self.by_batches:
+            self.collate_fn = collate_fn or collate_fn_of(self, self.sources)
         self.phases = self._phases(weights, tokens)
         self.known_counts: dict[Any, numpy.ndarray] = {}
         self.known_starts = [numpy.zeros(len(self.names), numpy.int64)]  # by epoch
@@ -95,6 +102,7 @@ class Mixture(BatchDataset):
             raise UserError(f"a mixture has fewer samples than a global batch of {batch_size}")
         self.samples = self.steps * batch_size
         self.order: tuple[Any, ...] = ()  # of the current epoch: see _draw_order()
+        self.current = [-1] * len(self.names)  # the pass through each source
 
     def __len__(self) -> int:
         return self.samples
@@ -106,28 +114,65 @@ class Mixture(BatchDataset):
         )
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
-        """The batch of the samples at these places of the epoch, int64 (n,)."""
+        """The batch of the samples at these places of the epoch, int64 (n,). Of sources that make
+        whole batches: what on_device() makes a batch of."""
+        if self.by_batches:
+            return self._get_parts(indices.tolist(), epoch, seed)
         with SampleSeeds(seed, epoch):
             return self.collate_fn(self.get_samples(indices.tolist(), epoch, seed))
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
         """The samples at these places of the epoch. Those of a stream must be asked for in
         ascending order."""
+        samples: list[Any] = [None] * len(indices)
+        for number, places, own, passed, own_seed in self._groups(indices, epoch, seed):
+            source = self.sources[number]
+            if hasattr(source, "get_samples"):
+                found = source.get_samples(own.tolist(), passed, own_seed)
+            else:
+                found = fetch_samples(source, own, passed, own_seed, list)
+            for place, sample in zip(places, found, strict=True):
+                samples[place] = sample
+        return samples
+
+    def on_device(self, batch: Any, dtype: torch.dtype) -> Any:
+        """Join the batches of the sources, each of which its source finishes."""
+        if not self.by_batches:
+            return batch
+        parts, order = batch
+        sources = ((self.sources[number], part) for number, part in parts)
+        finished = [
+            source.on_device(part, dtype) if isinstance(source, BatchDataset) else part
+            for source, part in sources
+        ]
+        return _join(finished, order)
+
+    def _get_parts(self, indices, epoch, seed):
+        """([(number of a source, its batch)], where each sample is in these, one after another)."""
+        parts, order = [], []
+        for number, places, *where in self._groups(indices, epoch, seed):
+            source = self.sources[number]
+            made = source.get_batch if isinstance(source, BatchDataset) else None
+            parts.append((number, made(*where) if made else fetch_samples(source, *where)))
+            order += places.tolist()
+        return parts, torch.tensor(order).argsort()
+
+    def _groups(self, indices, epoch, seed):
+        """For the samples at these places of the epoch which are of one source and pass: the number
+        of the source, where they are in `indices`, the indices in the source, the pass, and the
+        seed of the source."""
         if self.order[:2] != (epoch, seed):
             self.order = (epoch, seed, *self._draw_order(epoch, seed))
-        _, _, owners, passes, inner = self.order
-        samples = []
-        with SampleSeeds(seed, epoch) as seeds:
-            for index in indices:
-                number, where = int(owners[index]), int(inner[index])
-                source = self.sources[number]
-                if hasattr(source, "get_samples"):
-                    own_seed = derive_seed(seed, number)
-                    samples += source.get_samples([where], int(passes[index]), own_seed)
-                else:
-                    seeds.seed(index)
-                    samples.append(source[where])
-        return samples
+        owners, passes, inner = (values[indices] for values in self.order[2:])
+        for number, number_of_pass in sorted({*zip(owners.tolist(), passes.tolist(), strict=True)}):
+            places = ((owners == number) & (passes == number_of_pass)).nonzero()[0]
+            own = torch.from_numpy(inner[places])
+            if self.current[number] != number_of_pass:
+                self.current[number] = number_of_pass
+                for part in parts_of(self.sources[number]):
+                    if hasattr(part, "set_epoch"):
+                        part.set_epoch(number_of_pass)
+            yield number, places, own, number_of_pass, derive_seed(seed, number)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that is spawned, which draws the order itself."""
@@ -141,7 +186,8 @@ class Mixture(BatchDataset):
     def describe(self) -> dict[str, str]:
         """For the data that a checkpoint describes: a resumed run refuses a different mixture. What
         the sources hold is described by their own describe(), if they have one."""
-        facts = {"mixture": f"{', '.join(self.names)}; {self.samples} samples, {self.at_end}"}
+        size = f"{self.samples} samples in batches of {self.batch_size}"
+        facts = {"mixture": f"{', '.join(self.names)}; {size}, {self.at_end}"}
         for number, name in enumerate(self.names):
             weights = ", ".join(f"{w[number]}/{sum(w)} from step {s}" for s, w in self.phases)
             facts[f"mixture_{name}"] = f"{self.sizes[number]} samples, weight {weights}"
@@ -298,13 +344,39 @@ def _sampler(name, source, order):
     if order is not None:
         return order
     for part in parts_of(source):
-        if isinstance(part, BatchDataset) and not hasattr(part, "get_samples"):
+        if isinstance(part, BatchDataset) and part is not source:
             raise UserError(
-                f"the source {name} of a mixture is a {type(part).__name__}, which makes whole "
-                f"batches: pass a dataset of samples"
+                f"the source {name} of a mixture is a {type(source).__name__}, which cannot make "
+                f"the batches of the {type(part).__name__} in it: choose the samples in the "
+                f"{type(part).__name__} itself"
             )
     has_order = hasattr(source, "get_samples")  # as streams and mixtures have
     return SequentialSampler(source) if has_order else RandomSampler(source)
+
+
+def _makes_batches(source):
+    """Whether a source makes whole batches, which have no samples to be collated."""
+    if isinstance(source, Mixture):
+        return source.by_batches
+    return isinstance(source, BatchDataset) and not hasattr(source, "get_samples")
+
+
+def _join(parts, order):
+    """A batch whose rows are those of the parts, one after another, in this order."""
+    first = parts[0]
+    try:
+        if isinstance(first, Mapping):
+            return {name: _join([part[name] for part in parts], order) for name in first}
+        if isinstance(first, tuple | list):
+            return tuple(_join(columns, order) for columns in zip(*parts, strict=True))
+        if sum(map(len, parts)) == len(order):
+            return torch.cat(parts)[order]
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        pass
+    raise UserError(
+        f"the sources of a mixture make batches that cannot be joined: "
+        f"{', '.join(map(describe, parts))}. Tensors of the same shape, in dicts and tuples, can"
+    )
 
 
 def _check_names(names, given, what):

@@ -17,6 +17,7 @@ from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.recipes import applied, run_text_to_end
 from utils.data import BatchDataset
 from utils.errors import UserError
+from utils.seeds import derive_seed
 
 SEED = 5
 
@@ -188,15 +189,88 @@ def test_streams_shards_and_mixtures_are_sources(tmp_path):
     assert abs((inner[:, 0] == 0).sum() - 15) <= 1
 
 
+class Whole(BatchDataset):
+    """Samples (number of the dataset, index, random number), made in whole batches, which are
+    finished on the device: each dataset adds its own number to the last column."""
+
+    def __init__(self, number, size):
+        self.number, self.size = number, size
+
+    def __len__(self):
+        return self.size
+
+    def get_batch(self, indices, epoch, seed):
+        assert indices.dtype == torch.int64
+        drawn = [derive_seed(seed, epoch, index) % 999 for index in indices.tolist()]
+        columns = [torch.full_like(indices, self.number), indices, torch.tensor(drawn)]
+        return {"row": torch.stack(columns, 1).double()}, indices % 2
+
+    def on_device(self, batch, dtype):
+        row = batch[0]["row"]
+        return {"row": torch.cat([row, torch.full_like(row[:, :1], self.number + 0.5)], 1)}, batch[
+            1
+        ]
+
+
+def test_sources_may_make_whole_batches():
+    """Rows come in the order of the mixture, finished by their own source, also from map-style
+    datasets and from mixtures among the sources, whatever the number of ranks."""
+
+    class Samples(Named):
+        def __getitem__(self, index):
+            row = torch.cat([super().__getitem__(index)[:3], torch.tensor([self.number + 0.5])])
+            return {"row": row}, index % 2
+
+    def build():
+        inner = Mixture({"c": Whole(2, 6), "d": Whole(3, 9)}, batch_size=3)
+        sources = {"a": Whole(0, 10), "b": Samples(1, 8), "inner": inner}
+        return Mixture(sources, {"a": 2, "b": 1, "inner": 3}, batch_size=12, samples=60)
+
+    def finished(mixture, epoch, ranks):
+        result = []
+        for rank in range(ranks):
+            places = torch.arange(rank, len(mixture), ranks).split(12 // ranks)
+            made = [mixture.get_batch(indices, epoch, SEED) for indices in places]
+            result.append([mixture.on_device(batch, torch.float64) for batch in made])
+        joined = []
+        for parts in zip(*result, strict=True):
+            rows = torch.stack([inputs["row"] for inputs, _ in parts], 1).flatten(0, 1)
+            targets = torch.stack([targets for _, targets in parts], 1).flatten()
+            assert torch.equal(targets, rows[:, 1].long() % 2)
+            joined.append(rows)
+        return joined
+
+    seen = []
+    for epoch in range(2):
+        one = finished(build(), epoch, 1)
+        for ranks in (2, 3):
+            assert all(map(torch.equal, one, finished(build(), epoch, ranks)))
+        seen += one
+    seen = torch.cat(seen)
+    assert torch.equal(seen[:, 3], seen[:, 0] + 0.5)
+    numbers = [(seen[:, 0] == number).sum().item() for number in range(4)]
+    assert numbers[:2] == [40, 20] and sum(numbers) == 120
+    assert len(seen[seen[:, 0] == 0][:10, 1].unique()) == 10  # a pass
+    assert len(seen[seen[:, 0] == 0][:, 2].unique()) > 35  # random numbers differ between passes
+
+
+def test_sources_are_told_their_pass():
+    """A map-style dataset with set_epoch(), which a Loader would call."""
+
+    class Told(Named):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, index):
+            return torch.tensor([self.number, index, self.epoch, 0.0])
+
+    mixture = Mixture({"a": Told(0, 4), "b": Named(1, 8)}, {"a": 1, "b": 1}, batch_size=4)
+    seen = torch.cat([batch for epoch in range(2) for batch in batches(mixture, epoch)])
+    assert seen[seen[:, 0] == 0][:, 2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
 def test_bad_mixtures_are_refused_in_a_line():
     a, b = Named(0, 9), Named(1, 9)
-
-    class Batches(BatchDataset):
-        def __len__(self):
-            return 9
-
-        def get_batch(self, indices, epoch, seed):
-            return indices
 
     cases = [
         (({"a": a, "b": []}, {"a": 1, "b": 1}), {}, "source b .* is empty"),
@@ -219,13 +293,16 @@ def test_bad_mixtures_are_refused_in_a_line():
         (({"a": a}, [(0.5, {"a": 1})]), {}, "weights of a mixture are "),
         (({"a": a, "b": b}, {"a": 1, "b": 1e-300}), {}, "differ too much"),
         (({"a": a}, None), {"samples": 1e2}, "whole numbers above 0, not 100.0"),
-        (({"a": a, "b": Batches()}, None), {}, "source b .* Batches, which makes whole batches"),
-        (({"a": a, "b": Subset(Batches(), [1])}, None), {}, "source b .* Batches"),
+        (({"a": a, "b": Subset(Whole(1, 9), [1])}, None), {}, "source b .* choose .* Whole itself"),
+        (({"a": Whole(1, 9)}, None), {"collate_fn": list}, "leave collate_fn out"),
     ]
     for arguments, options, message in cases:
         with pytest.raises(UserError, match=message) as caught:
             Mixture(*arguments, batch_size=4, **options)
         assert "\n" not in str(caught.value)
+    mixture = Mixture({"a": a, "b": Whole(1, 9)}, batch_size=4)
+    with pytest.raises(UserError, match=r"cannot be joined: float64 \(2, 4\), \(\{'row'"):
+        mixture.on_device(mixture.get_batch(torch.arange(4), 0, 0), torch.float64)
     b.collate_fn = list
     with pytest.raises(UserError, match="in a Mixture have different methods collate_fn"):
         Mixture({"a": a, "b": b}, batch_size=4)
