@@ -6,6 +6,7 @@ For build_datasets() of a task: docs/recipes/mixtures.md.
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -66,6 +67,8 @@ class Mixture(BatchDataset):
         orders: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
+        if not isinstance(sources, Mapping):
+            raise UserError(f"the sources of a mixture are {{name: dataset}}, not {sources!r}")
         self.names, self.sources = list(sources), list(sources.values())
         self.batch_size, self.at_end = batch_size, at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
@@ -183,14 +186,16 @@ class Mixture(BatchDataset):
         totals = self.counts(epoch).sum(0) / self.samples
         return {f"share_{name}": float(s) for name, s in zip(self.names, totals, strict=True)}
 
-    def describe(self) -> dict[str, str]:
-        """For the data that a checkpoint describes: a resumed run refuses a different mixture. What
-        the sources hold is described by their own describe(), if they have one."""
+    def describe(self, name: str = "mixture") -> dict[str, Any]:
+        """For the data that a checkpoint describes: a resumed run refuses a different mixture. With
+        what the describe(name) of a source says, if it has one, as Shards and streams do."""
         size = f"{self.samples} samples in batches of {self.batch_size}"
-        facts = {"mixture": f"{', '.join(self.names)}; {size}, {self.at_end}"}
-        for number, name in enumerate(self.names):
+        facts: dict[str, Any] = {name: f"{', '.join(self.names)}; {size}, {self.at_end}"}
+        for number, own in enumerate(self.names):
             weights = ", ".join(f"{w[number]}/{sum(w)} from step {s}" for s, w in self.phases)
-            facts[f"mixture_{name}"] = f"{self.sizes[number]} samples, weight {weights}"
+            facts[f"{name}_{own}"] = f"{self.sizes[number]} samples, weight {weights}"
+            if hasattr(source := self.sources[number], "describe"):
+                facts |= source.describe(f"{name}_{own}_{type(source).__name__.lower()}")
         return facts
 
     def counts(self, epoch: int) -> numpy.ndarray:
@@ -267,13 +272,10 @@ class Mixture(BatchDataset):
         _check_names(self.names, weights, "weights")
         exact = []
         for name, size in zip(self.names, self.sizes, strict=True):
-            weight, mean = weights[name], Fraction(tokens[name]) / size if tokens else 1
-            if not (math.isfinite(weight) and weight >= 0 and mean > 0):
-                raise UserError(
-                    f"the weight of {name} in a mixture is {weight}, of samples of {float(mean):g} "
-                    f"tokens: a weight is at least 0, and tokens are more than 0"
-                )
-            exact.append(Fraction(repr(float(weight))) / mean)  # repr: 0.1 means a tenth
+            held = _number(tokens[name], f"the number of tokens of {name}") if tokens else size
+            if not held:
+                raise UserError(f"the source {name} of a mixture has 0 tokens")
+            exact.append(_number(weights[name], f"the weight of {name}") * size / held)
         if not any(exact):
             raise UserError("the weights of a mixture are all 0")
         scale = math.lcm(*(weight.denominator for weight in exact))
@@ -333,6 +335,8 @@ def _draw_pass(sampler, seed, number_of_pass):
 
 def _sampler(name, source, order):
     """What a pass through a source is drawn by."""
+    if isinstance(source, str):
+        raise UserError(f"the source {name} of a mixture is {source!r}, not a dataset")
     try:
         size = len(source)
     except TypeError:
@@ -377,6 +381,15 @@ def _join(parts, order):
         f"the sources of a mixture make batches that cannot be joined: "
         f"{', '.join(map(describe, parts))}. Tensors of the same shape, in dicts and tuples, can"
     )
+
+
+def _number(value, what):
+    """A weight as the number that is written: 0.1 means a tenth."""
+    with suppress(TypeError, ValueError):
+        number = Fraction(repr(float(value)))
+        if number >= 0:
+            return number
+    raise UserError(f"{what} in a mixture is {value}: pass a finite number, at least 0")
 
 
 def _check_names(names, given, what):

@@ -285,7 +285,15 @@ def test_bad_mixtures_are_refused_in_a_line():
         (({"a": a}, None), {"at_end": "end"}, "choose repeat, stop, drop"),
         (({"a": a}, None), {"orders": {"b": a}}, "orders .* unknown b"),
         (({"a": a}, None), {"tokens": {"b": 3}}, "tokens .* unknown b"),
-        (({"a": a}, None), {"tokens": {"a": 0}}, "weight of a .* samples of 0 tokens"),
+        (({"a": a}, {"a": "half"}), {}, "weight of a .* half"),
+        (({"a": a}, {"a": None}), {}, "weight of a .* None"),
+        (({"a": a}, {"a": math.inf}), {}, "weight of a .* inf"),
+        (({"a": a}, None), {"tokens": {"a": 0}}, "source a .* 0 tokens"),
+        (({"a": a}, None), {"tokens": {"a": math.nan}}, "number of tokens of a .* nan"),
+        (([a], None), {}, "sources of a mixture are {name: dataset}"),
+        (({"a": a, "b": None}, None), {}, "source b .* no length"),
+        (({"a": a, "b": "b.jsonl"}, None), {}, "source b .* is 'b.jsonl', not a dataset"),
+        (({"a": a}, [(0, {"a": 1}), (9, {"a": 1}), (5, {"a": 1})]), {}, r"\[0, 9, 5\]: .* ascend"),
         (({"a": a}, {}), {}, "weights .* none for a"),
         (({"a": a}, None), {"samples": 3}, "fewer samples than a global batch of 4"),
         (({}, None), {}, "no sources"),
@@ -312,6 +320,37 @@ def test_bad_mixtures_are_refused_in_a_line():
     with pytest.raises(UserError, match="would be all that is left"):
         mixture = Mixture({"a": a, "b": b}, {"a": 1, "b": 0}, batch_size=4, at_end="drop")
         mixture.get_batch(torch.tensor([0]), 0, 0)
+
+
+def test_changed_mixtures_have_another_description(tmp_path):
+    """By which a resumed run refuses them, and ranks notice that a source divides itself."""
+
+    def facts(sizes=(9, 5), inner=(3, 1), lines=("1", "2"), stream=5, **options):
+        (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+        sources = {f"source{n}": Named(n, size) for n, size in enumerate(sizes)}
+        sources |= {"shards": Shards([tmp_path / "a.jsonl"])}
+        sources |= {"stream": Streamed(Counted(stream, 4), 4)}
+        sources |= {"inner": two((4, 3), weights=inner, batch_size=3)}
+        options = {"batch_size": 4, "samples": 12} | options
+        names = options.pop("order", list(sources))
+        return Mixture({name: sources[name] for name in names}, **options).describe()
+
+    base, given = facts(), dict.fromkeys(["source0", "source1", "shards", "stream", "inner"], 1)
+    assert facts() == base
+    changed = [
+        facts(sizes=(10, 5)),
+        facts(sizes=(9, 4)),
+        facts(inner=(2, 1)),
+        facts(lines=("1", "22")),
+        facts(stream=6),
+        facts(order=["source1", "source0", "shards", "stream", "inner"]),
+        facts(batch_size=6),
+        facts(samples=16),
+        facts(weights=given | {"shards": 2}),
+    ]
+    phased = Mixture({"a": Named(0, 9)}, [(0, {"a": 1}), (5, {"a": 1})], batch_size=3).describe()
+    assert "weight 1/1 from step 0, 1/1 from step 5" in phased["mixture_a"]
+    assert all(other != base for other in changed)
 
 
 def test_mixed_runs_train_the_same_weights(tmp_path):
