@@ -1,7 +1,9 @@
 """Runs a script with faults until it is complete, and compares it with an uninterrupted run."""
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -17,8 +19,14 @@ from lab.chaos.start import forked_run, real_run
 from tools.lib.edits import changed
 from tools.lib.ladder import ROOT
 from tools.lib.runs import last_line, load_script
-from tools.verify.cases import MATRIX_FLAGS
-from tools.verify.run import order_copy, project_with_task, write_shards, write_text
+from tools.verify.cases import FLOAT64, MATRIX_FLAGS, SUITES
+from tools.verify.run import (
+    order_copy,
+    project_with_task,
+    write_shards,
+    write_text,
+    write_text_shards,
+)
 from utils.checkpoint_file import read_checkpoint
 from utils.errors import UserError
 
@@ -38,17 +46,31 @@ FLAGS = {
     "log_steps": 3,
 }
 KILLS = ("kill-rank", "kill-save", "kill-rename", "kill-row")  # without a launcher, nothing is left
-TIMED = ("samples_per_second", "memory", "resumed_at_step")  # and what ends with "seconds"
+TIMED = (
+    "samples_per_second",
+    "memory",
+    "resumed_at_step",
+    "world_size",
+)  # and what ends with "seconds"
 SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
 IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}
+TEXT = {"context": 24, "layers": 4, "heads": 4, "width": 16}
 TASK_FLAGS = {
     "images": IMAGES,
     "shards": {"dataset": "shards", "image_size": 8, "model": "resnet20"},
     "stream": IMAGES | {"augment": "none"},
-    "text": {"context": 24, "layers": 4, "heads": 4, "width": 16},
+    "text": TEXT,
+    "mixture": TEXT,
 }
-STREAM_TASK = "import tasks.images as task", "import lab.chaos.stream_task as task"
+COPIES = {  # {task: changes of a copy of the script}
+    "shards": [],
+    "stream": [("import tasks.images as task", "import lab.chaos.stream_task as task")],
+    "mixture": [
+        ("import tasks.images as task", "import lab.chaos.mixture_task as task"),
+        ("train_result = train", "train_result = train_set.shares(epoch) | train"),
+    ],
+}
 VIT = {"model": "vit_tiny", "image_size": 16, "clip_norm": 1.5}
 WITH_VIT = ("train_tp.py", "train_fsdp_tp.py", "train_pp.py")
 STOP_TIMEOUT = 10  # --timeout of a run in which a rank is stopped for good
@@ -75,9 +97,10 @@ class ChaosRun:
     """Trains with a script under faults. Its files are in `folder`, those of the run with faults in
     `output`.
 
-    nproc: the number of ranks; None for a single process. limit, patience: see forked_run(). task:
-    a name in TASK_FLAGS; shards: the images task, reading tar files in the order of a ShardOrder;
-    stream: the same task over Streamed datasets.
+    nproc: the number of ranks; several, in a list, take turns; None for a single process. limit,
+    patience: see forked_run(). task: a name in TASK_FLAGS; shards: the images task, reading tar
+    files in the order of a ShardOrder; stream: the same task over Streamed datasets; mixture: the
+    text task over a mixture of shards, a stream and a mixture.
     """
 
     def __init__(
@@ -93,21 +116,25 @@ class ChaosRun:
     ):
         self.script, self.folder = script, Path(folder)
         self.output = Path(output or self.folder / "run")
-        self.ranks, self.has_launcher = nproc or 1, nproc is not None
-        self.nproc = None if script == SPAWN else nproc
+        self.turns = nproc if isinstance(nproc, list) else [nproc]
+        self.ranks, self.has_launcher = min(n or 1 for n in self.turns), nproc is not None
+        self.is_exact = len(self.turns) == 1
         self.limits = limit, patience
         self.folder.mkdir(parents=True, exist_ok=True)
         self.flags = FLAGS | TASK_FLAGS[task] | SCRIPT_FLAGS.get(script, {})
         self.path = ROOT / script
-        if task in ("shards", "stream"):
+        if not self.is_exact:
+            self.flags["dtype"] = "float64"
+        if task in COPIES:
             self.path = self.folder / script
-            order_copy(ROOT / script, self.path, task)
+            order_copy(ROOT / script, self.path, "shards" if task == "shards" else "stream")
+            self.path.write_text(changed(self.path.read_text(), COPIES[task], self.path))
         if task == "shards":
             self.flags["data_dir"] = self.folder / "shards"
             write_shards(self.flags["data_dir"], IMAGES)
-        if task == "stream":
-            text = changed(self.path.read_text(), [STREAM_TASK], self.path)
-            self.path.write_text(text)
+        if task == "mixture":
+            self.flags["text_file"] = self.folder / "text"
+            write_text_shards(self.flags["text_file"], SUITES["text"])
         if task == "text":
             self.flags["text_file"] = write_text(self.folder / "text", train=60, val=6)
             self.path = project_with_task(task, self.folder / "project") / script
@@ -115,6 +142,7 @@ class ChaosRun:
             self.flags |= VIT
         if script == SPAWN:
             self.flags |= {"spawn_processes": nproc}
+            self.turns = [None]
         self.flags |= flags or {}
         self.damaged = set()  # (inode, time of change) of the files that a fault has damaged
         self.module = None if script == SPAWN else load_script(self.path)
@@ -136,12 +164,14 @@ class ChaosRun:
         # A run goes on for two steps after a signal; after the last fault, an epoch remains.
         steps = sum(3 + max([0, *(fault.step for fault in attempt.faults)]) for attempt in plan)
         self.flags["epochs"] = steps // STEPS + 2
-        straight = self.folder / "straight"
+        straight, turns = self.folder / "straight", itertools.cycle(self.turns)
+        self.nproc = next(turns)
         ended = self._train(straight, [], forked)
         if ended.code != 0:
             return [], [f"the uninterrupted run failed: {last_line(ended.stderr)}"]
         rows = []
         for number, attempt in enumerate(plan, 1):
+            self.nproc = next(turns)
             for fault in attempt.faults:
                 if not fault.step:
                     self._damage(fault)
@@ -156,7 +186,7 @@ class ChaosRun:
                 problems.append(f"the last run failed: {last_line(ended.stderr)}")
             if ended.code is None or (is_last and problems):
                 return rows, problems
-        return rows, list(compare(self.output, straight))
+        return rows, list(compare(self.output, straight, self.is_exact))
 
     def _train(self, output, faults, forked):
         """Run once, to its end. Returns its Ended."""
@@ -255,18 +285,23 @@ class ChaosRun:
             yield f"{tracebacks} tracebacks on stderr"
 
 
-def compare(output, straight):
-    """How the result of a run differs from that of an uninterrupted one."""
-    ours, theirs = sums(output), sums(straight)
+def compare(output, straight, is_exact=True):
+    """How the result of a run differs from that of an uninterrupted one: in its bits or, unless
+    is_exact, by more than rounding in float64 on a different number of ranks."""
+    ours, theirs = parts_of(output), parts_of(straight)
     for name in ours:
-        if ours[name] != theirs[name]:
-            yield f"{name} differs: sha256 {ours[name][:12]}, not {theirs[name][:12]}"
+        if is_exact:
+            mine, other = sha256(ours[name])[:12], sha256(theirs[name])[:12]
+            if mine != other:
+                yield f"{name} differs: sha256 {mine}, not {other}"
+        elif (distance := largest_difference(ours[name], theirs[name])) > FLOAT64:
+            yield f"{name} differs by {distance:g}"
     for path in output.glob("*.tmp"):
         yield f"{path.name} is left over"
 
 
-def sums(folder):
-    """{name: sha256} of what a run has reached: weights, optimizer, the best epoch, and the rows of
+def parts_of(folder):
+    """{name: value} of what a run has reached: weights, optimizer, the best epoch, and the rows of
     epochs and steps."""
     checkpoint, best = (read_checkpoint(folder / name) for name in ("last.pt", "best.pt"))
     parts = {name: checkpoint[name] for name in ("model", "optimizer", "scheduler")}
@@ -278,7 +313,23 @@ def sums(folder):
             {k: v for k, v in row.items() if not k.endswith("seconds") and k not in TIMED}
             for row in rows
         ]
-    return {name: sha256(part) for name, part in parts.items()}
+    return parts
+
+
+def largest_difference(ours, theirs):
+    """The largest difference between two tensors or plain values, or between those in dicts and
+    lists of them; infinity if they are not alike."""
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        return largest_difference(list(ours.values()), [theirs[name] for name in ours])
+    if isinstance(ours, list | tuple) and len(ours) == len(theirs):
+        return max(map(largest_difference, ours, theirs), default=0.0)
+    if isinstance(ours, torch.Tensor):
+        if not isinstance(theirs, torch.Tensor) or ours.shape != theirs.shape:
+            return math.inf
+        return (ours - theirs).abs().max().item() if ours.numel() else 0.0
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return abs(ours - theirs)
+    return 0.0 if ours == theirs else math.inf
 
 
 def sha256(value):

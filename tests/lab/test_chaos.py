@@ -17,7 +17,7 @@ from lab.chaos import plant
 from lab.chaos.__main__ import main
 from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.log import SAME, report, write
-from lab.chaos.run import ChaosRun, Row, compare, flip_bit, sha256
+from lab.chaos.run import ChaosRun, Row, compare, flip_bit, largest_difference, sha256
 from tests.processes import ROOT
 from tests.utils.test_checkpoint import make_state, save
 from utils.checkpoint_file import FORMAT, read_checkpoint, save_atomically
@@ -57,6 +57,20 @@ def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
     rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=2, real_share=0.0)
     assert ([row.problems for row in rows], verdict) == ([[], []], [])
     assert "after epoch 2, step 3" in rows[0].last_line  # the next run begins within an epoch
+
+
+@pytest.mark.slow
+def test_run_on_a_mixture_survives_faults_on_two_and_on_three_ranks(monkeypatch, tmp_path):
+    """And a lost position of the loader is noticed there, too."""
+    run = ChaosRun("train_ddp.py", [2, 3], tmp_path / "run", task="mixture")
+    rows, verdict = run.run(["term-rank", "term-all"], 2, seed=2, real_share=0.0)
+    assert ([row.problems for row in rows], verdict) == ([[], []], [])
+    monkeypatch.setattr(utils.data.Loader, "load_state_dict", lambda self, state: None)
+    run = ChaosRun(
+        "train_ddp.py", [2, 3], tmp_path / "lost", task="mixture", flags={"audit": False}
+    )
+    rows, verdict = run.run(["kill-launcher"], 1, seed=0, real_share=0.0)
+    assert any(problem.startswith("model differs by 0.") for problem in verdict), verdict
 
 
 @pytest.mark.slow
@@ -166,6 +180,20 @@ def test_result_is_compared_as_a_whole(tmp_path):
     save(tmp_path / "a", make_state(seed=1), 2, is_best=True)
     save(tmp_path / "a", make_state(), 3)
     assert any(text.startswith("best differs") for text in compare(tmp_path / "a", tmp_path / "b"))
+
+
+def test_results_of_different_numbers_of_ranks_are_compared_to_rounding():
+    value = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x", 0.5]}
+    near = {"b": (1, None, "x", 0.5 + 1e-12), "a": torch.tensor([1.0, 2.0])}
+    assert 0 < largest_difference(value, near) < 1e-9
+    others = (
+        value | {"a": torch.tensor([1.0, 2.5])},
+        value | {"a": torch.tensor([1.0])},
+        value | {"b": [2, None, "x", 0.5]},
+        value | {"b": [1, None]},
+        {"a": value["a"], "c": value["b"]},
+    )
+    assert all(largest_difference(value, other) >= 0.5 for other in others)
 
 
 def test_checksum_changes_with_every_part():
