@@ -8,7 +8,7 @@ A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME A
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
 
 from check.advice import ADVICE
 from check.report import ORDER
@@ -28,6 +28,7 @@ from lab.fit import __main__ as lab_fit
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
+from lab.mixtures import RESULT as MIXTURES
 from tools.copy import TASKS, options_and_commands, texts
 from tools.lib.closure import purpose, size, total
 from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
@@ -265,9 +266,9 @@ def split():
     return markdown_table(bench_split.HEAD, cells)
 
 
-def guarantees():
-    """The table of lab.guarantees, and the versions."""
-    result = json.loads(GUARANTEES.read_text(encoding="utf-8"))
+def guarantees(path=GUARANTEES):
+    """The table of lab.guarantees, or of lab.mixtures, and the versions."""
+    result = json.loads(path.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return f"{guarantees_table(result['readers'])}\n\nMeasured with {versions}."
 
@@ -374,6 +375,7 @@ BLOCKS = {
     "communication": communication,
     "split": split,
     "guarantees": guarantees,
+    "mixtures": partial(guarantees, MIXTURES),
     "chaos": chaos,
     "budgets": budgets,
     "fused": fused,
