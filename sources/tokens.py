@@ -1,13 +1,16 @@
-"""Files of tokens, as nanoGPT and Megatron-LM write them: pieces of one length, read by mmap.
+"""Files of tokens, as nanoGPT and Megatron-LM write them: pieces or documents, read by mmap.
 
 For the text task with a folder (tasks/text_folder.py), and for tasks of your own: docs/streams.md.
 `python -m tools.tokens` makes such files of texts.
 """
 
+import os
 import struct
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,8 +19,11 @@ from torch.utils.data import Dataset
 
 from utils.errors import UserError
 
-# Megatron-LM's index, FILE.idx beside FILE.bin, begins with this, a version and a code of the type.
+# Megatron-LM's index, FILE.idx beside FILE.bin, begins with MAGIC, a version, a code of the type,
+# and the numbers of sequences and of bounds. Then come the lengths of the sequences (int32), their
+# places in bytes (int64), and the bounds (int64): the first sequence of each document, and the end.
 MAGIC = b"MMIDIDX\x00\x00"
+HEAD = struct.Struct("<9sQBQQ")
 KINDS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BLOCKS, BLOCK = 64, 4096  # what a checksum reads of a file: how many parts, of how many bytes
 
@@ -33,8 +39,9 @@ class TokenFiles(Dataset[Tensor]):
     theirs, such as "uint16", unless a file FILE.idx of Megatron-LM says it. limit: no token is as
     large, such as the size of the vocabulary.
 
-    Raises UserError if a file cannot be read, is empty, is not a multiple of the dtype's size, or,
-    as far as parts of it tell, has tokens of another type or above the limit.
+    Raises UserError if a file cannot be read, is empty, is not a multiple of the dtype's size, does
+    not fit its FILE.idx, or, as far as parts of it tell, has tokens of another type or above the
+    limit.
     """
 
     def __init__(
@@ -42,10 +49,10 @@ class TokenFiles(Dataset[Tensor]):
     ) -> None:
         self.paths, self.size, self.limit = [str(path) for path in paths], size, limit
         self.dtypes = [_dtype_of(path, dtype) for path in self.paths]
-        self.lengths = [
+        self.tokens = [
             _length_of(path, kind) for path, kind in zip(self.paths, self.dtypes, strict=True)
         ]
-        self.shard_sizes = [-(-(length - 1) // size) for length in self.lengths]  # in pieces
+        self.shard_sizes = [-(-(length - 1) // size) for length in self.tokens]  # in pieces
         self.ends = numpy.cumsum(self.shard_sizes)
         self.maps: dict[int, numpy.ndarray] = {}  # by file, as it is read
         for number, path in enumerate(self.paths):
@@ -59,10 +66,14 @@ class TokenFiles(Dataset[Tensor]):
         """int64 (size + 1,), or shorter at the end of a file."""
         index = range(len(self))[index]
         number = int(numpy.searchsorted(self.ends, index, side="right"))
-        start = (index - int(self.ends[number]) + self.shard_sizes[number]) * self.size
-        piece = self._map(number)[start : start + self.size + 1].astype(numpy.int64)
+        start, stop = self._place(number, index - int(self.ends[number]) + self.shard_sizes[number])
+        piece = self._map(number)[start:stop].astype(numpy.int64)
         self._check(self.paths[number], piece)
         return torch.from_numpy(piece)
+
+    def _place(self, number, index):
+        """Where a sample of a file begins and ends, in tokens."""
+        return index * self.size, (index + 1) * self.size + 1
 
     def __getstate__(self) -> dict[str, object]:
         """For a process that is spawned, which would get a copy of what is mapped."""
@@ -73,10 +84,10 @@ class TokenFiles(Dataset[Tensor]):
         and a checksum of parts of their contents. name: of the split, such as "train"."""
         checksum = 0
         for number, path in enumerate(self.paths):
-            checksum = zlib.crc32(f"{Path(path).name} {self.lengths[number]}".encode(), checksum)
+            checksum = zlib.crc32(f"{Path(path).name} {self.tokens[number]}".encode(), checksum)
             for block in self._blocks(number):
                 checksum = zlib.crc32(block, checksum)
-        facts = f"{len(self.paths)} files, {sum(self.lengths)} tokens, checksum {checksum:08x}"
+        facts = f"{len(self.paths)} files, {sum(self.tokens)} tokens, checksum {checksum:08x}"
         return {f"{name}_tokens": facts}
 
     def _blocks(self, number):
@@ -86,6 +97,8 @@ class TokenFiles(Dataset[Tensor]):
         return [data[start : start + size].tobytes() for start in starts]
 
     def _check(self, path, tokens):
+        if not len(tokens):  # an empty document
+            return
         if tokens.dtype == numpy.uint16 and len(tokens) > 16 and tokens[1::2].max() <= 1:
             raise UserError(
                 f"{path} seems to hold uint32: every other uint16 is 0 or 1. Tokens of uint32 are "
@@ -104,18 +117,100 @@ class TokenFiles(Dataset[Tensor]):
         return self.maps[number]
 
 
-def _dtype_of(path, dtype):
+class TokenDocuments(TokenFiles):
+    """The documents in files of tokens, which FILE.idx of Megatron-LM tells apart, as tensors.
+
+    lengths: of all documents, int64 (documents,), for sources.packing.Packed or LengthBuckets.
+    shard_sizes: how many of them each file has. Raises UserError as TokenFiles does, and if a file
+    has no FILE.idx.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], limit: int = 2**31) -> None:
+        super().__init__(paths, size=1, limit=limit)
+        self.bounds = [_bounds_of(path) for path in self.paths]  # in tokens
+        self.lengths = numpy.concatenate([numpy.diff(bounds) for bounds in self.bounds])
+        self.shard_sizes = [len(bounds) - 1 for bounds in self.bounds]
+        self.ends = numpy.cumsum(self.shard_sizes)
+
+    def _place(self, number, index):
+        return self.bounds[number][index : index + 2]
+
+
+class Index(NamedTuple):
+    """The type of the tokens, and what FILE.idx holds after its head, mapped: see MAGIC."""
+
+    dtype: numpy.dtype[Any]
+    lengths: Any
+    places: Any
+    bounds: Any
+
+
+def write_index(path: Path, dtype: Any, lengths: Sequence[int]) -> None:
+    """Write an index for Megatron-LM, which reads uint32 as int32. lengths: of the documents, in
+    tokens, each a sequence."""
+    kind = {"uint32": "int32"}.get(numpy.dtype(dtype).name, numpy.dtype(dtype).name)
+    code = next(code for code, name in KINDS.items() if name == kind)
+    sizes = numpy.array(lengths, numpy.int64) * numpy.dtype(dtype).itemsize
+    with open(path, "wb") as file:
+        file.write(HEAD.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+        file.write(numpy.array(lengths, "<i4").tobytes())
+        file.write((sizes.cumsum() - sizes).astype("<i8").tobytes())
+        file.write(numpy.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_index(path):
+    """The Index of a file, or None if it has none."""
     index = Path(path).with_suffix(".idx")
     if not index.exists():
-        return numpy.dtype(dtype)
-    with open(index, "rb") as file:
-        head = file.read(len(MAGIC) + 9)
-    if not head.startswith(MAGIC) or len(head) < len(MAGIC) + 9:
+        return None
+    try:
+        data, size = numpy.memmap(index, numpy.uint8, mode="r"), Path(path).stat().st_size
+    except ValueError:  # it is empty
+        data, size = numpy.empty(0, numpy.uint8), 0
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    if len(data) < HEAD.size or data[: len(MAGIC)].tobytes() != MAGIC:
         raise UserError(f"{index} is not an index of Megatron-LM: remove it, or write it again")
-    version, code = struct.unpack("<QB", head[len(MAGIC) :])
+    _, version, code, sequences, documents = HEAD.unpack(data[: HEAD.size].tobytes())
     if version != 1 or code not in KINDS:
         raise UserError(f"{index} has version {version} and type {code}, which are not known here")
-    return numpy.dtype(KINDS[code])
+    ends = numpy.cumsum([HEAD.size, 4 * sequences, 8 * sequences, 8 * documents])
+    if len(data) != ends[-1] or not sequences or documents < 2:
+        raise UserError(
+            f"{index} has {len(data)} bytes, where {sequences} sequences and {documents} bounds of "
+            f"documents take {ends[-1]}: it is cut off, or of a multimodal dataset"
+        )
+    columns = zip(pairwise(ends), ("<i4", "<i8", "<i8"), strict=True)
+    lengths, places, bounds = (data[first:stop].view(kind) for (first, stop), kind in columns)
+    found = Index(numpy.dtype(KINDS[code]), lengths, places, bounds)
+    told = int(lengths.sum(dtype=numpy.int64)) * found.dtype.itemsize
+    last = places[-1] + lengths[-1] * found.dtype.itemsize
+    is_whole = places[0] == 0 and last == size and [*bounds[[0, -1]]] == [0, sequences]
+    if told != size or not is_whole:
+        raise UserError(
+            f"{index} tells of {told} bytes in {path}, which has {size}: one of them is cut off or "
+            f"of a different dataset"
+        )
+    return found
+
+
+def _bounds_of(path):
+    """Where each document of a file begins, and the last one ends, in tokens: int64."""
+    index = _read_index(path)
+    if index is None:
+        raise UserError(f"there is no {Path(path).with_suffix('.idx')}, which tells of documents")
+    ends = numpy.append(index.places // index.dtype.itemsize, index.lengths.sum(dtype=numpy.int64))
+    bounds = ends[index.bounds]
+    if (numpy.diff(bounds) < 0).any():
+        raise UserError(f"{Path(path).with_suffix('.idx')} is damaged: its documents overlap")
+    return bounds
+
+
+def _dtype_of(path, dtype):
+    index = _read_index(path)
+    return numpy.dtype(dtype) if index is None else index.dtype
 
 
 def _length_of(path, dtype):

@@ -5,8 +5,9 @@
 The texts are JSON lines of {"text": "..."}, or texts in UTF-8, whose paragraphs are the documents.
 Writes DEST/train.bin and DEST/val.bin (every --val-every-th document): the tokens of all documents,
 one after another, each followed by the token --end, as uint16, or as uint32 if the vocabulary has
-more than 65,536. The same bytes for any number of processes. If it is interrupted, the same command
-continues with what is missing.
+more than 65,536. DEST/train.idx and DEST/val.idx tell the documents apart, for Megatron-LM and for
+sources.tokens.TokenDocuments. The same bytes for any number of processes. If it is interrupted, the
+same command continues with what is missing.
 
 Train with them: docs/streams.md.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy
 
 from sources.shards import Shards
+from sources.tokens import write_index
 from utils.errors import UserError, report_errors, required_by, say
 from utils.run_folder import write_text
 
@@ -42,15 +44,17 @@ class Encoder:
         target = part_path(self.args, number)
         if target.exists():
             return
-        parts = {"train": [], "val": []}
+        parts, lengths = ({"train": [], "val": []} for _ in range(2))
         first = number * PER_PART
         for index in range(first, min(first + PER_PART, len(self.documents))):
             split = "val" if (index + 1) % self.args.val_every == 0 else "train"
             ids = self.tokenizer.encode(self.documents[index], add_special_tokens=False).ids
             parts[split] += [*ids, self.end]
+            lengths[split].append(len(ids) + 1)
         temporary = target.with_suffix(f".{os.getpid()}.tmp")
         with open(temporary, "wb") as file:
-            numpy.savez(file, **{split: numpy.array(p, self.dtype) for split, p in parts.items()})
+            arrays = {split: numpy.array(ids, self.dtype) for split, ids in parts.items()}
+            numpy.savez(file, **arrays, **{f"{split}_lengths": n for split, n in lengths.items()})
         temporary.replace(target)
 
 
@@ -109,19 +113,25 @@ def fingerprint(args):
 
 
 def join(args, count):
-    """Write DEST/train.bin and DEST/val.bin of all parts, in order. Returns their numbers of
-    tokens."""
+    """Write DEST/train.bin and DEST/val.bin of all parts, in order, and their .idx. Returns their
+    numbers of tokens."""
     totals = {"train": 0, "val": 0}
     for split in totals:
+        lengths = []
         with open(args.folder / f"{split}.tmp", "wb") as file:
             for number in range(count):
-                tokens = numpy.load(part_path(args, number))[split]
+                with numpy.load(part_path(args, number)) as part:
+                    tokens = part[split]
+                    lengths.append(part[f"{split}_lengths"])
                 file.write(tokens.tobytes())
-                totals[split] += len(tokens)
             file.flush()
             os.fsync(file.fileno())
+        lengths = numpy.concatenate(lengths).astype(numpy.int64)
+        totals[split] = int(lengths.sum())
+        write_index(args.folder / f"{split}.idx.tmp", tokens.dtype, lengths)
     for split in totals:
-        (args.folder / f"{split}.tmp").replace(args.folder / f"{split}.bin")
+        for name, kind in ((f"{split}.idx.tmp", "idx"), (f"{split}.tmp", "bin")):
+            (args.folder / name).replace(args.folder / f"{split}.{kind}")
     return totals
 
 

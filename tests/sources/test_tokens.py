@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tools.tokens
-from sources.tokens import MAGIC, TokenFiles
+from sources.packing import Packed
+from sources.tokens import KINDS, MAGIC, TokenDocuments, TokenFiles
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.verify.run import project_with_task
@@ -23,6 +24,16 @@ WORDS = [f"word{number}" for number in range(300)]
 def write(path, tokens, dtype="uint16"):
     path.write_bytes(numpy.array(tokens, dtype).tobytes())
     return path
+
+
+def index_of(lengths, bounds, code=8, version=1, places=None):
+    """The bytes of an index of Megatron-LM."""
+    size = numpy.dtype(KINDS.get(code, "uint16")).itemsize
+    ends = numpy.cumsum(lengths) * size
+    places = ends - numpy.array(lengths) * size if places is None else places
+    head = MAGIC + struct.pack("<QBQQ", version, code, len(lengths), len(bounds))
+    arrays = (lengths, "<i4"), (places, "<i8"), (bounds, "<i8")
+    return head + b"".join(numpy.array(values, kind).tobytes() for values, kind in arrays)
 
 
 def test_every_token_is_predicted_once(tmp_path):
@@ -41,9 +52,28 @@ def test_every_token_is_predicted_once(tmp_path):
 @pytest.mark.parametrize(("code", "dtype"), [(8, "uint16"), (4, "int32")])
 def test_index_of_megatron_says_the_type(code, dtype, tmp_path):
     path = write(tmp_path / "a.bin", [7, 65535, 9], dtype)
-    index = MAGIC + struct.pack("<QBQQ", 1, code, 1, 2)
-    path.with_suffix(".idx").write_bytes(index)
+    path.with_suffix(".idx").write_bytes(index_of([3], [0, 1], code))
     assert TokenFiles([path], 8, dtype="uint32")[0].tolist() == [7, 65535, 9]
+
+
+def test_index_of_megatron_tells_documents_apart(tmp_path):
+    """Also of several sequences each, and in several files; packed, they are the same pieces."""
+    a = write(tmp_path / "a.bin", range(10, 20), "int32")
+    a.with_suffix(".idx").write_bytes(index_of([3, 4, 0, 3], [0, 2, 3, 4], code=4))
+    b = write(tmp_path / "b.bin", [1, 2], "uint8")
+    b.with_suffix(".idx").write_bytes(index_of([1, 1], [0, 1, 2], code=1))
+    documents = pickle.loads(pickle.dumps(TokenDocuments([a, b])))
+    found = [documents[index].tolist() for index in range(len(documents))]
+    assert found == [[*range(10, 17)], [], [17, 18, 19], [1], [2]]
+    assert documents.lengths.tolist() == [7, 0, 3, 1, 1] and documents.shard_sizes == [3, 2]
+    packed = Packed(documents, documents.lengths, 4)
+    assert [packed[index].tolist() for index in range(3)] == [
+        [10, 11, 12, 13, 14],
+        [14, 15, 16, 17, 18],
+        [18, 19, 1, 2],
+    ]
+    with pytest.raises(UserError, match=r"no .*c\.idx"):
+        TokenDocuments([write(tmp_path / "c.bin", [1, 2])])
 
 
 def test_other_contents_have_another_description(tmp_path):
@@ -60,12 +90,19 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
         (b"\0\0\0", None, "3 bytes, which uint16 tokens do not fill"),
         (b"\0\0", None, "nothing to predict"),
         (b"\0" * 8, b"other", "not an index of Megatron-LM"),
-        (b"\0" * 8, MAGIC + struct.pack("<QB", 1, 7), "type 7"),
+        (b"\0" * 8, b"", "not an index of Megatron-LM"),
+        (b"\0" * 8, index_of([4], [0, 1])[:30], "not an index of Megatron-LM"),
+        (b"\0" * 8, index_of([4], [0, 1], code=7), "version 1 and type 7"),
+        (b"\0" * 8, index_of([4], [0, 1], version=2), "version 2"),
+        (b"\0" * 8, index_of([4], [0, 1])[:-1], "61 bytes, where 1 sequences and 2 .* take 62"),
+        (b"\0" * 8, index_of([4], [0, 1]) + b"\1", "63 bytes, .* of a multimodal dataset"),
+        (b"\0" * 6, index_of([4], [0, 1]), r"a\.idx tells of 8 bytes in .*a\.bin, which has 6"),
+        (b"\0" * 8, index_of([2, 2], [0, 1], places=[0, 2]), "a different dataset"),
     ]
     for contents, index, message in bad:
         path = tmp_path / "a.bin"
         path.write_bytes(contents)
-        if index:
+        if index is not None:
             path.with_suffix(".idx").write_bytes(index)
         with pytest.raises(UserError, match=message):
             TokenFiles([path], 4)
@@ -111,6 +148,9 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
     assert "--vocabulary 302" in capsys.readouterr().out
     for split, tokens in expected.items():
         assert numpy.fromfile(texts / "one" / f"{split}.bin", numpy.uint16).tolist() == tokens
+        found = TokenDocuments([texts / "one" / f"{split}.bin"])
+        assert torch.cat([found[index] for index in range(len(found))]).tolist() == tokens
+        assert all(found[index][-1] == 300 for index in range(len(found)))
     assert not (texts / "one" / ".parts").exists()
 
     def interrupt(*_):
@@ -137,8 +177,8 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
         make(texts, patched, texts / "two", 3, *options)
     assert kept == [times]
     for split in expected:
-        name = f"{split}.bin"
-        assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
+        for name in (f"{split}.bin", f"{split}.idx"):
+            assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
 
 
 def test_text_task_trains_on_tokens(texts, monkeypatch, tmp_path):
