@@ -258,7 +258,8 @@ def curves(run):
     axis, metric = Axis(run), metric_of(run)
     speeds = [ratio(row["train_samples"], row["train_seconds"]) for row in run.rows]
     found = {}
-    for name in ["loss", metric] if metric else ["loss"]:
+    shares = [name for name in _results_of_training(run) if name.startswith("share_")]
+    for name in ["loss", *([metric] if metric else []), *shares]:
         train = [row.get(f"train_{name}") for row in run.rows]
         ends = [(i, row[f"val_{name}"]) for i, row in enumerate(run.rows) if f"val_{name}" in row]
         found[name] = {"train": _training(axis, train, name)}
@@ -285,10 +286,16 @@ def _training(axis, values, name):
     return points
 
 
+def _results_of_training(run):
+    """What the first row holds of training, without "train_"."""
+    row = (run.rows or [{}])[0]
+    return [name.removeprefix("train_") for name in row if name.startswith("train_")]
+
+
 def metric_of(run):
-    """The metric of the run's task: the first of its results that is not the loss; None if there is
-    no other."""
-    names = [name.removeprefix("train_") for name in (run.rows or [{}])[0] if "train_" in name]
+    """The metric of the run's task: the first of its results that is neither the loss nor the share
+    of a source in a mixture; None if there is no other."""
+    names = [name for name in _results_of_training(run) if not name.startswith("share_")]
     if run.steps:
         names += [name for name, value in run.steps[0].items() if is_number(value)]
     known = {"loss", "epoch", "step", "lr", "samples_per_second", "data_seconds", "memory", *COUNTS}

@@ -174,6 +174,20 @@ def test_tasks_with_different_metrics(tmp_path):
     assert "val accuracy" in text
 
 
+def test_shares_of_a_mixture_have_curves_and_are_not_its_metric(tmp_path):
+    """In the order of a row, they come first."""
+    shares = [
+        {"train_share_long": 0.75, "train_share_short": 0.25},
+        {"train_share_long": 0.5, "train_share_short": 0.5},
+    ]
+    rows = [{"epoch": number} | more | epoch(number, 1.0) for number, more in enumerate(shares)]
+    run = read_run(write(tmp_path / "mixed", rows), "mixed")
+    found = curves(run)
+    assert list(found)[:4] == ["loss", "accuracy", "share_long", "share_short"]
+    assert [point.value for point in found["share_long"]["train"]] == [0.75, 0.5]
+    assert "share short" in report([run])
+
+
 def test_task_without_a_metric(tmp_path):
     rows = [{k: v for k, v in epoch(0, 2.0).items() if "accuracy" not in k}]
     runs = [read_run(write(tmp_path / "bare", rows), "bare")]
