@@ -22,8 +22,8 @@ from tasks.text import build_datasets as build_datasets
 from tasks.text import count as count
 from tasks.text import describe as describe
 from utils.config import setting
-from utils.distributed import all_reduce
-from utils.errors import UserError
+from utils.distributed import all_reduce, is_main_process
+from utils.errors import UserError, say
 
 CHOSEN = 2  # experts of a byte
 
@@ -131,6 +131,11 @@ class MixtureGPT(GPT):
 
 def build_model(cfg: Settings, train_set: Documents) -> GPT:
     """A GPT with random weights from the global seed."""
+    if cfg.balance and getattr(cfg, "micro_batches", 1) > 1 and is_main_process():
+        say(
+            "each micro-batch balances the experts by itself, so that the weights depend on "
+            "--micro-batches: with --balance 0, they do not"
+        )
     return text.drop_by_sample(MixtureGPT(cfg), cfg)
 
 

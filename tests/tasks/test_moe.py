@@ -9,6 +9,7 @@ from tasks.moe import IGNORED, Mixture, balance_loss
 from tests.processes import run_ranks
 from utils.config import load_config
 from utils.errors import UserError
+from utils.rungs.accumulation import AccumulationSettings
 
 
 @pytest.fixture
@@ -78,6 +79,19 @@ def test_balance_is_that_of_the_global_batch():
         return balance_loss(router[rank::2], targets[rank::2])
 
     torch.testing.assert_close(sum(run_ranks(body, 2)), whole, rtol=1e-12, atol=0)
+
+
+def test_balance_of_micro_batches_is_said(capsys):
+    """It is not that of the global batch."""
+    for flags, is_said in (
+        (["--micro-batches=2"], True),
+        (["--micro-batches=2", "--balance=0"], False),
+        ([], False),
+    ):
+        small = ["--layers=1", "--width=8", "--heads=2", *flags]
+        cfg = load_config(tasks.moe.Settings, AccumulationSettings, argv=small)
+        tasks.moe.build_model(cfg, None)
+        assert ("--balance 0" in capsys.readouterr().out) == is_said
 
 
 def test_balance_is_trained_and_logged_but_not_evaluated(cfg):
