@@ -18,12 +18,14 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy
 
 from sources.shards import Shards
 from sources.tokens import write_index
+from utils.distributed import die_with_parent
 from utils.errors import UserError, report_errors, required_by, say
 from utils.run_folder import write_text
 
@@ -95,8 +97,11 @@ def part_path(args, number):
 
 
 def start_process(args):
-    """For multiprocessing.Pool."""
+    """For multiprocessing.Pool. Ctrl-C is for the parent, and a killed parent leaves nobody who
+    would print that its pipe is gone."""
     global encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
     encoder = Encoder(args)
 
 
