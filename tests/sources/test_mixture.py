@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+import re
 
 import numpy
 import pytest
@@ -13,8 +14,13 @@ from sources.mixture import Mixture
 from sources.samplers import ShardOrder
 from sources.shards import Shards
 from sources.streams import Streamed
-from tests.forked import ROUNDING, killed_at, largest_difference
-from tests.recipes import applied, run_text_to_end
+from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
+from tools.lib.edits import changed
+from tools.lib.ladder import ROOT
+from tools.shards import write_json_lines
+from tools.verify.run import project_with_task
+from utils.checkpoint_file import read_checkpoint
 from utils.data import BatchDataset
 from utils.errors import UserError
 from utils.seeds import derive_seed
@@ -351,6 +357,41 @@ def test_changed_mixtures_have_another_description(tmp_path):
     phased = Mixture({"a": Named(0, 9)}, [(0, {"a": 1}), (5, {"a": 1})], batch_size=3).describe()
     assert "weight 1/1 from step 0, 1/1 from step 5" in phased["mixture_a"]
     assert all(other != base for other in changed)
+
+
+@pytest.mark.slow
+def test_two_texts_with_weights_that_change(monkeypatch, tmp_path):
+    """With the code of the page, but at a step that comes within an epoch."""
+    folder = project_with_task("text", tmp_path / "copy")
+    page = (ROOT / "docs" / "recipes" / "mixtures.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code.count("10_000") == 1
+    text = f"from tasks.text import *\n{code.replace('10_000', '7')}"
+    (folder / "tasks" / "mixed_text.py").write_text(text)
+    import_new("tasks.mixed_text", folder, monkeypatch)
+    script = with_task(folder / "train_ddp.py", "tasks.mixed_text")
+    old, new = "seed=cfg.seed, drop_last=True", "shuffle=False, drop_last=True"
+    lines = [(old, new), ("train_result = train", "train_result = train_set.shares(epoch) | train")]
+    script.write_text(changed(script.read_text(), lines, script))
+    for name, count in (("chat", 70), ("code", 110)):
+        (tmp_path / "texts" / name).mkdir(parents=True)
+        for split, number in (("train", count), ("val", 9)):
+            texts = [{"text": f"{name} {index} " * (index % 9)} for index in range(number)]
+            write_json_lines(tmp_path / "texts" / name, split, texts)
+
+    def run(nproc, name, before=None, **flags):
+        flags |= {"text_file": tmp_path / "texts", "output_dir": tmp_path / name}
+        ended = fork_script(script, nproc, before, settings=TEXT, **flags)
+        assert ended.code in (0, -9), ended.stderr
+        return ended.rows, read_checkpoint(tmp_path / name / "last.pt")["model"]
+
+    rows, one = run(1, "one")
+    steps = rows[0]["train_samples"] // 12
+    expected = (7 * 0.2 + (steps - 7) * 0.7) / steps
+    assert abs(rows[0]["train_share_chat"] - expected) * 12 * steps < 2
+    run(2, "killed", killed_at(1, 3), save_steps=2)
+    _, end = run(3, "killed")
+    assert largest_difference(end, one) < ROUNDING
 
 
 def test_mixed_runs_train_the_same_weights(tmp_path):
