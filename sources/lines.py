@@ -1,5 +1,6 @@
 """JSON lines and texts: where their samples are, and what their bytes hold."""
 
+import codecs
 import json
 import os
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def scan_json_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> P
 
 def parse_json(data: bytes) -> Any:
     """The value of a line. Raises ValueError or RecursionError."""
-    return json.loads(data.decode("utf-8-sig"))  # of bytes, it would guess the encoding
+    return json.loads(_decode(data))  # of bytes, it would guess the encoding
 
 
 def scan_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> Places:
@@ -67,4 +68,9 @@ def scan_texts(
 
 def parse_text(data: bytes) -> str:
     """The text of a document. Raises ValueError."""
-    return data.decode("utf-8-sig").strip("\r\n")
+    return _decode(data).strip("\r\n")
+
+
+def _decode(data):
+    """The text without a byte order mark; the codec utf-8-sig takes ten times as long."""
+    return data.removeprefix(codecs.BOM_UTF8).decode()
