@@ -261,8 +261,8 @@ def steps_of(args, work, letter, processes, again=""):
     work = work / f"{letter}{again.strip()}"
     run = observe(args, work, letter, command, count, processes)
     found = read_steps(run, work / "runs" / "tensors", args.steps)
-    if not found:
-        raise CannotRun(_failure(run, letter))
+    if not found or (len(found) < args.steps and (run.code or run.timed_out)):
+        raise CannotRun(_failure(run, letter, len(found)))
     return found
 
 
@@ -309,13 +309,14 @@ def _checked_out(root, revision, target):
     return target
 
 
-def _failure(run, letter):
+def _failure(run, letter, steps):
     output = run.output.strip()[-3000:]
+    after = f" after step {steps}; --steps {steps} compares until there" if steps else ""
     if run.timed_out:
-        return f"Run {letter.upper()} did not end (--timeout):\n{output}"
+        return f"Run {letter.upper()} did not end (--timeout){after}:\n{output}"
     if run.code:
         hint = "\nIf it asks for float32: --dtype own" if "float32" in output[-1000:] else ""
-        return f"Run {letter.upper()} failed (exit code {run.code}):\n{output}{hint}"
+        return f"Run {letter.upper()} failed (exit code {run.code}){after}:\n{output}{hint}"
     return f"Run {letter.upper()} made no step of an optimizer. Its output ends with:\n{output}"
 
 

@@ -113,7 +113,7 @@ def _compute_in_float64(torch):
 def _before_forward(module, inputs):
     import torch
 
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if _is_no_forward(torch):
         return None
     if not _running and next(module.parameters(), None) is None:
         return None  # a transform, or a loss
@@ -177,10 +177,16 @@ def plain(name):
     return name
 
 
-def _after_forward(module, args, kwargs, outputs):
+def _is_no_forward(torch):
+    """Whether a module is called by a compiler, or by a backward pass: activation checkpointing."""
+    is_backward = torch._C._current_graph_task_id() != -1
+    return is_backward or torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _after_forward(module, args, kwargs, outputs=None):  # PyTorch passes no kwargs after an error
     import torch
 
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not _running:
+    if _is_no_forward(torch) or not _running:
         return
     state = _running.pop()
     if not torch.is_grad_enabled():
