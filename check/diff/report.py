@@ -18,6 +18,8 @@ def headline(outcome):
 def text(outcome, asked):
     """The report for people."""
     lines, first, worlds = [headline(outcome)], outcome.first, outcome.worlds
+    if first and first.advice:
+        lines.append(first.advice)
     lines += ["", f"A: {_ranks(worlds[0])}. B: {_ranks(worlds[1])}.", ""]
     for result in outcome.results:
         said = "DIFFERENT, see above" if result is first else verdict(result)

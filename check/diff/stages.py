@@ -10,6 +10,15 @@ import torch
 from check.diff.factors import EQUAL, common, compare, order_of, relative
 from check.diff.runs import distinct
 
+ORDER = """\
+`shuffle=True` and DistributedSampler put a dataset in different orders. If that is the difference,
+use this sampler in a copy of the script for one process, call its set_epoch(), and compare it:
+    sampler = DistributedSampler(dataset, num_replicas=1, rank=0)"""
+
+BATCHNORM = """\
+Each rank normalizes by the statistics of its share of the batch; on CPUs, SyncBatchNorm does, too.
+To see what else is different, compare B on one process."""
+
 
 @dataclass
 class Result:
@@ -22,10 +31,16 @@ class Result:
     comparisons: list = field(default_factory=list)
     text: str = ""  # what is different, in a sentence
     skipped: str = ""  # why it was not compared, or not all of it
+    advice: str = ""  # how to make the runs comparable, where they may be right
 
     @property
     def is_equal(self):
         return not self.text
+
+    def drop(self, reason):
+        """Let a difference count as not compared."""
+        if self.text:
+            self.text, self.skipped = "", f"{self.text}, {reason}"
 
     @property
     def different(self):
@@ -78,17 +93,24 @@ class Comparer:
 
     def step(self, number, a, b):
         """The Results of one step, in the order of causes."""
+        samples = self._samples(a, b)
         inputs, a, b = self._inputs(a, b)
-        stages = [self._samples(a, b), inputs]
+        if samples.is_equal and not inputs.is_equal:
+            inputs.text += ": random transforms, or padding, depend on more than the sample"
+        stages = [samples, inputs]
         stages.append(
             self._weights(a, b) if number == 0 else self._named("weights", a, b, "before")
         )
         stages.append(self._outputs(a, b))
-        stages.append(self._loss(a, b))
+        loss = self._loss(a, b)
+        stages.append(loss)
         if any(rank["unclipped"] for step in (a, b) for rank in step.ranks):
             stages.append(self._gradients("gradients before clipping", a, b, "unclipped"))
             stages.append(self._norms(a, b))
-        stages.append(self._gradients("gradients", a, b, "gradients"))
+        gradients = self._gradients("gradients", a, b, "gradients")
+        if all(stage.compared and stage.is_equal for stage in (loss, gradients)):
+            inputs.drop("without an effect on the loss and the gradients")
+        stages.append(gradients)
         stages.append(self._settings(a, b))
         stages.append(self._named("update", a, b, "after"))
         stages.append(self._named("optimizer state", a, b, "state"))
@@ -115,6 +137,9 @@ class Comparer:
         for letter, samples in (("A", a.samples), ("B", b.samples)):
             if len(samples) > 1 and all(other == samples[0] for other in samples):
                 result.text += f". All ranks of {letter} train on the same samples"
+                return result
+        if sum(ours.values()) == sum(theirs.values()) and self.worlds[0] != self.worlds[1]:
+            result.advice = ORDER
         return result
 
     def _inputs(self, a, b):
@@ -136,7 +161,7 @@ class Comparer:
             shared = sum((ours & theirs).values())
             result.text = (
                 f"of {sum(ours.values())} rows in A and {sum(theirs.values())} in B, {shared} are "
-                f"the same: random transforms, or padding, depend on more than the sample"
+                f"the same"
             )
         return result, a, b
 
@@ -181,6 +206,8 @@ class Comparer:
                 f"the first is of {first.name or 'the model'}, a {first.kind}: {first.how}"
             )
             result.text += _of_draws(a.draws(first.name), b.draws(self._origin(first.name, b)))
+            if first.kind.startswith("BatchNorm") and self.worlds[0] != self.worlds[1]:
+                result.advice = BATCHNORM
         return result
 
     def _origin(self, name, step):

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from check.diff import page
+from check.diff import page, report
 from check.diff.command import launched, parse
 from check.diff.factors import compare, order_of
 from check.diff.runs import Step
@@ -131,6 +131,29 @@ def test_script_that_fails_is_shown(tmp_path):
     (tmp_path / "other.py").write_text("raise SystemExit('no data here')")
     code, result, text = diff(tmp_path, "--", "other.py", "--", *ONE)
     assert code == 2 and "no data here" in text and "Run A failed" in result["error"]
+
+
+def test_script_that_fails_after_a_step_is_not_called_equal(tmp_path):
+    check = "assert step < 2, 'no such sample'"
+    broken = SCRIPT.replace("        outputs = (", f"        {check}\n        outputs = (")
+    assert check in broken
+    (tmp_path / "other.py").write_text(textwrap.dedent(broken))
+    other = ["torchrun", "--nproc_per_node=1", "other.py"]
+    code, result, text = diff(tmp_path, "--", *other, "--", *ONE)
+    assert code == 2 and "no such sample" in text and "--steps 1 compares" in result["error"]
+
+
+@pytest.mark.slow
+def test_recomputation_of_activations_is_no_forward(tmp_path):
+    """PyTorch ends it by an exception as soon as all that is needed has been computed."""
+    call = '(model if bug == "bypass" else trained)(x)'
+    recomputed = "torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)"
+    assert call in SCRIPT
+    (tmp_path / "other.py").write_text(textwrap.dedent(SCRIPT.replace(call, recomputed)))
+    other = ["torchrun", "--nproc_per_node=1", "other.py"]
+    code, result, _ = diff(tmp_path, "--", *ONE, "--", *other)
+    compared = {(stage["step"], stage["stage"]): stage["compared"] for stage in result["stages"]}
+    assert code == 0 and compared[3, "outputs of modules"] == 5 and compared[3, "update"] == 6
 
 
 @pytest.mark.parametrize(
@@ -370,3 +393,43 @@ def test_padding_and_order_of_rows_are_no_difference():
     assert outputs.is_equal and outputs.compared == 1
     result, *_ = Comparer((1, 1))._inputs(step([[5, 6, 0]]), step([[5, 7, 0]]))
     assert "0 are the same" in result.text
+
+
+def test_advice_for_samples_in_different_orders():
+    """Not where all ranks have the same samples, which is a bug."""
+    one, two = Step([], [[1, 2]]), Step([], [[3], [4]])
+    result = Comparer((1, 2))._samples(one, two)
+    assert result.text and "num_replicas=1, rank=0" in result.advice
+    outcome = Outcome([result], [[one], [two]], (1, 2))
+    assert result.advice in report.text(outcome, 1)
+    assert not Comparer((1, 2))._samples(one, Step([], [[3], [3]])).advice
+    assert not Comparer((1, 2))._samples(one, Step([], [[1], [2]])).advice
+
+
+def test_padding_that_has_no_effect_is_no_difference():
+    """A model of text that is given tokens[:, :-1]: where another row of the batch is longer, what
+    is cut off is padding, and the last token stays, as an input without a target."""
+
+    def step(tokens, gradient):
+        forward = {"model": 0, "part": 0, "rows": [*map(hash, tokens)], "tokens": None}
+        tensors = {key: {} for key in ("before", "after", "state", "buffers")}
+        return Step(
+            [
+                tensors
+                | {
+                    "forwards": [forward | {"outputs": {}, "draws": {}}],
+                    "gradients": {"weight": torch.tensor([gradient, 2.0])},
+                    "losses": [0.5],
+                    "norms": [],
+                    "unclipped": {},
+                    "settings": [],
+                }
+            ],
+            [[1, 2]],
+        )
+
+    one = step([(5, 6), (7, 8)], 1.0)
+    for gradient, is_equal in ((1.0, True), (3.0, False)):
+        two = step([(5, 6), (7, 8, 9)], gradient)
+        inputs = Comparer((1, 1)).step(0, one, two)[1]
+        assert inputs.is_equal is is_equal and "1 are the same" in inputs.text + inputs.skipped

@@ -116,8 +116,9 @@ def test_hook_of_pre_commit_starts_the_check():
 def test_skill_names_options_and_rules_that_there_are():
     text = (CHECK / "SKILL.md").read_text()
     assert text.startswith("---\nname: ") and "\ndescription: " in text
-    source = (CHECK / "__main__.py").read_text()
-    for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--local-rank"}:
+    source = (CHECK / "__main__.py").read_text() + (CHECK / "diff" / "command.py").read_text()
+    of_others = {"--local-rank", "--nproc", "--at-a"}  # of torchrun; --at-{letter} in the source
+    for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - of_others:
         assert f'"{option}"' in source, option
     quoted = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", text)) - {"check-training"}
     assert quoted and quoted <= set(ADVICE)
