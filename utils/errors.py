@@ -6,6 +6,7 @@ Needs only the standard library.
 import io
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -70,6 +71,9 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except (Exception, KeyboardInterrupt) as error:
+            # A DataLoader's handler raises wherever this process is, here too, for a dead worker.
+            with suppress(ValueError):  # only the main thread may, which runs the handlers
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if isinstance(error, PeerError):
                 repeat_report()
             elif not isinstance(error, SilentExit):

@@ -305,6 +305,30 @@ class Gone:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
+def test_dead_worker_does_not_interrupt_the_report(monkeypatch, capfd, naps):
+    """A DataLoader's handler raises for it, and the error was taken for that of a lost store."""
+
+    class Store:
+        def add(self, *_):
+            os.kill(os.getpid(), signal.SIGCHLD)  # of one more process that ends
+            return 1
+
+        def set(self, *_):
+            pass
+
+    def handler(*_):
+        raise RuntimeError("DataLoader worker is killed")
+
+    monkeypatch.setattr(errors, "_failure_store", Store())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        fail(UserError("the first error"))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert "the first error" in capfd.readouterr().err
+
+
 def test_store_that_is_gone_leaves_the_report_to_the_launcher(monkeypatch, capfd, naps):
     monkeypatch.setattr(errors, "_failure_store", Gone())
     assert fail(UserError("lost")) == 1
