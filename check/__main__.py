@@ -130,7 +130,7 @@ def parse(arguments):
         "--fake-data",
         nargs="?",
         action="append",
-        type=_fake_data,
+        type=fake_data,
         metavar="NAME=KEY:VALUE,...",
         help="small random data in place of the datasets of torchvision and of Hugging Face; "
         "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
@@ -175,8 +175,7 @@ def parse(arguments):
         parser.error("--processes is at least 2: the script also runs on one")
     if args.limit_data < 0:
         parser.error("--limit-data is a number of samples; 0: all")
-    if args.fake_data is not None:
-        args.fake_data = dict(filter(None, args.fake_data))
+    args.fake_data = named_datasets(args.fake_data)
     for path in filter(None, (args.json, args.sarif)):
         if not Path(path).parent.is_dir() or Path(path).is_dir():
             parser.error(f"{path} cannot be written: it is a folder, or its folder does not exist")
@@ -203,13 +202,18 @@ def _folder(text):
     return os.path.realpath(text)
 
 
-def _fake_data(text):
+def fake_data(text):
     """("name", {"column": "type"}) of an argument of --fake-data."""
     name, _, columns = text.partition("=")
     pairs = [column.split(":") for column in columns.split(",")]
     if not name or any(len(pair) != 2 for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text}: NAME=COLUMN:TYPE,... is expected")
     return name, dict(pairs)
+
+
+def named_datasets(values):
+    """All values of --fake-data together: {"name": {"column": "type"}}; None if there are none."""
+    return None if values is None else dict(filter(None, values))
 
 
 def script_of(command):

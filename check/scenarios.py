@@ -470,7 +470,7 @@ def _failure(run, options):
         return _not_ended(run, options, where)
     if run.ended:
         return f"The script made no step of an optimizer {where}." + _already_done(run)
-    text = f"The script failed {where} (exit code {run.code}):\n{_shortened(run.output)}"
+    text = f"The script failed {where} (exit code {run.code}):\n{shortened(run.output)}"
     return "\n".join([text, *_remedies(run.output[-3000:], options)])
 
 
@@ -500,7 +500,7 @@ def own_lines(stacks):
     ]
 
 
-def _shortened(output):
+def shortened(output):
     """The start, where the first error of several ranks is, and the end."""
     if len(output) <= 9000:
         return output

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ import tarfile
 import tempfile
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 from check.diff import bisect, page, report
 from check.diff.factors import EQUAL, ROUNDED
@@ -31,7 +33,7 @@ from check.diff.runs import read_steps
 from check.diff.stages import Comparer, Outcome
 from check.mirror import MOST_BYTES
 from check.processes import Processes
-from check.scenarios import CannotRun, Options, starting
+from check.scenarios import CannotRun, Options, shortened, starting
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 PROCESSES = ("--nproc-per-node", "--nproc_per_node")
@@ -40,7 +42,9 @@ ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the mod
 
 
 def parse(arguments):
-    """The options, and the two commands after `--`, as [(command, number of processes)]."""
+    """The options, and the two commands after `--`, as Commands."""
+    from check.__main__ import fake_data, named_datasets
+
     parser = argparse.ArgumentParser(
         prog="check diff",
         description=__doc__,
@@ -65,6 +69,18 @@ def parse(arguments):
         parser.add_argument(
             f"--at-{letter}", metavar="REVISION", help="this project as it was at a commit of git"
         )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed each process at its start, for a script that does not do so itself",
+    )
+    parser.add_argument(
+        "--no-shuffle",
+        action="store_true",
+        help="RandomSampler and DistributedSampler keep the order of the dataset, so that what "
+        "comes after the order of the samples is compared",
+    )
     parser.add_argument(
         "--bisect",
         metavar="GOOD..BAD",
@@ -96,6 +112,20 @@ def parse(arguments):
     parser.add_argument("--device", choices=["mapped", "cpu"], default="mapped")
     parser.add_argument("--limit-data", type=int, default=0, metavar="N")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "--rank-args",
+        default="",
+        metavar="ARGS",
+        help="what a launcher gives to each rank, in one word: '--local_rank={local_rank}'",
+    )
+    parser.add_argument(
+        "--fake-data",
+        nargs="?",
+        action="append",
+        type=fake_data,
+        metavar="NAME=KEY:VALUE,...",
+        help="small random data in place of the datasets of torchvision and of Hugging Face",
+    )
     parser.add_argument("--hide", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--link", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it")
@@ -114,12 +144,13 @@ def parse(arguments):
             parser.error(f"--bisect {args.bisect}: GOOD..BAD is expected, two commits of git")
     if args.steps < 1:
         parser.error("--steps is at least 1")
+    args.fake_data = named_datasets(args.fake_data)
     for name, values in (("--rename", args.rename), ("--join", args.join), ("--env", args.env)):
         for value in values:
             if "=" not in value:
                 parser.error(f"{name} {value}: a = is expected")
-    args.commands = [launched(command) for command in commands]
-    for letter, (command, _) in zip("ab", args.commands, strict=True):
+    args.commands = [launched(command, shlex.split(args.rank_args)) for command in commands]
+    for letter, (command, *_) in zip("ab", args.commands, strict=True):
         root = getattr(args, f"root_{letter}").resolve()
         if not root.is_dir():
             parser.error(f"--root-{letter} {root}: there is no such folder")
@@ -140,10 +171,18 @@ def _split(arguments):
     return parts
 
 
-def launched(command):
-    """(the script or module and its arguments, the number of processes, whether a launcher starts
-    them) of a command line."""
-    from check.__main__ import script_of
+class Command(NamedTuple):
+    """A command line. words: the script or module and its arguments; count: the processes that a
+    launcher starts, or 0; rank_arguments: what it gives to each of them besides."""
+
+    words: list
+    count: int
+    rank_arguments: list
+
+
+def launched(command, rank_arguments=()):
+    """The Command of a command line. rank_arguments: those of the user."""
+    from check.__main__ import rank_arguments_of, script_of
 
     count = 1
     for number, word in enumerate(command):
@@ -155,7 +194,9 @@ def launched(command):
         if word.endswith(".py"):
             break
     is_launched = any(Path(word).name in LAUNCHERS for word in command[:3])
-    return script_of(command), count if is_launched else 0
+    if not is_launched:
+        return Command(script_of(command), 0, [])
+    return Command(script_of(command), count, [*rank_arguments] or rank_arguments_of(command))
 
 
 def main(arguments):
@@ -244,9 +285,10 @@ def find_unseeded(args, work, processes, outcome):
     for letter, steps in zip("ab", outcome.steps, strict=True):
         again = steps_of(args, work, letter, processes, " again")
         world = len(steps[0].ranks)
-        found = Comparer((world, world)).results(steps[: first.step], again[: first.step])
+        comparer = Comparer((world, world), is_same_command=True)
+        found = comparer.results(steps[: first.step], again[: first.step])
         differs = next((result for result in found if not result.is_equal), None)
-        if differs:
+        if differs and differs.stage in RANDOM:
             first.text += (
                 f". But {letter.upper()} is not the same when it runs again (step {differs.step}, "
                 f"{differs.stage}: {differs.text}): no seed decides its random numbers"
@@ -256,10 +298,11 @@ def find_unseeded(args, work, processes, outcome):
 
 def steps_of(args, work, letter, processes, again=""):
     """Run command a or b. Returns its Steps."""
-    command, count = args.commands["ab".index(letter)]
-    print(f"Running {letter.upper()}{again}: {' '.join(command)}", file=sys.stderr, flush=True)
+    command = args.commands["ab".index(letter)]
+    words = " ".join(command.words)
+    print(f"Running {letter.upper()}{again}: {words}", file=sys.stderr, flush=True)
     work = work / f"{letter}{again.strip()}"
-    run = observe(args, work, letter, command, count, processes)
+    run = observe(args, work, letter, command, processes)
     found = read_steps(run, work / "runs" / "tensors", args.steps)
     if not found or (len(found) < args.steps and (run.code or run.timed_out)):
         raise CannotRun(_failure(run, letter, len(found)))
@@ -271,7 +314,7 @@ def _join(text):
     return whole, parts.split(",")
 
 
-def observe(args, work, letter, command, count, processes):
+def observe(args, work, letter, command, processes):
     """Run one of the commands under observation. Returns a Run."""
     work.mkdir(parents=True)
     root = getattr(args, f"root_{letter}").resolve()
@@ -279,7 +322,8 @@ def observe(args, work, letter, command, count, processes):
     if revision:
         root = _checked_out(root, revision, work / "revision")
     options = Options(
-        command=command,
+        command=command.words,
+        rank_arguments=command.rank_arguments,
         source=root,
         steps=args.steps + 1,
         timeout=args.timeout,
@@ -288,14 +332,22 @@ def observe(args, work, letter, command, count, processes):
         hidden=args.hide,
         linked=args.link,
         limit_data=args.limit_data,
+        fake_data=args.fake_data,
         most_bytes=MOST_BYTES,
     )
     tensors = work / "runs" / "tensors"  # in the only folder in which the script may write
     tensors.mkdir(parents=True)
     with starting(options, work / "runs", processes) as start:
-        plan = {"diff": str(tensors), "dtype": args.dtype, "most_steps": args.steps}
-        launch = "torchrun" if count else "python"
-        return start.run("diff", launch, count or getattr(args, f"devices_{letter}"), **plan)
+        plan = {
+            "diff": str(tensors),
+            "dtype": args.dtype,
+            "seed": args.seed,
+            "no_shuffle": args.no_shuffle,
+            "most_steps": args.steps,
+        }
+        if command.count:
+            return start.run("diff", "torchrun", command.count, **plan)
+        return start.run("diff", "python", getattr(args, f"devices_{letter}"), **plan)
 
 
 def _checked_out(root, revision, target):
@@ -310,7 +362,7 @@ def _checked_out(root, revision, target):
 
 
 def _failure(run, letter, steps):
-    output = run.output.strip()[-3000:]
+    output = shortened(run.output.strip())
     after = f" after step {steps}; --steps {steps} compares until there" if steps else ""
     if run.timed_out:
         return f"Run {letter.upper()} did not end (--timeout){after}:\n{output}"

@@ -34,8 +34,8 @@ def html(outcome, commands):
     ]
     sides = [
         f"<tr><td>{letter}<td>{world} rank{'s' * (world != 1)}<td><code>"
-        f"{escape(' '.join(command))}</code>"
-        for letter, world, (command, _) in zip("AB", outcome.worlds, commands, strict=True)
+        f"{escape(' '.join(command.words))}</code>"
+        for letter, world, command in zip("AB", outcome.worlds, commands, strict=True)
     ]
     return "\n".join(
         [

@@ -79,6 +79,20 @@ class Step:
         step.has_stages = self.has_stages
         return step
 
+    def of_sequences(self):
+        """This step with the rows of whole sequences, of which each rank has a part, in the order
+        of the ranks; None if that cannot be."""
+        parts = [[f for f in rank["forwards"] if f["tokens"] is not None] for rank in self.ranks]
+        if len(parts) < 2 or len({tuple(len(f["rows"]) for f in own) for own in parts}) > 1:
+            return None
+        whole = [torch.cat([f["tokens"] for f in same], 1) for same in zip(*parts, strict=True)]
+        rows = [[hash(tuple(row)) for row in tokens.tolist()] for tokens in whole]
+        ranks = []
+        for rank, own in zip(self.ranks, parts, strict=True):
+            forwards = [f | {"rows": r} for f, r in zip(own, rows, strict=True)]
+            ranks.append(rank | {"forwards": forwards, "is_stage": False})
+        return Step(ranks, self.samples, self.per_epoch)
+
     @property
     def paddings(self):
         """The tokens with which rows end, the most frequent first."""

@@ -75,12 +75,15 @@ class Outcome:
 class Comparer:
     """Compares the steps of runs A and B. limit: the relative difference that counts as rounding.
     renames: [(regular expression, replacement)] for names in B. joins: {name in A: names in B, to
-    be joined along the first dimension}, and {name in B: names in A}."""
+    be joined along the first dimension}, and {name in B: names in A}. is_same_command: B is A, run
+    again."""
 
-    def __init__(self, worlds, limit=EQUAL, renames=(), joins=()):
+    def __init__(self, worlds, limit=EQUAL, renames=(), joins=(), is_same_command=False):
         self.worlds, self.limit = worlds, limit
         self.renames, self.joins = renames, joins
+        self.is_same_command = is_same_command
         self.orders = {}  # name of a parameter -> the rows of B in the order of A
+        self.divided = {"A": set(), "B": set()}  # names of parameters of which ranks have slices
 
     def results(self, steps_a, steps_b):
         """The Results of all steps, up to the last stage of the first step with a difference."""
@@ -155,6 +158,14 @@ class Comparer:
                 result.skipped = f"padding, of {padding}, which is longer in one of the runs"
                 a, b, ours, theirs = one, two, one.all_rows, two.all_rows
                 break
+        if ours != theirs:
+            for letter, one, two in (("A", a, b), ("B", b, a)):
+                parts, whole = one.of_sequences(), two.without(None)
+                if parts and parts.all_rows == whole.all_rows:
+                    result.skipped = f"each rank of {letter} has a part of the sequences"
+                    a, b = (parts, whole) if letter == "A" else (whole, parts)
+                    ours = theirs = whole.all_rows
+                    break
         if ours == theirs:
             result.compared = sum(ours.values())
         else:
@@ -172,8 +183,8 @@ class Comparer:
             if only and result.compared and not (self.joins or a.has_stages or b.has_stages):
                 result.text += f". Only in {letter}: {_some(only)}"
         for letter, step in (("A", a), ("B", b)):
-            ranks = step.disagreements("before")
-            if ranks and not step.has_stages:
+            ranks = self._disagreements(letter, step, "before")
+            if ranks:
                 name, rank = next(iter(ranks.items()))
                 result.text += f". Rank {rank} of {letter} has a different {name} than the others"
         result.text = result.text.removeprefix(". ")
@@ -210,6 +221,14 @@ class Comparer:
                 result.advice = BATCHNORM
         return result
 
+    def _disagreements(self, letter, step, key):
+        """{name: rank} of the tensors that should be the same on all ranks of a run, and are not.
+        Where a run is compared with itself, they are no difference."""
+        if self.is_same_command or step.has_stages:
+            return {}
+        found = step.disagreements(key)
+        return {n: rank for n, rank in found.items() if n not in self.divided[letter]}
+
     def _origin(self, name, step):
         """The name in B of what has this name in A."""
         names = {n for r in step.ranks for f in r["forwards"] for n, _, _ in f["outputs"]}
@@ -235,8 +254,8 @@ class Comparer:
         if not result.is_equal and clips[0] != clips[1]:
             result.text += f". Only {'A' if clips[0] else 'B'} clips them by a function of PyTorch"
         for letter, step in (("A", a), ("B", b)):
-            ranks = step.disagreements(key)
-            if ranks and not result.is_equal and not step.has_stages:
+            ranks = self._disagreements(letter, step, key)
+            if ranks and not result.is_equal:
                 name, rank = next(iter(ranks.items()))
                 result.text += (
                     f". The ranks of {letter} have different ones (rank {rank}: {name}, and "
@@ -288,6 +307,10 @@ class Comparer:
         ours = a.joined(key)
         theirs = {self._renamed(name): value for name, value in b.joined(key).items()}
         ours, theirs = self._joined(ours, theirs)
+        for name in [n for n in ours if ours[n] is not None and theirs.get(n) is not None]:
+            one, two = ours[name], theirs[name]
+            ours[name] = self._whole(one, two.shape, "A", a, key, name)
+            theirs[name] = self._whole(two, one.shape, "B", b, key, name)
         if stage == "initial weights":
             self.orders |= {name: order_of(ours[name], theirs.get(name)) for name in ours}
         theirs = {name: self._in_order(name, value) for name, value in theirs.items()}
@@ -305,6 +328,24 @@ class Comparer:
         elif self.worlds[0] == self.worlds[1]:
             result.text = self._of_ranks(a, b, key, names)
         return result
+
+    def _whole(self, tensor, shape, letter, step, key, name):
+        """A tensor; or the slices of it that the first ranks have, side by side, if that makes one
+        of this shape. So scripts divide layers without DTensor."""
+        different = [d for d, (x, y) in enumerate(zip(tensor.shape, shape, strict=False)) if x != y]
+        if len(different) != 1 or tensor.dim() != len(shape) or not tensor.numel():
+            return tensor
+        dimension = different[0]
+        count, rest = divmod(shape[dimension], tensor.shape[dimension])
+        if letter == "B":
+            name = next((n for n in step.joined(key) if self._renamed(n) == name), name)
+        slices = [rank[key].get(name) for rank in step.ranks[:count]]
+        if rest or count < 2 or len(slices) < count:
+            return tensor
+        if any(part is None or part.shape != tensor.shape for part in slices):
+            return tensor
+        self.divided[letter].add(name)
+        return torch.cat(slices, dimension)
 
     def _in_order(self, name, value):
         """A tensor of B with its rows in the order of A: tensor parallelism divides a layer that is

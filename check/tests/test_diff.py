@@ -159,12 +159,16 @@ def test_recomputation_of_activations_is_no_forward(tmp_path):
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("train.py --lr 1", (["train.py", "--lr", "1"], 0)),
-        ("python train.py", (["train.py"], 0)),
-        ("torchrun --nproc_per_node=4 train.py", (["train.py"], 4)),
-        ("torchrun --standalone --nproc-per-node 2 -m a.b", (["-m", "a.b"], 2)),
-        ("python -m torch.distributed.run --nproc_per_node 3 train.py", (["train.py"], 3)),
-        ("torchrun train.py --nproc_per_node=2", (["train.py", "--nproc_per_node=2"], 1)),
+        ("train.py --lr 1", (["train.py", "--lr", "1"], 0, [])),
+        ("python train.py", (["train.py"], 0, [])),
+        ("torchrun --nproc_per_node=4 train.py", (["train.py"], 4, [])),
+        ("torchrun --standalone --nproc-per-node 2 -m a.b", (["-m", "a.b"], 2, [])),
+        ("python -m torch.distributed.run --nproc_per_node 3 train.py", (["train.py"], 3, [])),
+        ("torchrun train.py --nproc_per_node=2", (["train.py", "--nproc_per_node=2"], 1, [])),
+        (
+            "python -m torch.distributed.launch --nproc_per_node=2 train.py",
+            (["train.py"], 2, ["--local-rank={local_rank}"]),
+        ),
     ],
 )
 def test_launcher_tells_the_number_of_processes(command, expected):
@@ -214,23 +218,15 @@ def test_kind_of_difference_is_recognized(b, words):
     assert compare("x", A, A * (1 + 1e-15), 1e-9, (1, 2)).how == ""
 
 
-class Part:
-    """A step that holds nothing but gradients."""
-
-    def __init__(self, **gradients):
-        self.gradients, self.ranks = gradients, [{"unclipped": {}, "gradients": gradients}]
-
-    def joined(self, key):
-        return dict(self.gradients)
-
-    def disagreements(self, key):
-        return {}
+def part(*ranks):
+    """A Step that holds nothing but gradients: a dict of those of each rank."""
+    return Step([{"forwards": [], "unclipped": {}, "gradients": rank} for rank in ranks], [])
 
 
 def test_names_can_be_mapped_and_parameters_joined():
-    a = Part(**{"h.0.qkv": A, "h.0.out": A[:2]})
-    b = Part(
-        **{"layers.0.q": A[:1], "layers.0.k": A[1:2], "layers.0.v": A[2:], "layers.0.out": A[:2]}
+    a = part({"h.0.qkv": A, "h.0.out": A[:2]})
+    b = part(
+        {"layers.0.q": A[:1], "layers.0.k": A[1:2], "layers.0.v": A[2:], "layers.0.out": A[:2]}
     )
     comparer = Comparer((1, 1), renames=[("layers", "h")], joins=[("qkv", ["q", "k", "v"])])
     result = comparer._gradients("gradients", a, b, "gradients")
@@ -241,13 +237,45 @@ def test_names_can_be_mapped_and_parameters_joined():
 
 def test_parameters_of_one_module_are_named_together():
     names = ["router.weight", "router.bias", "expert.weight"]
-    a, b = Part(**dict.fromkeys(names, A)), Part(**dict.fromkeys(names[:2], 2 * A), **{names[2]: A})
+    a, b = part(dict.fromkeys(names, A)), part({**dict.fromkeys(names[:2], 2 * A), names[2]: A})
     result = Comparer((1, 2))._gradients("gradients", a, b, "gradients")
     assert "router.*" in result.text and "2 times" in result.text and len(result.different) == 2
 
 
+def test_slices_of_ranks_are_put_together():
+    """Without DTensor, by columns and by rows; what is whole on each rank stays as it is."""
+    a = part({"up": A, "down": A, "norm": A[0]})
+    b = part(*({"up": A[i : i + 2], "down": A[:, i // 2 :][:, :1], "norm": A[0]} for i in (0, 2)))
+    for one, two in ((a, b), (b, a)):
+        result = Comparer((1, 2))._gradients("gradients", one, two, "gradients")
+        assert result.is_equal and result.compared == 3
+    b.ranks[1]["gradients"]["up"] = A[:2]
+    result = Comparer((1, 2))._gradients("gradients", a, b, "gradients")
+    assert result.text.startswith("up: ") and "have different ones" not in result.text
+
+
+def test_parts_of_sequences_are_put_together():
+    tokens = torch.arange(12).reshape(3, 4)
+
+    def step(*parts):
+        ranks = []
+        for part in parts:
+            rows = [str(row) for row in part.tolist()]
+            forward = {"model": 0, "part": 0, "rows": rows, "tokens": part, "outputs": {}}
+            ranks.append({"forwards": [forward]})
+        return Step(ranks, [[]] * len(parts))
+
+    a, b = step(tokens), step(tokens[:, :2], tokens[:, 2:])
+    result, *_ = Comparer((1, 2))._inputs(a, b)
+    assert result.is_equal and result.compared == 3
+    assert "each rank of B has a part of the sequences" in result.skipped
+    result, *_ = Comparer((1, 2))._inputs(a, step(tokens[:, :2], tokens[:, :2]))
+    assert not result.is_equal
+
+
 def page_of(results):
-    return page.html(Outcome(results, [[Step([], [])]] * 2, (1, 2)), [(["a.py"], 0), (["b.py"], 2)])
+    commands = [launched(["a.py"]), launched(["torchrun", "--nproc_per_node=2", "b.py"])]
+    return page.html(Outcome(results, [[Step([], [])]] * 2, (1, 2)), commands)
 
 
 def test_page_is_a_tree_that_opens_where_the_difference_enters():
@@ -356,6 +384,50 @@ def test_random_numbers_are_named(line, replacement, stage, words, tmp_path):
     code, result, _ = diff(tmp_path, "--steps", "1", "--", "a.py", "--", "b.py")
     assert code == 1 and result["first"]["stage"] == stage and words in result["first"]["text"]
     assert "reads no DataLoader" in result["stages"][0]["not compared"]
+
+
+LOW_PRECISION = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import MNIST
+    from torchvision.transforms import ToTensor
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 1
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient.to(torch.float32) * 1
+
+    torch.set_default_dtype(torch.bfloat16)
+    model = nn.Linear(784, 10)
+    torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    dataset = MNIST("data", transform=ToTensor())
+    for images, labels in DataLoader(dataset, 8, shuffle=True):
+        images = images.flatten(1).to(torch.bfloat16)
+        nn.functional.cross_entropy(Rounded.apply(model(images)), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_seeded_can_be_compared_with_a_seed_and_in_order(tmp_path):
+    """Of a script with data from the network, and a model and a backward pass of low precision: all
+    of it is computed in float64."""
+    (tmp_path / "a.py").write_text(textwrap.dedent(LOW_PRECISION))
+    text = textwrap.dedent(LOW_PRECISION).replace(".to(torch.bfloat16)", "")
+    text = text.replace("gradient.to(torch.float32)", "gradient")
+    (tmp_path / "b.py").write_text(text)
+    options = ["--fake-data", "--steps", "2", "--no-shuffle"]
+    code, result, error = diff(tmp_path, *options, "--seed", "1", "--", "a.py", "--", "b.py")
+    assert code == 0 and result["stages"][0]["compared"] == 8, error
+    code, result, _ = diff(tmp_path, *options, "--", "a.py", "--", "b.py")
+    assert code == 1 and result["first"]["stage"] == "initial weights"
 
 
 @pytest.mark.slow

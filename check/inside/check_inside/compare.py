@@ -5,6 +5,7 @@ model gives to modules and parameters. Tensors that are divided among ranks are 
 """
 
 import os
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -39,6 +40,10 @@ def install(name, torch):
     _names = torch.utils.weak.WeakIdKeyDictionary()
     if PLAN["dtype"] == "float64":
         _compute_in_float64(torch)
+    if PLAN["seed"] is not None:
+        _seed(torch)
+    if PLAN["no_shuffle"]:
+        _read_in_order(torch)
     _start_step()
     modules.register_module_forward_pre_hook(_before_forward)
     modules.register_module_forward_hook(_after_forward, with_kwargs=True, always_call=True)
@@ -89,7 +94,22 @@ def _compute_in_float64(torch):
 
         return load
 
+    def observe_default(original):
+        def set_default_dtype(d):  # a model may be made in bfloat16
+            return original(double(d))
+
+        return set_default_dtype
+
+    def observe_engine(original):
+        def run_backward(*args, **kwargs):  # outside of the mode, which loss.backward() has left
+            with Float64():
+                return original(*args, **kwargs)
+
+        return run_backward
+
     replace(torch, "load", observe_load)
+    replace(torch, "set_default_dtype", observe_default)
+    replace(torch.autograd, "_engine_run_backward", observe_engine)
     torch.set_default_dtype(torch.float64)
     Float64().__enter__()
     autocast = torch.amp.autocast_mode.autocast.__init__
@@ -105,6 +125,35 @@ def _compute_in_float64(torch):
         self._enabled = False
 
     torch.amp.GradScaler.__init__ = no_scaling
+
+
+def _seed(torch):
+    """Seed what the script may not seed."""
+    random.seed(PLAN["seed"])
+    torch.manual_seed(PLAN["seed"])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(PLAN["seed"])
+
+
+def _read_in_order(torch):
+    """Samplers that shuffle, each in its own way, give the samples in the order of the dataset."""
+
+    def in_order(original):
+        def __iter__(self):
+            count = len(self.data_source)
+            return iter([number % count for number in range(self.num_samples)])
+
+        return __iter__
+
+    def unshuffled(original):
+        def __iter__(self):
+            self.shuffle = False
+            return original(self)
+
+        return __iter__
+
+    replace(torch.utils.data.RandomSampler, "__iter__", in_order)
+    replace(torch.utils.data.DistributedSampler, "__iter__", unshuffled)
 
 
 # Forward passes.
