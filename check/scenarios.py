@@ -263,17 +263,26 @@ def first_save(run):
     return None
 
 
-def operations_of_a_save(run):
-    """(rank, event) of the file operations of all ranks with which a checkpoint is written: of the
-    second one, if there is one, which replaces the first."""
-    saves = [
+def last_save(run):
+    """The number of steps that had been made when the last checkpoint was written; 0 without."""
+    return max(_saves(run), default=0)
+
+
+def _saves(run):
+    """The numbers of steps after which the ranks have written checkpoints."""
+    return [
         steps
         for rank in run.ranks
         for kind in ("save", "dump")
         for event, steps in rank.with_steps(kind)
         if steps and event["model"] is not False
     ]
-    counts = sorted(set(saves))[:2]
+
+
+def operations_of_a_save(run):
+    """(rank, event) of the file operations of all ranks with which a checkpoint is written: of the
+    second one, if there is one, which replaces the first."""
+    counts = sorted(set(_saves(run)))[:2]
     found = []
     for rank in run.ranks:
         own = [event for event in rank.of("operation") if event["steps"] in counts[-1:]]
@@ -306,8 +315,9 @@ class Start:
         folders = [*options.writable, processes.temporary]
         self.writable = confinement.writable_folders(originals, folders, work)
 
-    def run(self, name, launch, world, root=None, more=(), **plan):
-        """Start the script's processes, and wait for them; none of them is left. Returns a Run."""
+    def run(self, name, launch, world, root=None, more=(), command=None, **plan):
+        """Start the script's processes, and wait for them; none of them is left. Returns a Run.
+        command: in place of that of the options."""
         options = self.options
         folder = self.work / f"{name}.events"
         folder.mkdir()
@@ -343,7 +353,7 @@ class Start:
         paths = [_moved(path, self.originals.source, Path(root)) for path in paths]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
-        command = [*options.command, *more]
+        command = [*(command or options.command), *more]
         name_length = 2 if command[0] == "-m" else 1
         started = time.monotonic()
         if launch == "torchrun":

@@ -33,11 +33,12 @@ from check.diff.runs import read_steps
 from check.diff.stages import Comparer, Outcome
 from check.mirror import MOST_BYTES
 from check.processes import Processes
-from check.scenarios import CannotRun, Options, shortened, starting
+from check.scenarios import CannotRun, Options, first_save, last_save, shortened, starting
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 PROCESSES = ("--nproc-per-node", "--nproc_per_node")
 RANDOM = ("samples", "inputs", "initial weights", "outputs of modules", "loss")
+EPOCHS = 3  # of --steps each, of a run that is resumed
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the modules
 
 
@@ -85,6 +86,11 @@ def parse(arguments):
         "--bisect",
         metavar="GOOD..BAD",
         help="find the commit of this project since which command A is not as at GOOD",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="B is A until it is killed after a checkpoint; then command B starts in its folder",
     )
     parser.add_argument(
         "--rename",
@@ -142,6 +148,13 @@ def parse(arguments):
         args.at_a, dots, args.at_b = args.bisect.partition("..")
         if not (args.at_a and dots and args.at_b):
             parser.error(f"--bisect {args.bisect}: GOOD..BAD is expected, two commits of git")
+    if args.resume and (args.bisect or args.at_b or args.root_b != Path()):
+        parser.error(
+            "--resume: B continues in the folder of A, so --root-b, --at-b and --bisect "
+            "have no meaning"
+        )
+    if args.resume:
+        args.root_b, args.at_b = args.root_a, args.at_a
     if args.steps < 1:
         parser.error("--steps is at least 1")
     args.fake_data = named_datasets(args.fake_data)
@@ -225,8 +238,11 @@ def compare(args, work):
     with Processes(ENVIRONMENT) as processes:
         if args.bisect:
             return bisect_commits(args, work, processes)
-        outcome = outcome_of(args, work, processes)
-        find_unseeded(args, work, processes, outcome)
+        if args.resume:
+            outcome = outcome_of_resume(args, work, processes)
+        else:
+            outcome = outcome_of(args, work, processes)
+            find_unseeded(args, work, processes, outcome)
     if args.json:
         _write(args.json, report.as_json(outcome))
     if args.html:
@@ -267,13 +283,61 @@ def outcome_of(args, work, processes, first=None):
     """Run both commands, and compare them. first: the Steps of A, if they are known. Returns an
     Outcome."""
     steps = [first or steps_of(args, work, "a", processes), steps_of(args, work, "b", processes)]
-    comparer = Comparer(
-        worlds=tuple(len(found[0].ranks) for found in steps),
+    comparer = _comparer(args, steps)
+    return Outcome(comparer.results(*steps), steps, comparer.worlds)
+
+
+def _comparer(args, steps):
+    return Comparer(
+        worlds=tuple(len(found[-1].ranks) for found in steps),
         limit=EQUAL if args.dtype == "float64" else ROUNDED,
         renames=[tuple(text.split("=", 1)) for text in args.rename],
         joins=[_join(text) for text in args.join],
     )
-    return Outcome(comparer.results(*steps), steps, comparer.worlds)
+
+
+def outcome_of_resume(args, work, processes):
+    """Run A as a whole; again, until it is killed two steps after its first checkpoint; and B in
+    the folder of the killed run. Returns an Outcome: what A computes against what the killed run
+    has computed until its last checkpoint, and then B."""
+    one, two = args.commands
+    most = EPOCHS * args.steps
+    with starting(_options(args, "a", work), work / "runs", processes) as start:
+
+        def run(name, command, count, **more):
+            print(f"{name}: {' '.join(command.words)}", file=sys.stderr, flush=True)
+            tensors = work / "runs" / f"{name}-tensors"
+            tensors.mkdir(parents=True)
+            plan = _plan(args, tensors, count) | {"steps": args.steps, "epochs": EPOCHS}
+            devices = args.devices_a if command is one else args.devices_b
+            launch, world = _launch(command, devices)
+            done = start.run(name, launch, world, command=command.words, **plan, **more)
+            return done, read_steps(done, tensors, count)
+
+        whole, steps = run("whole", one, most)
+        if not steps:
+            raise CannotRun(_failure(whole, "a"))
+        saved = first_save(whole)
+        if saved is None or saved + 2 >= len(steps):
+            raise CannotRun(
+                f"A cannot be resumed: it wrote no checkpoint in {max(0, len(steps) - 3)} steps, "
+                f"{args.steps} in each epoch. Give more of them: --steps"
+            )
+        killed, before = run("killed", one, most, kill_step=saved + 2)
+        saved = last_save(killed)
+        resumed, after = run("resumed", two, most - saved, root=killed.root)
+        if not after:
+            raise CannotRun(_failure(resumed, "b"))
+    for rank, earlier in zip(steps[saved].ranks, steps[saved - 1].ranks, strict=True):
+        rank["loaded"] = earlier["state"]
+    both = [steps, before[:saved] + after]
+    comparer = _comparer(args, both)
+    comparer.resumed_after = saved
+    outcome = Outcome(comparer.results(*both), both, comparer.worlds, saved)
+    first = outcome.first
+    if first and first.step <= saved:
+        first.text += ". B is A until then: A is not the same when it runs again"
+    return outcome
 
 
 def find_unseeded(args, work, processes, outcome):
@@ -302,7 +366,7 @@ def steps_of(args, work, letter, processes, again=""):
     words = " ".join(command.words)
     print(f"Running {letter.upper()}{again}: {words}", file=sys.stderr, flush=True)
     work = work / f"{letter}{again.strip()}"
-    run = observe(args, work, letter, command, processes)
+    run = observe(args, work, letter, processes)
     found = read_steps(run, work / "runs" / "tensors", args.steps)
     if not found or (len(found) < args.steps and (run.code or run.timed_out)):
         raise CannotRun(_failure(run, letter, len(found)))
@@ -314,14 +378,42 @@ def _join(text):
     return whole, parts.split(",")
 
 
-def observe(args, work, letter, command, processes):
+def observe(args, work, letter, processes):
     """Run one of the commands under observation. Returns a Run."""
-    work.mkdir(parents=True)
+    command = args.commands["ab".index(letter)]
+    options = _options(args, letter, work)
+    tensors = work / "runs" / "tensors"  # in the only folder in which the script may write
+    tensors.mkdir(parents=True)
+    with starting(options, work / "runs", processes) as start:
+        launch, world = _launch(command, getattr(args, f"devices_{letter}"))
+        return start.run("diff", launch, world, **_plan(args, tensors, args.steps))
+
+
+def _launch(command, devices):
+    """How a command is started, and how many processes or devices it gets."""
+    return ("torchrun", command.count) if command.count else ("python", devices)
+
+
+def _plan(args, tensors, steps):
+    """What the observers of a run are told: where they write the tensors of how many steps."""
+    return {
+        "diff": str(tensors),
+        "dtype": args.dtype,
+        "seed": args.seed,
+        "no_shuffle": args.no_shuffle,
+        "most_steps": steps,
+    }
+
+
+def _options(args, letter, work):
+    """The Options of a run, in a new folder `work`."""
+    work.mkdir(parents=True, exist_ok=True)
     root = getattr(args, f"root_{letter}").resolve()
     revision = getattr(args, f"at_{letter}")
     if revision:
         root = _checked_out(root, revision, work / "revision")
-    options = Options(
+    command = args.commands["ab".index(letter)]
+    return Options(
         command=command.words,
         rank_arguments=command.rank_arguments,
         source=root,
@@ -335,19 +427,6 @@ def observe(args, work, letter, command, processes):
         fake_data=args.fake_data,
         most_bytes=MOST_BYTES,
     )
-    tensors = work / "runs" / "tensors"  # in the only folder in which the script may write
-    tensors.mkdir(parents=True)
-    with starting(options, work / "runs", processes) as start:
-        plan = {
-            "diff": str(tensors),
-            "dtype": args.dtype,
-            "seed": args.seed,
-            "no_shuffle": args.no_shuffle,
-            "most_steps": args.steps,
-        }
-        if command.count:
-            return start.run("diff", "torchrun", command.count, **plan)
-        return start.run("diff", "python", getattr(args, f"devices_{letter}"), **plan)
 
 
 def _checked_out(root, revision, target):

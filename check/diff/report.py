@@ -5,7 +5,12 @@ from check.diff.factors import EQUAL
 
 def headline(outcome):
     """The first difference, in a sentence; or that there is none."""
-    first = outcome.first
+    first, resumed = outcome.first, outcome.resumed_after
+    if first and resumed is not None and first.step > resumed:
+        return (
+            f"The runs are equal until the resume after step {resumed}, and part in step "
+            f"{first.step}, in the {first.stage}: {first.text}."
+        )
     if first:
         return f"The runs part in step {first.step}, in the {first.stage}: {first.text}."
     largest = max(outcome.results, key=lambda result: result.largest)
@@ -24,6 +29,8 @@ def text(outcome, asked):
     for result in outcome.results:
         said = "DIFFERENT, see above" if result is first else verdict(result)
         lines.append(f"  step {result.step}  {result.stage:<27} {said}")
+    if outcome.resumed_after is not None:
+        lines.append(f"B is A until step {outcome.resumed_after}, and then the resumed run.")
     for letter, found in zip("AB", outcome.steps, strict=True):
         if len(found) < asked:
             lines.append(f"{letter} made {len(found)} of {asked} steps.")
@@ -58,6 +65,7 @@ def as_json(outcome):
         "first": None if first is None else _result(first),
         "ranks": dict(zip("ab", outcome.worlds, strict=True)),
         "stages": [_result(result) for result in outcome.results],
+        "resumed after": outcome.resumed_after,
         "outputs left out": outcome.left_out,
     }
 

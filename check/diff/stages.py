@@ -55,6 +55,7 @@ class Outcome:
     results: list
     steps: list
     worlds: tuple
+    resumed_after: int | None = None  # the step after which B has been resumed
 
     @property
     def first(self):
@@ -82,6 +83,7 @@ class Comparer:
         self.worlds, self.limit = worlds, limit
         self.renames, self.joins = renames, joins
         self.is_same_command = is_same_command
+        self.resumed_after = None  # the step after which B has been resumed
         self.orders = {}  # name of a parameter -> the rows of B in the order of A
         self.divided = {"A": set(), "B": set()}  # names of parameters of which ranks have slices
 
@@ -104,6 +106,8 @@ class Comparer:
         stages.append(
             self._weights(a, b) if number == 0 else self._named("weights", a, b, "before")
         )
+        if number == self.resumed_after:
+            stages.append(self._loaded(a, b))
         stages.append(self._outputs(a, b))
         loss = self._loss(a, b)
         stages.append(loss)
@@ -193,6 +197,14 @@ class Comparer:
             result.skipped += f"{', ' * bool(result.skipped)}the order of the rows of {moved}"
         if result.different and all(c.difference < math.inf for c in result.different):
             result.text += ". Are they seeded alike"
+        return result
+
+    def _loaded(self, a, b):
+        """The state of the optimizer before the first step after a resume."""
+        result = self._named("optimizer state", a, b, "loaded")
+        if a.joined("loaded") and not b.joined("loaded"):
+            result.text = "there is none in B, whose optimizer has not been restored"
+            result.skipped = ""
         return result
 
     def _outputs(self, a, b):

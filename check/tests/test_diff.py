@@ -319,6 +319,69 @@ class Tree(HTMLParser):
             self.stack.pop()
 
 
+SAVES = """
+    import sys
+    import torch
+    from pathlib import Path
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    bug = sys.argv[1] if len(sys.argv) > 1 else ""
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(32, 6))
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    path, first = Path("checkpoint.pt"), 0
+    if path.exists():
+        checkpoint = torch.load(path)
+        first = checkpoint["epoch"] + (bug != "epoch")
+        for name, part in parts.items():
+            if name != bug:
+                part.load_state_dict(checkpoint[name])
+    for epoch in range(first, 3):
+        torch.manual_seed(epoch)
+        for (x,) in DataLoader(dataset, 8, shuffle=True):
+            nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+        states = {name: part.state_dict() for name, part in parts.items()}
+        torch.save(states | {"epoch": epoch}, path)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "step", "stage", "words"),
+    [
+        ("", 0, "", ""),
+        ("model", 3, "weights", "all 2"),
+        ("optimizer", 3, "optimizer state", "not been restored"),
+        ("scheduler", 5, "settings of the optimizer", "lr is 0.05 in B, 0.025 in A"),
+        ("epoch", 3, "samples", "are the same"),
+    ],
+)
+def test_run_is_equal_until_the_resume(bug, step, stage, words, tmp_path):
+    """A checkpoint at the end of each epoch, of which something is not restored."""
+    (tmp_path / "saves.py").write_text(textwrap.dedent(SAVES))
+    options = ["--resume", "--steps", "2", "--", "saves.py", "--", "saves.py", bug]
+    code, result, error = diff(tmp_path, *options)
+    assert result["resumed after"] == 2, error
+    if not bug:
+        assert code == 0 and len({each["step"] for each in result["stages"]}) == 6
+    else:
+        first = result["first"]
+        assert (first["step"], first["stage"]) == (step, stage) and words in first["text"]
+
+
+def test_script_without_checkpoints_cannot_be_resumed(tmp_path):
+    (tmp_path / "alone.py").write_text(textwrap.dedent(ALONE))
+    code, _, error = diff(tmp_path, "--resume", "--", "alone.py")
+    assert code == 2 and "no checkpoint" in error
+
+
 ALONE = """
     import torch
     from torch import nn

@@ -336,6 +336,8 @@ def _before_step(optimizer, args, kwargs):
     if _depth > 1 or _count >= PLAN["most_steps"]:
         return
     _step["is_stage"] = STATE.is_stage
+    if not _count:
+        _step["loaded"] = _state_of(optimizer)
     for name, parameter in _named(optimizer):
         gradient = parameter.grad
         _step["gradients"][name] = None if gradient is None else _whole(gradient)
@@ -354,13 +356,10 @@ def _after_step(optimizer, args, kwargs):
     _depth = max(0, _depth - 1)
     if _depth or _count >= PLAN["most_steps"]:
         return
-    import torch
 
     for name, parameter in _named(optimizer):
         _step["after"][name] = _whole(parameter)
-        for key, value in (optimizer.state.get(parameter) or {}).items():
-            if isinstance(value, torch.Tensor):
-                _step["state"][f"{name} ({key})"] = _whole(value)
+    _step["state"] = _state_of(optimizer)
     seen = set()
     for number, model in enumerate(_roots):
         prefix = f"model {number + 1}: " if number else ""
@@ -373,6 +372,18 @@ def _after_step(optimizer, args, kwargs):
     os.replace(f"{path}.tmp", path)
     _count += 1
     _start_step()
+
+
+def _state_of(optimizer):
+    """{name of a parameter and a tensor of its state: the tensor}."""
+    import torch
+
+    return {
+        f"{name} ({key})": _whole(value)
+        for name, parameter in _named(optimizer)
+        for key, value in (optimizer.state.get(parameter) or {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _start_step():
