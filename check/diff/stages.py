@@ -86,6 +86,7 @@ class Comparer:
         self.resumed_after = None  # the step after which B has been resumed
         self.orders = {}  # name of a parameter -> the rows of B in the order of A
         self.divided = {"A": set(), "B": set()}  # names of parameters of which ranks have slices
+        self.repeated = {"A": set(), "B": set()}  # of these, those whose slices are all the same
 
     def results(self, steps_a, steps_b):
         """The Results of all steps, up to the last stage of the first step with a difference."""
@@ -137,10 +138,16 @@ class Comparer:
             result.compared = sum(ours.values())
             return result
         shared = sum((ours & theirs).values())
+        counts = sum(ours.values()), sum(theirs.values())
         result.text = (
-            f"{_number(sum(ours.values()), 'sample')} in A, {sum(theirs.values())} in B, of which "
+            f"{_number(counts[0], 'sample')} in A, {counts[1]} in B, of which "
             f"{shared} are the same (A: {_some(ours - theirs)}; B: {_some(theirs - ours)})"
         )
+        one, two = self.worlds
+        if one != two and counts[1] * one == counts[0] * two:
+            result.text += (
+                ". Each rank takes as many in A as in B, so that a step has different ones"
+            )
         for letter, samples in (("A", a.samples), ("B", b.samples)):
             if len(samples) > 1 and all(other == samples[0] for other in samples):
                 result.text += f". All ranks of {letter} train on the same samples"
@@ -191,6 +198,12 @@ class Comparer:
             if ranks:
                 name, rank = next(iter(ranks.items()))
                 result.text += f". Rank {rank} of {letter} has a different {name} than the others"
+            repeated = sorted(self.repeated[letter])
+            if repeated:
+                result.text += (
+                    f". The ranks of {letter} have the same slice of {repeated[0]}, and of "
+                    f"{len(repeated) - 1} more"
+                )
         result.text = result.text.removeprefix(". ")
         moved = sum(order is not None for order in self.orders.values())
         if moved:
@@ -357,6 +370,8 @@ class Comparer:
         if any(part is None or part.shape != tensor.shape for part in slices):
             return tensor
         self.divided[letter].add(name)
+        if (tensor != tensor.flatten()[0]).any() and all(part.equal(tensor) for part in slices):
+            self.repeated[letter].add(name)
         return torch.cat(slices, dimension)
 
     def _in_order(self, name, value):

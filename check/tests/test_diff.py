@@ -250,8 +250,10 @@ def test_slices_of_ranks_are_put_together():
         result = Comparer((1, 2))._gradients("gradients", one, two, "gradients")
         assert result.is_equal and result.compared == 3
     b.ranks[1]["gradients"]["up"] = A[:2]
-    result = Comparer((1, 2))._gradients("gradients", a, b, "gradients")
+    comparer = Comparer((1, 2))
+    result = comparer._gradients("gradients", a, b, "gradients")
     assert result.text.startswith("up: ") and "have different ones" not in result.text
+    assert comparer.repeated["B"] == {"up"}
 
 
 def test_parts_of_sequences_are_put_together():

@@ -334,10 +334,35 @@ def _before_step(optimizer, args, kwargs):
     global _depth
     _depth += 1
     if _depth > 1 or _count >= PLAN["most_steps"]:
-        return
+        return None
     _step["is_stage"] = STATE.is_stage
     if not _count:
         _step["loaded"] = _state_of(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _note_gradients(optimizer)
+        return None
+    observed = _first_call(closure, optimizer)
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": observed}
+    return (args[0], observed, *args[2:]), kwargs
+
+
+def _first_call(closure, optimizer):
+    """A closure whose first call is what the step is compared by: LBFGS calls it with weights that
+    are already those of a next step."""
+
+    def observed():
+        result = closure()
+        if "first" not in _step:
+            _note_gradients(optimizer)
+            _step["first"] = {name: [*_step[name]] for name in ("forwards", "losses", "norms")}
+        return result
+
+    return observed
+
+
+def _note_gradients(optimizer):
     for name, parameter in _named(optimizer):
         gradient = parameter.grad
         _step["gradients"][name] = None if gradient is None else _whole(gradient)
@@ -357,6 +382,7 @@ def _after_step(optimizer, args, kwargs):
     if _depth or _count >= PLAN["most_steps"]:
         return
 
+    _step.update(_step.pop("first", {}))
     for name, parameter in _named(optimizer):
         _step["after"][name] = _whole(parameter)
     _step["state"] = _state_of(optimizer)
