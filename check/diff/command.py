@@ -328,6 +328,11 @@ def outcome_of_resume(args, work, processes):
         resumed, after = run("resumed", two, most - saved, root=killed.root)
         if not after:
             raise CannotRun(_failure(resumed, "b"))
+    if len(after) > 1:  # what is passed over to come to the first step is no part of it
+        counts = [len(samples) for samples in after[1].samples]
+        after[0].samples = [
+            s[max(0, len(s) - n) :] for s, n in zip(after[0].samples, counts, strict=True)
+        ]
     for rank, earlier in zip(steps[saved].ranks, steps[saved - 1].ranks, strict=True):
         rank["loaded"] = earlier["state"]
     both = [steps, before[:saved] + after]

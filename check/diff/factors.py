@@ -1,6 +1,7 @@
 """How two tensors, or sets of tensors, differ: by a factor, a permutation, rounding."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch
 EQUAL = 1e-9  # relative; in float64, rounding is below 1e-12, and a mistake above 1e-2
 ROUNDED = 1e-4  # float32 somewhere in between
 MOST_ROWS = 50_000
+NOISE = 1e-3  # of the limit: next to the largest value, what is smaller is rounding
 HALF = 3e-2  # or float16 or bfloat16
 
 
@@ -35,8 +37,10 @@ def relative(a, b):
     return difference / scale if scale else 0.0
 
 
-def compare(name, a, b, limit, worlds):
-    """A Comparison. worlds: the numbers of ranks of the two runs."""
+def compare(name, a, b, limit, worlds, scale=0.0):
+    """A Comparison. worlds: the numbers of ranks of the two runs. scale: the largest value of all
+    tensors of this kind, next to which one may be nothing but rounding: the gradient of a bias
+    before a BatchNorm is zero in exact arithmetic."""
     if a is None and b is None:
         return Comparison(name, 0.0, "")
     if a is None or b is None:
@@ -50,7 +54,16 @@ def compare(name, a, b, limit, worlds):
     difference = relative(a, b)
     if difference <= limit:
         return Comparison(name, difference, "")
+    largest = max(largest_of(a), largest_of(b), sys.float_info.min)
+    if largest <= limit * NOISE * scale:
+        return Comparison(name, largest / scale, "")
     return Comparison(name, difference, how_different(a.double(), b.double(), difference, worlds))
+
+
+def largest_of(tensor):
+    """The largest absolute value of a tensor; 0 if it has none, or not only finite ones."""
+    value = tensor.abs().max().item() if tensor is not None and tensor.numel() else 0.0
+    return value if math.isfinite(value) else 0.0
 
 
 def how_different(a, b, difference, worlds):

@@ -79,18 +79,24 @@ class Step:
         step.has_stages = self.has_stages
         return step
 
-    def of_sequences(self):
-        """This step with the rows of whole sequences, of which each rank has a part, in the order
-        of the ranks; None if that cannot be."""
+    def of_sequences(self, length):
+        """This step with the rows of whole sequences of a length, of which each of some successive
+        ranks has a part; None if that cannot be."""
         parts = [[f for f in rank["forwards"] if f["tokens"] is not None] for rank in self.ranks]
-        if len(parts) < 2 or len({tuple(len(f["rows"]) for f in own) for own in parts}) > 1:
+        shapes = {f["tokens"].shape[1] for own in parts for f in own}
+        count = length // max(shapes, default=length + 1)
+        if len(shapes) > 1 or count < 2 or len(parts) % count:
             return None
-        whole = [torch.cat([f["tokens"] for f in same], 1) for same in zip(*parts, strict=True)]
-        rows = [[hash(tuple(row)) for row in tokens.tolist()] for tokens in whole]
         ranks = []
-        for rank, own in zip(self.ranks, parts, strict=True):
-            forwards = [f | {"rows": r} for f, r in zip(own, rows, strict=True)]
-            ranks.append(rank | {"forwards": forwards, "is_stage": False})
+        for start in range(0, len(parts), count):
+            group = parts[start : start + count]
+            if len({tuple(len(f["rows"]) for f in own) for own in group}) > 1:
+                return None
+            whole = [torch.cat([f["tokens"] for f in same], 1) for same in zip(*group, strict=True)]
+            rows = [[hash(tuple(row)) for row in tokens.tolist()] for tokens in whole]
+            for rank, own in zip(self.ranks[start:], group, strict=False):
+                forwards = [f | {"rows": r} for f, r in zip(own, rows, strict=True)]
+                ranks.append(rank | {"forwards": forwards, "is_stage": False})
         return Step(ranks, self.samples, self.per_epoch)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from check.diff.factors import EQUAL, common, compare, order_of, relative
+from check.diff.factors import EQUAL, common, compare, largest_of, order_of, relative
 from check.diff.runs import distinct
 
 ORDER = """\
@@ -171,7 +171,7 @@ class Comparer:
                 break
         if ours != theirs:
             for letter, one, two in (("A", a, b), ("B", b, a)):
-                parts, whole = one.of_sequences(), two.without(None)
+                parts, whole = one.of_sequences(_length(two)), two.without(None)
                 if parts and parts.all_rows == whole.all_rows:
                     result.skipped = f"each rank of {letter} has a part of the sequences"
                     a, b = (parts, whole) if letter == "A" else (whole, parts)
@@ -346,8 +346,16 @@ class Comparer:
         only = [*(ours.keys() ^ theirs.keys())]
         if only:
             result.skipped = f"only in one of the runs: {_some(only)}"
+        scales = Counter()
         for name in names:
-            self._add(result, compare(name, ours[name], theirs[name], self.limit, self.worlds))
+            scales[_kind(name)] = max(scales[_kind(name)], largest_of(ours[name]))
+        for name in names:
+            found = compare(
+                name, ours[name], theirs[name], self.limit, self.worlds, scales[_kind(name)]
+            )
+            if stage == "initial weights" and found.how:
+                found.how = self._of_one_rank(ours[name], theirs[name]) or found.how
+            self._add(result, found)
         if result.different:
             result.text = self._text(result, names)
         elif self.worlds[0] == self.worlds[1]:
@@ -373,6 +381,15 @@ class Comparer:
         if (tensor != tensor.flatten()[0]).any() and all(part.equal(tensor) for part in slices):
             self.repeated[letter].add(name)
         return torch.cat(slices, dimension)
+
+    def _of_one_rank(self, a, b):
+        """Which rank of B has the rows that differ, if FSDP divides a tensor by rows; or ""."""
+        count = self.worlds[1]
+        if count < 2 or a is None or b is None or a.shape != b.shape or not a.dim():
+            return ""
+        shards = zip(a.chunk(count), b.chunk(count), strict=True)
+        ranks = [rank for rank, pair in enumerate(shards) if relative(*pair) > self.limit]
+        return f"in the rows of rank {ranks[0]} of B alone" if len(ranks) == 1 else ""
 
     def _in_order(self, name, value):
         """A tensor of B with its rows in the order of A: tensor parallelism divides a layer that is
@@ -434,6 +451,17 @@ class Comparer:
                         joined = torch.cat([tensors.pop(n) for n in names])
                         tensors[name.replace(parts[0], whole)] = joined
         return ours, theirs
+
+
+def _length(step):
+    """The length of the longest sequence that a model was given."""
+    tokens = [f["tokens"] for rank in step.ranks for f in rank["forwards"]]
+    return max((part.shape[1] for part in tokens if part is not None), default=0)
+
+
+def _kind(name):
+    """What a tensor is, of those that are compared together: "exp_avg" of "weight (exp_avg)"."""
+    return name.partition(" (")[2]
 
 
 def _of_draws(ours, theirs):

@@ -1,6 +1,7 @@
 """`check diff`: the first difference of two runs, in the order of causes."""
 
 import json
+import shutil
 import subprocess
 import textwrap
 from html.parser import HTMLParser
@@ -58,6 +59,7 @@ SCRIPT = """
         optimizer.zero_grad()
     dist.destroy_process_group()
 """
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 ONE = ["torchrun", "--nproc_per_node=1", "train.py"]
 TWO = ["torchrun", "--nproc_per_node=2", "train.py"]
 
@@ -108,6 +110,20 @@ def test_first_difference_is_named(bug, step, stage, words, tmp_path):
     code, result, _ = diff(tmp_path, "--steps", "2", "--", *first, "--", *TWO, bug)
     assert code == 1 and (result["first"]["step"], result["first"]["stage"]) == (step, stage)
     assert words in result["first"]["text"]
+
+
+@pytest.mark.slow
+def test_sync_batch_norm_joins_the_statistics_of_the_ranks(tmp_path):
+    """That of PyTorch refuses CPUs. In A it is a BatchNorm."""
+    text = textwrap.dedent(SCRIPT).replace("model[1].eval()", "")
+    synced = text.replace("nn.BatchNorm1d(8)", "nn.SyncBatchNorm(8)")
+    (tmp_path / "synced.py").write_text(synced)
+    (tmp_path / "batch.py").write_text(text)
+    one = [*ONE[:-1], "batch.py"]
+    code, result, error = diff(tmp_path, "--", *one, "--", *TWO[:-1], "synced.py")
+    assert code == 0 and result["stages"][-1]["compared"] == 3, error
+    code, result, _ = diff(tmp_path, "--", *one, "--", *TWO[:-1], "batch.py")
+    assert code == 1 and "1, a BatchNorm1d" in result["first"]["text"]
 
 
 @pytest.mark.slow
@@ -295,6 +311,47 @@ def test_page_is_a_tree_that_opens_where_the_difference_enters():
     assert parser.open == ["the model", "h", "0"]
     assert text.count("enters here") == 1 and "h.0.&lt;in&gt;" in text
     assert page_of([Result(1, "gradients", 1)]).count("enters here") == 0
+
+
+# Closes the tree, opens it summary by summary, and writes what can be seen into the document.
+CLICKS = """<script>
+const shown = () => [...document.querySelectorAll("details td")]
+  .filter(cell => cell.checkVisibility()).map(cell => cell.textContent.trim());
+const found = {first: shown()};
+document.querySelector("button[value=close]").click();
+found.closed = shown();
+for (const name of ["the model", "h", "1"]) {
+  const part = [...document.querySelectorAll("details")]
+    .find(each => each.querySelector("b").textContent == name);
+  part.querySelector("summary").click();
+}
+found.clicked = shown();
+document.querySelector("button[value=open]").click();
+found.all = shown();
+found.wide = document.documentElement.scrollWidth > innerWidth;
+document.body.textContent = "RESULT" + JSON.stringify(found) + "END";
+</script>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.slow
+def test_tree_opens_to_the_numbers_in_a_browser(tmp_path):
+    outputs = Result(1, "outputs of modules", 2, text="something")
+    outputs.comparisons = [
+        compare("h.0", A, A * 2, 1e-9, (1, 2)),
+        compare("h.1", A, A * 3, 1e-9, (1, 2)),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(page_of([outputs]).replace("</html>", f"{CLICKS}</html>"))
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert "RESULT" in done.stdout and "CONSOLE" not in done.stderr, done.stderr
+    found = json.loads(done.stdout.partition("RESULT")[2].partition("END")[0])
+    assert found["closed"] == [] and not found["wide"]
+    assert found["first"][1] == "h.0" and "enters here" in found["first"][2]
+    assert found["clicked"] == ["outputs of modules", "h.1", "B is 3 times A"]
+    assert len(found["all"]) == 6
 
 
 class Tree(HTMLParser):

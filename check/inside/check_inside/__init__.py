@@ -17,6 +17,7 @@ OBSERVERS = {
         "devices",
         "groups",
         "data",
+        "batch_norms",
         "compare",
         "training",
         "exact",

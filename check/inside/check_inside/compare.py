@@ -14,7 +14,13 @@ from check_inside.record import PLAN, checksum, rank, replace
 from check_inside.state import STATE
 
 MOST_ELEMENTS = 50_000_000  # of the outputs of modules, in each step
-WRAPPERS = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPERS = (
+    "module.",
+    "_fsdp_wrapped_module.",
+    "_orig_mod.",
+    "_checkpoint_wrapped_module.",
+    "_forward_module.",
+)
 WRAPPER_TYPES = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 LOW = ("float32", "float16", "bfloat16")
 FOLDER = PLAN.get("diff")
