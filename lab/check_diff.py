@@ -9,6 +9,7 @@ none. The exit code is 1 if a pair that agrees is not equal.
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import sys
@@ -26,6 +27,7 @@ from check.scenarios import CannotRun
 from check.tests.corpus.bugs import BUGS as CORPUS
 from check.tests.corpus.bugs import CORRECT
 from lab.check_own import OWN_PATH_FOR_CPUS, command_of
+from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.verify import one_file
 from tools.verify.cases import AUTOCAST_COPY, ONE_FILE_COPY, SUITES
@@ -225,7 +227,8 @@ def main():
     )
     args = parser.parse_args()
     rows, known = [], {}
-    with Processes(ENVIRONMENT) as processes:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # references import tools
+    with Processes(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}) as processes:
         for pair in sorted(pairs(), key=lambda pair: (pair.group, pair.reference)):
             if args.only in pair.name or args.only == pair.group:
                 rows.append(row_of(pair, processes, known))

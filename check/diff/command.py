@@ -4,6 +4,7 @@
     python CLONE/check diff -- train.py -- torchrun --nproc_per_node=2 train_ddp.py
     python CLONE/check diff --at-a main -- train.py        a commit, and the folder as it is
     python CLONE/check diff --root-b ../other -- train.py -- train.py --lr 0.1
+    python CLONE/check diff --resume -- train.py -- train.py --resume
 
 Both commands run for a few steps on CPUs, each in a copy of its folder, and compute in float64,
 where rounding is below 1e-12, and a mistake above 1e-2. The first difference is named in the order

@@ -145,9 +145,7 @@ class Comparer:
         )
         one, two = self.worlds
         if one != two and counts[1] * one == counts[0] * two:
-            result.text += (
-                ". Each rank takes as many in A as in B, so that a step has different ones"
-            )
+            result.text += f". Each rank takes as many in B as in A, {two / one:g} times as many"
         for letter, samples in (("A", a.samples), ("B", b.samples)):
             if len(samples) > 1 and all(other == samples[0] for other in samples):
                 result.text += f". All ranks of {letter} train on the same samples"
@@ -387,9 +385,10 @@ class Comparer:
         count = self.worlds[1]
         if count < 2 or a is None or b is None or a.shape != b.shape or not a.dim():
             return ""
-        shards = zip(a.chunk(count), b.chunk(count), strict=True)
+        shards = [*zip(a.chunk(count), b.chunk(count), strict=True)]
         ranks = [rank for rank, pair in enumerate(shards) if relative(*pair) > self.limit]
-        return f"in the rows of rank {ranks[0]} of B alone" if len(ranks) == 1 else ""
+        is_one = len(ranks) == 1 and len(shards) == count
+        return f"in the rows of rank {ranks[0]} of B alone" if is_one else ""
 
     def _in_order(self, name, value):
         """A tensor of B with its rows in the order of A: tensor parallelism divides a layer that is

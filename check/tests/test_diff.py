@@ -272,6 +272,20 @@ def test_slices_of_ranks_are_put_together():
     assert comparer.repeated["B"] == {"up"}
 
 
+def test_gradient_that_is_rounding_next_to_others_is_equal():
+    """That of a bias before a BatchNorm is zero in exact arithmetic."""
+    a, b = part({"0.bias": A * 1e-17, "0.weight": A}), part({"0.bias": A * 3e-17, "0.weight": A})
+    assert Comparer((1, 2))._gradients("gradients", a, b, "gradients").is_equal
+    b.ranks[0]["gradients"]["0.bias"] = A * 1e-6
+    assert "0.bias" in Comparer((1, 2))._gradients("gradients", a, b, "gradients").text
+
+
+def test_rows_of_one_rank_are_named():
+    comparer = Comparer((1, 2))
+    assert "rank 1" in comparer._of_one_rank(A, torch.cat([A[:2], 2 * A[2:]]))
+    assert comparer._of_one_rank(A, 2 * A) == comparer._of_one_rank(A[:1], 2 * A[:1]) == ""
+
+
 def test_parts_of_sequences_are_put_together():
     tokens = torch.arange(12).reshape(3, 4)
 
