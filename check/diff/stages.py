@@ -352,7 +352,7 @@ class Comparer:
                 name, ours[name], theirs[name], self.limit, self.worlds, scales[_kind(name)]
             )
             if stage == "initial weights" and found.how:
-                found.how = self._of_one_rank(ours[name], theirs[name]) or found.how
+                found.how = self._of_some_ranks(ours[name], theirs[name]) or found.how
             self._add(result, found)
         if result.different:
             result.text = self._text(result, names)
@@ -380,15 +380,16 @@ class Comparer:
             self.repeated[letter].add(name)
         return torch.cat(slices, dimension)
 
-    def _of_one_rank(self, a, b):
-        """Which rank of B has the rows that differ, if FSDP divides a tensor by rows; or ""."""
+    def _of_some_ranks(self, a, b):
+        """Which ranks of B have the rows that differ, if FSDP divides a tensor by rows; or ""."""
         count = self.worlds[1]
         if count < 2 or a is None or b is None or a.shape != b.shape or not a.dim():
             return ""
         shards = [*zip(a.chunk(count), b.chunk(count), strict=True)]
         ranks = [rank for rank, pair in enumerate(shards) if relative(*pair) > self.limit]
-        is_one = len(ranks) == 1 and len(shards) == count
-        return f"in the rows of rank {ranks[0]} of B alone" if is_one else ""
+        if len(shards) < count or not 0 < len(ranks) < count:
+            return ""
+        return f"in the rows of rank {', '.join(map(str, ranks))} of B alone"
 
     def _in_order(self, name, value):
         """A tensor of B with its rows in the order of A: tensor parallelism divides a layer that is

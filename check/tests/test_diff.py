@@ -282,8 +282,8 @@ def test_gradient_that_is_rounding_next_to_others_is_equal():
 
 def test_rows_of_one_rank_are_named():
     comparer = Comparer((1, 2))
-    assert "rank 1" in comparer._of_one_rank(A, torch.cat([A[:2], 2 * A[2:]]))
-    assert comparer._of_one_rank(A, 2 * A) == comparer._of_one_rank(A[:1], 2 * A[:1]) == ""
+    assert "rank 1" in comparer._of_some_ranks(A, torch.cat([A[:2], 2 * A[2:]]))
+    assert comparer._of_some_ranks(A, 2 * A) == comparer._of_some_ranks(A[:1], 2 * A[:1]) == ""
 
 
 def test_parts_of_sequences_are_put_together():
