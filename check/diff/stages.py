@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from check.diff.factors import EQUAL, common, compare, largest_of, order_of, relative
+from check.diff.factors import EQUAL, HALF, common, compare, largest_of, order_of, relative
 from check.diff.runs import distinct
 
 ORDER = """\
@@ -92,7 +92,12 @@ class Comparer:
         """The Results of all steps, up to the last stage of the first step with a difference."""
         found = []
         for number, (a, b) in enumerate(zip(steps_a, steps_b, strict=False)):
-            found += self.step(number, a, b)
+            stages = self.step(number, a, b)
+            if any(EQUAL < result.largest <= self.limit for result in found):
+                for stage in stages:
+                    if 0 < stage.largest <= HALF:
+                        stage.drop("which may be rounding that grows from step to step")
+            found += stages
             if not all(result.is_equal for result in found):
                 break
         return found

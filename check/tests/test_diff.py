@@ -11,7 +11,7 @@ import torch
 
 from check.diff import page, report
 from check.diff.command import launched, parse
-from check.diff.factors import compare, order_of
+from check.diff.factors import ROUNDED, compare, order_of
 from check.diff.runs import Step
 from check.diff.stages import Comparer, Outcome, Result
 from check.tests.test_user import CHECK
@@ -564,6 +564,21 @@ def test_what_is_not_seeded_can_be_compared_with_a_seed_and_in_order(tmp_path):
     assert code == 0 and result["stages"][0]["compared"] == 8, error
     code, result, _ = diff(tmp_path, *options, "--", "a.py", "--", "b.py")
     assert code == 1 and result["first"]["stage"] == "initial weights"
+
+
+@pytest.mark.parametrize(
+    ("differences", "equal"),
+    [((1e-6, 1e-2), [True, True]), ((1e-6, 0.5), [True, False]), ((0, 1e-2), [True, False])],
+)
+def test_rounding_of_float32_may_grow_in_later_steps(differences, equal):
+    class Told(Comparer):
+        def step(self, number, a, b):
+            text = "by so much" if a > self.limit else ""
+            return [Result(number + 1, "gradients", largest=a, text=text)]
+
+    results = Told((1, 2), limit=ROUNDED).results(differences, differences)
+    assert [result.is_equal for result in results] == equal
+    assert results[1].is_equal == ("rounding that grows" in results[1].skipped)
 
 
 @pytest.mark.slow
