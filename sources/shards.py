@@ -62,6 +62,16 @@ class Shards(Dataset[Any]):
     files, any name: the size of the document.
     """
 
+    # A sample depends on the file and the random number generators alone, and may be read twice:
+    # utils/data.py reads samples that draw nothing without seeding the generators for each. So
+    # transform must not keep what it has drawn. A subclass with its own __getitem__ says it anew.
+    is_pure = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__getitem__" in vars(cls):
+            cls.is_pure = bool(vars(cls).get("is_pure", False))
+
     def __init__(
         self,
         paths: Sequence[str | Path],

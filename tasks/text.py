@@ -78,6 +78,8 @@ class Documents(Dataset[tuple[Tensor, Tensor]]):
     pieces: each of length 2 to context + 1, in a list or a PackedText. padding: as in Settings.
     """
 
+    is_pure = True  # nothing is kept or drawn: samples are read without seeds
+
     def __init__(self, pieces: Any, context: int, padding: str = "longest") -> None:
         self.pieces = pieces
         self.shortest_batch = context if padding == "context" else 1

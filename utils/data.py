@@ -390,7 +390,8 @@ class _Batches(Dataset[Any]):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
         self.parts = [d for d in parts_of(dataset) if train and hasattr(d, "set_epoch")]
         self.epoch = -1
-        self.is_random: bool | None = None  # whether samples need seeds; None: not tried
+        is_pure = all(getattr(type(part), "is_pure", False) for part in parts_of(dataset))
+        self.is_random = None if is_pure else True  # whether samples need seeds; None: not tried
 
     def __getitem__(self, batch):
         epoch, indices = batch

@@ -190,6 +190,8 @@ HIDDEN_DRAWS = {
 class Drawing(Dataset):
     """Some samples draw a number."""
 
+    is_pure = True
+
     def __init__(self, draw, drawing):
         self.draw, self.drawing = draw, drawing
 
@@ -213,15 +215,17 @@ def test_samples_are_seeded_if_one_of_them_draws(name, monkeypatch):
             assert torch.equal(targets, expected[1].float())
 
 
-def test_generators_are_not_seeded_for_samples_that_draw_nothing(monkeypatch):
-    """Which takes longer than reading a short text."""
+@pytest.mark.parametrize(("is_pure", "batches"), [(True, 1), (False, STEPS)])
+def test_generators_are_seeded_once_for_pure_samples_that_draw_nothing(
+    is_pure, batches, monkeypatch
+):
+    """It takes longer than reading a short text. Others may keep what they drew without seeds."""
     monkeypatch.setattr(utils.data.time, "perf_counter", lambda: 0.0)
+    monkeypatch.setattr(Drawing, "is_pure", is_pure)
     seeded = []
     monkeypatch.setattr(SampleSeeds, "seed", lambda seeds, index: seeded.append(index))
-    loader = make_loader(DATASETS["tensors"])
-    first = next(iter(loader))
-    assert len(first[0]) == BATCH and len(list(loader)) == STEPS
-    assert len(seeded) == BATCH
+    read(make_loader(Subset(Drawing(None, []), range(COUNT))), 0)
+    assert len(seeded) == batches * BATCH
 
 
 def test_forgotten_set_epoch_repeats_the_first_epoch():
