@@ -69,6 +69,9 @@ class Mixture(BatchDataset):
     ) -> None:
         if not isinstance(sources, Mapping):
             raise UserError(f"the sources of a mixture are {{name: dataset}}, not {sources!r}")
+        for name in sources:
+            if not isinstance(name, str):
+                raise UserError(f"the names of the sources of a mixture are strings, not {name!r}")
         self.names, self.sources = list(sources), list(sources.values())
         self.batch_size, self.at_end = batch_size, at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
@@ -96,6 +99,12 @@ class Mixture(BatchDataset):
             raise UserError(
                 f"with at_end={at_end!r}, the sources decide where an epoch ends: leave samples "
                 f"out, and give one set of weights"
+            )
+        if at_end == "drop" and not all(self.phases[0][1]):
+            name = self.names[self.phases[0][1].index(0)]
+            raise UserError(
+                f"the weight of {name} in a mixture is 0, but at_end='drop' uses each sample: "
+                f"leave this source out"
             )
         self.steps = (sum(self.sizes) if samples is None else samples) // batch_size
         if at_end == "stop":
@@ -302,8 +311,6 @@ def _spread(weights, steps, batch_size, sizes=None):
     for _ in range(steps):
         given, missing = numpy.zeros_like(weights), batch_size
         while missing:
-            if not weights.any():
-                raise UserError("the sources with a weight of 0 would be all that is left")
             behind += missing * weights
             take = numpy.maximum(behind // weights.sum(), 0)
             behind -= take * weights.sum()
@@ -346,6 +353,11 @@ def _sampler(name, source, order):
     if not size:
         raise UserError(f"the source {name} of a mixture is empty")
     if order is not None:
+        if not hasattr(order, "__len__") or not len(order):
+            raise UserError(
+                f"the order of {name} in a mixture, a {type(order).__name__}, has no length: pass "
+                f"a sampler whose __len__ is the number of samples in a pass"
+            )
         return order
     for part in parts_of(source):
         if isinstance(part, BatchDataset) and part is not source:
@@ -399,5 +411,6 @@ def _check_names(names, given, what):
     unknown = [name for name in given if name not in names]
     missing = [name for name in names if name not in given and what != "orders"]
     if unknown or missing:
-        problem = f"unknown {', '.join(unknown)}" if unknown else f"none for {', '.join(missing)}"
+        shown = ", ".join(map(str, unknown or missing))
+        problem = f"unknown {shown}" if unknown else f"none for {shown}"
         raise UserError(f"{what} of a mixture of {', '.join(names)}: {problem}")
