@@ -49,8 +49,8 @@ class Mixture(BatchDataset):
     tokens: {name: the number of tokens, or of whatever the loss counts, in a pass}.
     orders: {name: a sampler in place of the permutation}, such as a ShardOrder. It draws from the
     global generators.
-    collate_fn: makes a batch of a list of samples, by default that of the sources. Not for sources
-    that make whole batches.
+    collate_fn: makes a batch of a list of samples, by default that of the sources. Its random
+    numbers depend on (seed, epoch, last index). Not for sources that make whole batches.
 
     Raises UserError if a source is empty, or if the arguments contradict each other.
     """
@@ -130,8 +130,10 @@ class Mixture(BatchDataset):
         whole batches: what on_device() makes a batch of."""
         if self.by_batches:
             return self._get_parts(indices.tolist(), epoch, seed)
-        with SampleSeeds(seed, epoch):
-            return self.collate_fn(self.get_samples(indices.tolist(), epoch, seed))
+        with SampleSeeds(seed, epoch) as seeds:
+            samples = self.get_samples(indices.tolist(), epoch, seed)
+            seeds.seed(-2 - int(indices[-1]))  # that of no sample
+            return self.collate_fn(samples)
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
         """The samples at these places of the epoch. Those of a stream must be asked for in

@@ -38,7 +38,8 @@ class Streamed(BatchDataset):
     transform: makes of a sample what a batch is made of; only for samples that are not skipped, and
     before the next is read, so that it can copy what a stream will overwrite. Its random numbers
     depend on (seed, epoch, index). endless: do not begin anew in each epoch.
-    collate_fn: makes a batch of a list of samples.
+    collate_fn: makes a batch of a list of samples. Its random numbers depend on (seed, epoch, last
+    index).
     """
 
     in_order = True
@@ -77,8 +78,10 @@ class Streamed(BatchDataset):
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
         """The batch of the samples with these indices, int64 (n,), in ascending order."""
-        with SampleSeeds(seed, epoch):
-            return self.collate_fn(self.get_samples(indices.tolist(), epoch, seed))
+        with SampleSeeds(seed, epoch) as seeds:
+            samples = self.get_samples(indices.tolist(), epoch, seed)
+            seeds.seed(-2 - int(indices[-1]))  # that of no sample
+            return self.collate_fn(samples)
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
         """The samples with these indices, in ascending order."""

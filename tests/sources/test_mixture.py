@@ -275,6 +275,20 @@ def test_sources_are_told_their_pass():
     assert seen[seen[:, 0] == 0][:, 2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def test_random_numbers_of_collate_fn_depend_on_the_batch_alone():
+    def masked(samples):
+        return torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
+
+    mixture = two(collate_fn=masked)
+    drawn = []
+    for start in (0, 6, 6):
+        torch.manual_seed(0 if start else 1)  # whatever the process has drawn before
+        for epoch in (0, 1):
+            drawn.append(mixture.get_batch(torch.arange(start, start + 6), epoch, SEED))
+    assert torch.equal(torch.stack(drawn[2:4]), torch.stack(drawn[4:]))
+    assert len(torch.stack(drawn).unique()) == 12
+
+
 def test_bad_mixtures_are_refused_in_a_line():
     a, b = Named(0, 9), Named(1, 9)
 

@@ -56,6 +56,16 @@ def test_samples_are_those_of_the_iterable():
     assert stream.epochs == [0, 0, 2]
 
 
+def test_random_numbers_of_collate_fn_depend_on_the_batch_alone():
+    dataset = Streamed(Counting(20), 20, collate_fn=lambda samples: torch.rand(()))
+    drawn = []
+    for seed in (0, 0, 1):
+        for indices in ((1, 4), (5, 6)):
+            torch.manual_seed(seed)  # whatever the process has drawn before
+            drawn.append(batch(dataset, *indices).item())
+    assert drawn[:2] == drawn[2:4] == drawn[4:] and drawn[0] != drawn[1]
+
+
 def test_transforms_are_called_for_own_samples_alone():
     seen = []
     dataset = Streamed(Counting(20), 20, transform=lambda number: seen.append(number) or number)
