@@ -114,7 +114,7 @@ class Mixture(BatchDataset):
             raise UserError(f"a mixture has fewer samples than a global batch of {batch_size}")
         self.samples = self.steps * batch_size
         self.order: tuple[Any, ...] = ()  # of the current epoch: see _draw_order()
-        self.current = [-1] * len(self.names)  # the pass through each source
+        self.current: dict[int, int] = {}  # {id of what has set_epoch: the pass that it is in}
 
     def __len__(self) -> int:
         return self.samples
@@ -181,16 +181,15 @@ class Mixture(BatchDataset):
         for number, number_of_pass in sorted({*zip(owners.tolist(), passes.tolist(), strict=True)}):
             places = ((owners == number) & (passes == number_of_pass)).nonzero()[0]
             own = torch.from_numpy(inner[places])
-            if self.current[number] != number_of_pass:
-                self.current[number] = number_of_pass
-                for part in parts_of(self.sources[number]):
-                    if hasattr(part, "set_epoch"):
-                        part.set_epoch(number_of_pass)
+            for part in parts_of(self.sources[number]):  # which sources may share
+                if hasattr(part, "set_epoch") and self.current.get(id(part)) != number_of_pass:
+                    part.set_epoch(number_of_pass)
+                    self.current[id(part)] = number_of_pass
             yield number, places, own, number_of_pass, derive_seed(seed, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned, which draws the order itself."""
-        return vars(self) | {"order": ()}
+        """For a process that is spawned, which draws the order itself, and whose ids differ."""
+        return vars(self) | {"order": (), "current": {}}
 
     def shares(self, epoch: int) -> dict[str, float]:
         """{"share_NAME": the part of an epoch's samples that a source gives}, for metrics.jsonl."""

@@ -275,6 +275,25 @@ def test_sources_are_told_their_pass():
     assert seen[seen[:, 0] == 0][:, 2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
+def test_sources_that_share_a_dataset_are_told_their_own_pass():
+    class Told(Named):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, index):
+            return torch.tensor([self.number, index, self.epoch, 0.0])
+
+    def build():
+        base = Told(0, 40)
+        sources = {"a": Subset(base, range(4)), "b": Subset(base, range(4, 40))}
+        return Mixture(sources, {"a": 1, "b": 1}, batch_size=4)
+
+    seen = torch.cat(batches(build(), 0))
+    assert seen[seen[:, 1] < 4][:, 2].tolist() == [n // 4 for n in range(20)]
+    assert not seen[seen[:, 1] >= 4][:, 2].any()
+    assert torch.equal(seen, torch.cat(batches(build(), 0, ranks=2)))
+
+
 def test_random_numbers_of_collate_fn_depend_on_the_batch_alone():
     def masked(samples):
         return torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
