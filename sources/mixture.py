@@ -24,7 +24,6 @@ from utils.seeds import SampleSeeds, derive_seed
 Weights = Mapping[str, float]
 AT_END = ("repeat", "stop", "drop")
 LARGEST = 2**30  # sum of the weights as integers
-UNLIMITED = 2**62
 
 
 class Mixture(BatchDataset):
@@ -33,19 +32,20 @@ class Mixture(BatchDataset):
     Its order is part of it, so train with DistributedSampler(mixture, shuffle=False,
     drop_last=True). Which sample comes when is a function of (seed, epoch): each source is
     permuted, passed through, and permuted anew; a stream comes in its own order; the samples of a
-    global batch are mixed. After each step, every source has given its share of the samples, exact
-    to less than one sample.
+    global batch are mixed. After each step, every source has given its share of the samples of all
+    epochs so far, exact to less than one sample.
 
     sources: {name: a map-style dataset, a Streamed, or a Mixture}. If one is a BatchDataset that
     makes whole batches, such as those of the images task, each source makes a batch of its share.
     weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
     `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
     first step is 0, counted over all epochs; a share is then exact since the last change.
-    batch_size: the global batch size.
+    batch_size: the global batch size of the run, which the loader does not compare with it.
     samples: per epoch, by default as many as all sources have; less what fills no global batch.
     at_end: what happens when the samples of a source have been used. "repeat": its next pass
     begins, and epochs continue in the pass that the previous one has left. "stop": the epoch ends.
-    "drop": the others share its place. With "stop" and "drop", each epoch begins all sources anew.
+    "drop": the others share its place. With "stop" and "drop", each epoch begins all sources anew,
+    and shares are exact since its start, or since a source has ended.
     tokens: {name: the number of tokens, or of whatever the loss counts, in a pass}.
     orders: {name: a sampler in place of the permutation}, such as a ShardOrder. It draws from the
     global generators.
@@ -91,8 +91,8 @@ class Mixture(BatchDataset):
         if not self.by_batches:
             self.collate_fn = collate_fn or collate_fn_of(self, self.sources)
         self.phases = self._phases(weights, tokens)
-        self.known_counts: dict[Any, numpy.ndarray] = {}
-        self.known_starts = [numpy.zeros(len(self.names), numpy.int64)]  # by epoch
+        self.shared = [_Shares(weights, batch_size) for _, weights in self.phases]
+        self.known_counts: dict[int, numpy.ndarray] = {}  # of one epoch, by its first step
         if at_end not in AT_END:
             raise UserError(f"at_end is {at_end!r}: choose {', '.join(AT_END)}")
         if at_end != "repeat" and (samples is not None or len(self.phases) > 1):
@@ -108,7 +108,7 @@ class Mixture(BatchDataset):
             )
         self.steps = (sum(self.sizes) if samples is None else samples) // batch_size
         if at_end == "stop":
-            given = _spread(self.phases[0][1], self.steps, batch_size).cumsum(0)
+            given = self.shared[0].counts(0, self.steps).cumsum(0)
             self.steps = int((given <= self.sizes).all(1).sum())
         if not self.steps:
             raise UserError(f"a mixture has fewer samples than a global batch of {batch_size}")
@@ -211,25 +211,35 @@ class Mixture(BatchDataset):
     def counts(self, epoch: int) -> numpy.ndarray:
         """How many samples each source gives to each global batch: int64 (steps, sources)."""
         first = epoch * self.steps if self.at_end == "repeat" else 0
-        starts = [max(0, step - first) for step, _ in self.phases] + [self.steps]
-        key = tuple(min(start, self.steps) for start in starts)
-        if key not in self.known_counts:
-            parts = [
-                self._spread(weights, stop - start)
-                for (_, weights), start, stop in zip(self.phases, key, key[1:], strict=False)
-            ]
-            self.known_counts[key] = numpy.concatenate(parts)
-        return self.known_counts[key]
+        if first not in self.known_counts:
+            self.known_counts = {first: self._counts(first, first + self.steps)}
+        return self.known_counts[first]
+
+    def _counts(self, first, stop):
+        if self.at_end == "drop":
+            return _until_all_end(self.phases[0][1], self.sizes, self.steps, self.batch_size)
+        parts = [
+            shares.counts(max(first - start, 0), min(stop, end) - start)
+            for shares, start, end in self._spans(stop)
+            if end > first
+        ]
+        return numpy.concatenate(parts)
+
+    def _spans(self, stop):
+        """(shares, first step, the step after the last) of each phase that begins before a step."""
+        starts = [min(start, stop) for start, _ in self.phases] + [stop]
+        spans = zip(self.shared, starts, starts[1:], strict=False)
+        return [span for span in spans if span[1] < span[2]]
 
     def starts(self, epoch: int) -> numpy.ndarray:
         """How many samples each source has given before an epoch, or how many it has in the passes
         before: int64 (sources,)."""
-        while len(self.known_starts) <= epoch:
-            given = numpy.asarray(self.sizes)
-            if self.at_end == "repeat":
-                given = self.counts(len(self.known_starts) - 1).sum(0)
-            self.known_starts.append(self.known_starts[-1] + given)
-        return self.known_starts[epoch]
+        if self.at_end != "repeat":
+            return epoch * numpy.asarray(self.sizes)
+        given = [
+            shares.given(end - start) for shares, start, end in self._spans(epoch * self.steps)
+        ]
+        return sum(given, numpy.zeros(len(self.names), numpy.int64))
 
     def _draw_order(self, epoch, seed):
         """For each sample of an epoch: the number of its source, the pass through that, and the
@@ -245,17 +255,26 @@ class Mixture(BatchDataset):
             places = (owners == number).nonzero()[0]
             first, start = divmod(int(self.starts(epoch)[number]), size)
             ends = range(-(-(start + len(places)) // size))
-            parts = [
-                _draw_pass(self.samplers[number], derive_seed(seed, number), first + n)
-                for n in ends
-            ]
+            parts = [self._draw_pass(number, derive_seed(seed, number), first + n) for n in ends]
             inner[places] = numpy.concatenate([*parts, owners[:0]])[start : start + len(places)]
             passes[places] = first + numpy.arange(start, start + len(places)) // size
         return owners, passes, inner
 
-    def _spread(self, weights, steps):
-        sizes = self.sizes if self.at_end == "drop" else None
-        return _spread(weights, steps, self.batch_size, sizes)
+    def _draw_pass(self, number, seed, number_of_pass):
+        """The indices in a source, in the order of a pass."""
+        sampler = self.samplers[number]
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(number_of_pass)
+        with SampleSeeds(seed, number_of_pass) as seeds:
+            seeds.seed(0)
+            indices = numpy.fromiter(sampler, numpy.int64)
+        if len(indices) != self.sizes[number]:
+            raise UserError(
+                f"the order of {self.names[number]} in a mixture, a {type(sampler).__name__}, "
+                f"yields {len(indices)} indices, but its length is {self.sizes[number]}: correct "
+                f"its __len__"
+            )
+        return indices
 
     def _phases(self, weights, tokens):
         """[(first step, [the weight of each source, an int])]."""
@@ -298,47 +317,75 @@ class Mixture(BatchDataset):
         return whole
 
 
-def _spread(weights, steps, batch_size, sizes=None):
-    """How many samples each source gives in each step: int64 (steps, sources).
+class _Shares:
+    """How many samples each source gives in each step, as long as the weights are the same.
 
-    After each step, the number of samples of a source differs by less than one from its share. Of
-    those that may give one more sample, the one whose next must come soonest does (Tijdeman 1980,
-    "The chairman assignment problem", doi 10.1016/0012-365X(80)90269-1). A source that has given
-    `sizes` samples is left out.
+    After each step, the number of samples of a source differs by less than one from its share.
     """
-    weights, counts = numpy.asarray(weights, numpy.int64), []
-    left = numpy.full(len(weights), UNLIMITED) if sizes is None else numpy.asarray(sizes)
-    behind = numpy.zeros_like(weights)  # of the share, in units of 1 / weights.sum()
+
+    def __init__(self, weights, batch_size):
+        self.weights, self.batch_size = numpy.asarray(weights, numpy.int64), batch_size
+        self.sum = int(self.weights.sum())
+        self.period = self.sum // math.gcd(self.sum, batch_size)  # in steps: all shares are whole
+        self.behind = {0: numpy.zeros_like(self.weights)}  # by step in the period: see _take()
+
+    def counts(self, first, stop):
+        """Of the steps from `first` to before `stop`: int64 (steps, sources)."""
+        behind, steps = self._behind_at(first).copy(), min(stop - first, self.period)
+        rows = [_take(self.weights, behind, self.batch_size) for _ in range(steps)]
+        self.behind[(first + steps) % self.period] = behind
+        return numpy.resize(rows, (stop - first, len(self.weights)))  # which repeats them
+
+    def given(self, step):
+        """How many samples each source has given before a step: int64 (sources,)."""
+        samples = step * self.batch_size
+        pairs = zip(self.weights.tolist(), self._behind_at(step).tolist(), strict=True)
+        return numpy.array([(samples * w - behind) // self.sum for w, behind in pairs])
+
+    def _behind_at(self, step):
+        step %= self.period
+        if step not in self.behind:
+            known = max(other for other in self.behind if other < step)
+            behind = self.behind[known].copy()
+            for _ in range(known, step):
+                _take(self.weights, behind, self.batch_size)
+            self.behind[step] = behind
+        return self.behind[step]
+
+
+def _take(weights, behind, count):
+    """How many of the next `count` samples each source gives.
+
+    Of the sources that may give one more sample, the one whose next must come soonest does
+    (Tijdeman 1980, "The chairman assignment problem", doi 10.1016/0012-365X(80)90269-1).
+    behind: by how much each source is behind its share, in units of 1 / weights.sum(); updated.
+    """
+    whole = weights.sum()
+    behind += count * weights
+    take = numpy.maximum(behind // whole, 0)
+    behind -= take * whole
+    wait = (whole - behind) / weights.clip(1)  # until a sample more is due
+    wait[behind <= 0] = numpy.inf
+    soonest = wait.argsort(kind="stable")[: count - take.sum()]
+    take[soonest] += 1
+    behind[soonest] -= whole
+    return take
+
+
+def _until_all_end(weights, sizes, steps, batch_size):
+    """How many samples each source gives in each step, if it is left out once it has given as many
+    as its size: int64 (steps, sources). The shares of the others then begin anew."""
+    weights, left = numpy.array(weights, numpy.int64), numpy.array(sizes)
+    behind, counts = numpy.zeros_like(weights), []
     for _ in range(steps):
-        given, missing = numpy.zeros_like(weights), batch_size
+        before, missing = left, batch_size
         while missing:
-            behind += missing * weights
-            take = numpy.maximum(behind // weights.sum(), 0)
-            behind -= take * weights.sum()
-            wait = (weights.sum() - behind) / weights.clip(1)  # until a sample more is due
-            wait[behind <= 0] = numpy.inf
-            soonest = wait.argsort(kind="stable")[: missing - take.sum()]
-            take[soonest] += 1
-            behind[soonest] -= weights.sum()
-            take = numpy.minimum(take, left)
-            given, left, missing = given + take, left - take, missing - take.sum()
-            if (left == 0).any():
+            take = numpy.minimum(_take(weights, behind, missing), left)
+            left, missing = left - take, missing - take.sum()
+            if weights[left == 0].any():
                 weights, behind = numpy.where(left, weights, 0), numpy.zeros_like(behind)
-        counts.append(given)
-        if sizes is None and not behind.any():  # from here on, it repeats itself
-            break
-    repeats = -(-steps // max(1, len(counts)))
-    table = numpy.array(counts, numpy.int64).reshape(-1, len(weights))
-    return numpy.tile(table, (repeats, 1))[:steps]
-
-
-def _draw_pass(sampler, seed, number_of_pass):
-    """The indices in a source, in the order of a pass."""
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(number_of_pass)
-    with SampleSeeds(seed, number_of_pass) as seeds:
-        seeds.seed(0)
-        return numpy.fromiter(sampler, numpy.int64)
+        counts.append(before - left)
+    return numpy.array(counts)
 
 
 def _sampler(name, source, order):

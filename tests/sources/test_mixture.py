@@ -91,6 +91,40 @@ def test_shares_are_exact_after_every_step():
         assert abs(counts.cumsum(0) - expected).max() < 1
 
 
+def test_shares_are_exact_over_epochs():
+    """Since the last change of the weights, whichever epoch is planned first, as in a resumed run.
+    A source whose share of an epoch is less than a sample gives one in some epochs."""
+    generator = random.Random(1)
+    for case in range(30):
+        weights = [[0.996, 0.004], [0.996, 0.004, 0.002, 0.31]][case % 2]
+        if case > 1:
+            weights = [generator.choice([1, 0.01, generator.random()]) for _ in range(4)]
+        sizes = [generator.randint(1, 400) for _ in weights]
+        later = [generator.random() for _ in weights]
+        sources = {f"source{n}": Named(n, size) for n, size in enumerate(sizes)}
+        given = [dict(zip(sources, each, strict=True)) for each in (weights, later)]
+        mixture, again = (
+            Mixture(sources, [(0, given[0]), (67, given[1])], batch_size=10, samples=70)
+            for _ in range(2)
+        )
+        counts = numpy.concatenate([mixture.counts(epoch) for epoch in range(20)])
+        for first, stop, each in ((0, 67, weights), (67, 140, later)):
+            steps = numpy.arange(1, stop - first + 1)
+            expected = numpy.outer(steps * 10, numpy.array(each) / sum(each))
+            assert abs(counts[first:stop].cumsum(0) - expected).max() < 1
+        for epoch in (19, 4, 11):
+            assert (again.counts(epoch) == counts[epoch * 7 : epoch * 7 + 7]).all()
+            assert (again.starts(epoch) == counts[: epoch * 7].sum(0)).all()
+    small = two((100, 50), (0.996, 0.004), 10, samples=100)
+    assert sum(small.counts(epoch).sum(0) for epoch in range(200)).tolist() == [19920, 80]
+
+
+def test_late_epochs_are_planned_at_once():
+    """Without going through the epochs before, if the shares repeat themselves."""
+    mixture = two((100, 50), (0.996, 0.004), 10, samples=100)
+    assert mixture.starts(10**7).tolist() == [996 * 10**6, 4 * 10**6]
+
+
 def test_any_number_of_ranks_has_the_same_global_batches():
     """And a run that begins in the middle of an epoch; a different seed or epoch has others."""
     for epoch in (0, 2):
@@ -109,7 +143,7 @@ def test_repeated_source_is_passed_through_over_all_epochs():
     seen = torch.cat([batch for epoch in range(6) for batch in batches(mixture, epoch)])
     for number, size in ((0, 40), (1, 25)):
         own = seen[seen[:, 0] == number]
-        assert abs(len(own) - 6 * 60 * (1, 4)[number] / 5) < 6
+        assert len(own) == 6 * 60 * (1, 4)[number] // 5
         passes = own[: len(own) // size * size].view(-1, size, 4)
         assert all(sorted(one[:, 1].tolist()) == list(range(size)) for one in passes)
         assert not torch.equal(own[: size // 2, 1], own[size : size + size // 2, 1])
@@ -128,6 +162,17 @@ def test_stop_ends_with_the_first_source_and_drop_with_the_last():
     assert len(first[:, :2].unique(dim=0)) == len(first) == 60
     assert (first[:24, 0] == 1).sum() == 18 and (first[36:, 0] == 0).all()
     assert not torch.equal(first[:, 1], second[:, 1])
+
+
+def test_with_drop_the_others_keep_their_shares():
+    """Exact to less than one sample since the last source has ended."""
+    counts = two((4, 900, 100), (1, 9, 1), 4, at_end="drop").counts(0)
+    ended = int((counts.cumsum(0)[:, 0] < 4).sum()) + 1
+    steps = numpy.arange(1, 200)
+    shares = numpy.outer(steps * 4, [0.9, 0.1])
+    given = counts[ended : ended + 199, 1:].cumsum(0)
+    assert abs(given - shares).max() < 2  # the difference of two numbers, each exact to one
+    assert counts.sum(0).tolist() == [4, 900, 100]
 
 
 def test_without_weights_sources_have_the_shares_of_their_sizes():
@@ -361,6 +406,20 @@ def test_bad_mixtures_are_refused_in_a_line():
     del b.collate_fn
     with pytest.raises(UserError, match="whole numbers above 0, not -1"):
         Mixture({"a": a}, batch_size=-1)
+
+
+def test_orders_must_yield_as_many_indices_as_their_length():
+    class Uneven(list):
+        def __iter__(self):
+            return iter(range(self[0]))
+
+    for count in (2, 5):
+        order = Uneven([count, 0, 0])
+        mixture = Mixture({"a": Named(0, 9)}, orders={"a": order}, batch_size=3)
+        with pytest.raises(
+            UserError, match=f"order of a .* yields {count} indices, .* length is 3"
+        ):
+            mixture.get_batch(torch.arange(3), 0, 0)
 
 
 def test_changed_mixtures_have_another_description(tmp_path):
