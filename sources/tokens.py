@@ -26,6 +26,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")
 KINDS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 BLOCKS, BLOCK = 64, 4096  # what a checksum reads of a file: how many parts, of how many bytes
+UPPER = 4  # the upper half of a token in uint32, of vocabularies up to 327,680
 
 
 class TokenFiles(Dataset[Tensor]):
@@ -99,11 +100,13 @@ class TokenFiles(Dataset[Tensor]):
     def _check(self, path, tokens):
         if not len(tokens):  # an empty document
             return
-        if tokens.dtype == numpy.uint16 and len(tokens) > 16 and tokens[1::2].max() <= 1:
-            raise UserError(
-                f"{path} seems to hold uint32: every other uint16 is 0 or 1. Tokens of uint32 are "
-                f"read with a vocabulary of more than 65,536"
-            )
+        if tokens.dtype == numpy.uint16 and len(tokens) > 16:
+            lower, upper = tokens[::2], tokens[1::2]  # halves, if they are of uint32
+            if upper.max() <= UPPER < numpy.median(lower):  # not if most are padding
+                raise UserError(
+                    f"{path} seems to hold uint32: every other uint16 is at most {UPPER}. Tokens "
+                    f"of uint32 are read with a vocabulary of more than 65,536"
+                )
         if tokens.min() < 0 or tokens.max() >= self.limit:
             raise UserError(
                 f"{path} holds the token {tokens.max()}, and the model knows those below "
@@ -113,7 +116,11 @@ class TokenFiles(Dataset[Tensor]):
 
     def _map(self, number):
         if number not in self.maps:
-            self.maps[number] = numpy.memmap(self.paths[number], self.dtypes[number], mode="r")
+            path = self.paths[number]
+            try:
+                self.maps[number] = numpy.memmap(path, self.dtypes[number], mode="r")
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}") from None
         return self.maps[number]
 
 
@@ -202,10 +209,10 @@ def _bounds_of(path):
     if index is None:
         raise UserError(f"there is no {Path(path).with_suffix('.idx')}, which tells of documents")
     ends = numpy.append(index.places // index.dtype.itemsize, index.lengths.sum(dtype=numpy.int64))
-    bounds = ends[index.bounds]
-    if (numpy.diff(bounds) < 0).any():
+    is_sorted = (index.lengths >= 0).all() and (numpy.diff(index.bounds) >= 0).all()
+    if not is_sorted or (numpy.diff(ends) != index.lengths).any():
         raise UserError(f"{Path(path).with_suffix('.idx')} is damaged: its documents overlap")
-    return bounds
+    return ends[index.bounds]
 
 
 def _dtype_of(path, dtype):

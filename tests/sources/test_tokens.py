@@ -79,6 +79,24 @@ def test_index_of_megatron_tells_documents_apart(tmp_path):
 def test_other_contents_have_another_description(tmp_path):
     facts = [
         TokenFiles([write(tmp_path / "a.bin", tokens)], 4).describe("train")["train_tokens"]
+@pytest.mark.parametrize(
+    ("lengths", "bounds", "places"),
+    [
+        ([2, 1, 2], [0, 9, 1, 3], None),
+        ([2, 1, 2], [0, 2, 1, 3], None),
+        ([2, 1, 2], [0, -1, 1, 3], None),
+        ([2, 1, 2], [0, 1, 2, 3], [0, 2, 6]),
+        ([4, -1, 2], [0, 1, 2, 3], None),
+    ],
+    ids=str,
+)
+def test_damaged_bounds_of_documents_are_refused(lengths, bounds, places, tmp_path):
+    path = write(tmp_path / "a.bin", range(5))
+    path.with_suffix(".idx").write_bytes(index_of(lengths, bounds, places=places))
+    with pytest.raises(UserError, match=r"a\.idx is damaged"):
+        TokenDocuments([path])
+
+
         for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 3, 4])
     ]
     assert facts[0] == facts[1] and len(set(facts)) == 3
@@ -111,12 +129,27 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
     with pytest.raises(UserError, match=r"b\.bin holds the token 300, .* below 300: .* vocabulary"):
         TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
     with pytest.raises(UserError, match="seems to hold uint32"):
+    (tmp_path / "folder.bin").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*folder\.bin: Is a directory"):
+        TokenFiles([tmp_path / "folder.bin"], 4)
         TokenFiles([write(tmp_path / "c.bin", [1, 70000, 2, 99999, 5] * 20, "uint32")], 4)
 
 
 @pytest.fixture
 def texts(tmp_path):
     """A tokenizer that has a token for each word, and texts of these words."""
+def test_uint32_is_told_from_padding(tmp_path):
+    """Also if only the end of a file is of uint32, and of a vocabulary of 262,144."""
+    tokens = numpy.random.default_rng(0).integers(2, 60_000, 300_000).astype(numpy.uint16)
+    for padding in (3000, 2047):  # more tokens than a block, or one less
+        TokenFiles([write(tmp_path / "a.bin", [*tokens, *[0] * padding])], 128)
+    wide = numpy.array(tokens[:3000] * 4.3, numpy.uint32)
+    (tmp_path / "b.bin").write_bytes(tokens.tobytes() + wide.tobytes())
+    for path in (write(tmp_path / "c.bin", wide, "uint32"), tmp_path / "b.bin"):
+        with pytest.raises(UserError, match=f"{path.name} seems to hold uint32"):
+            TokenFiles([path], 128)
+
+
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {word: number for number, word in enumerate([*WORDS, "<end>", "<unknown>"])}
