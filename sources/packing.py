@@ -15,12 +15,13 @@ from utils.errors import UserError
 
 
 class Packed(Dataset[Tensor]):
-    """Documents, one after another, cut into pieces, so that no batch is padded.
+    """Documents, one after another, cut into pieces, so that one batch at most is padded.
 
     A piece has size + 1 elements. Its last element is the first of the next piece, so that, if each
     element is predicted from those before it in its piece, all but the very first are predicted
-    once. The last piece may be shorter. A piece may hold the end of a document and the start of the
-    next: put a separator at their ends.
+    once. The last piece may be shorter, so that its batch must be padded, as tasks.text.Documents
+    does. A piece may hold the end of a document and the start of the next: put a separator at their
+    ends.
 
     documents: a map-style dataset of 1-dim tensors; lengths: theirs, known without reading them.
     """

@@ -30,11 +30,12 @@ UPPER = 4  # the upper half of a token in uint32, of vocabularies up to 327,680
 
 
 class TokenFiles(Dataset[Tensor]):
-    """The tokens in files, cut into pieces of size + 1, so that no batch is padded.
+    """The tokens in files, cut into pieces of size + 1, so that few batches are padded.
 
     The last token of a piece is the first of the next piece in its file, so that all but the first
-    of a file are predicted once. A file's last piece may be shorter. A piece may hold the end of a
-    document and the start of the next: whoever writes the files puts a token at their ends.
+    of a file are predicted once. A file's last piece may be shorter, so that its batch must be
+    padded, as tasks.text.Documents does. A piece may hold the end of a document and the start of
+    the next: whoever writes the files puts a token at their ends.
 
     paths: files of numbers without anything else, in the order of this machine's bytes. dtype:
     theirs, such as "uint16", unless a file FILE.idx of Megatron-LM says it. limit: no token is as

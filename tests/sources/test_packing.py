@@ -1,6 +1,8 @@
 """sources/packing.py: documents of any lengths in pieces of one length."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,11 @@ import torch
 from sources.packing import Packed
 from sources.samplers import ShardOrder
 from sources.shards import Shards
+from tests.forked import fork_script
+from tests.recipes import TEXT, import_new, with_task
+from tools.lib.ladder import ROOT
+from tools.shards import write_json_lines
+from tools.verify.run import project_with_task
 from utils.errors import UserError
 
 
@@ -64,13 +71,32 @@ def test_the_lines_of_the_page(tmp_path):
     assert sorted(ShardOrder(sizes)) == list(range(len(packed)))
 
 
-def test_tokens_as_the_page_packs_them(tmp_path):
-    lines = [{"ids": ids, "tokens": len(ids)} for ids in ([3, 1, 4], [1, 5, 9, 2], [6])]
-    (tmp_path / "train-0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    paths = sorted(tmp_path.glob("train-*.jsonl"))
-    documents = Shards(paths, transform=lambda line: torch.tensor(line["ids"]), label="tokens")
-    packed = Packed(documents, documents.labels, 3)
-    assert [piece.tolist() for piece in packed] == [[3, 1, 4, 1], [1, 5, 9, 2], [2, 6]]
+def test_tokens_as_the_page_packs_them(monkeypatch, tmp_path):
+    """With the code of the page: batches, of which the last piece is padded, and a run."""
+    page = (ROOT / "docs" / "streams.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*Packed\([^`]*)```", page)
+    folder = project_with_task("text", tmp_path / "copy")
+    (folder / "tasks" / "packed_ids.py").write_text(f"from tasks.text import *\n{code}")
+    task = import_new("tasks.packed_ids", folder, monkeypatch)
+    for split, count in (("train", 40), ("val", 9)):
+        write_json_lines(tmp_path, split, [{"ids": [n] * n, "tokens": n} for n in range(count)])
+    flags = {"text_file": tmp_path, "context": 7}
+    train, val = task.build_datasets(SimpleNamespace(padding="longest", **flags))
+    assert (len(train), len(val)) == (112, 5) and len(train[111][0]) == 2
+    inputs, targets = train.collate_fn([train[0], train[111]])
+    assert inputs.tolist() == [[1, 2, 2, 3, 3, 3, 4], [39, 39, 0, 0, 0, 0, 0]]
+    assert targets.tolist() == [[2, 2, 3, 3, 3, 4, 4], [39, 39, *[task.IGNORED] * 5]]
+    facts = task.describe(train, val)
+    assert facts["train_shards"].startswith("1 files, 40 samples") and "val_shards" in facts
+    pieces = train.pieces
+    assert "`pieces.shard_sizes(pieces.documents.shard_sizes)`" in page
+    assert pieces.shard_sizes(pieces.documents.shard_sizes) == [112]
+
+    script = with_task(folder / "train_ddp.py", "tasks.packed_ids")
+    settings = TEXT | flags | {"epochs": 1, "global_batch_size": 16}
+    run = fork_script(script, 2, settings=settings, output_dir=tmp_path / "run")
+    assert run.code == 0, run.stderr
+    assert [(row["train_samples"], row["val_samples"]) for row in run.rows] == [(112, 5)]
 
 
 def encode(value):
