@@ -61,11 +61,12 @@ class Encoder:
 
 
 def load_tokenizer(path):
-    """A tokenizers.Tokenizer. Raises UserError if it cannot be read."""
+    """A tokenizers.Tokenizer, which returns all tokens of a text, and only these, also if its file
+    asks for truncation or padding. Raises UserError if it cannot be read."""
     with required_by("tools.tokens"):
         from tokenizers import Tokenizer
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise UserError(f"cannot read the tokenizer {path}: {error}") from None
 
@@ -73,6 +74,9 @@ def load_tokenizer(path):
 def load_documents(args):
     """The texts of all files, as a dataset of str."""
     is_text = args.texts[0].suffix == ".txt"
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
     cache = args.folder / ".cache"
     return Shards(args.texts, _text_of, str(cache), paragraphs=is_text, length="text")
 

@@ -214,6 +214,19 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
             assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
 
 
+def test_all_tokens_are_written_if_the_tokenizer_truncates_and_pads(texts, monkeypatch):
+    from tokenizers import Tokenizer
+
+    folder, documents = texts
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    make(folder, monkeypatch, folder / "x", 1, "--val-every", "97")
+    tokens = [token for words in documents[:96] for token in [*map(WORDS.index, words), 300]]
+    assert numpy.fromfile(folder / "x" / "train.bin", numpy.uint16).tolist() == tokens
+
+
 def test_text_task_trains_on_tokens(texts, monkeypatch, tmp_path):
     """The same weights on two ranks as on one, killed and resumed; a vocabulary that is too small
     is refused."""
