@@ -13,12 +13,16 @@ Train with them: docs/streams.md.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -27,7 +31,7 @@ from sources.shards import Shards
 from sources.tokens import write_index
 from utils.distributed import die_with_parent
 from utils.errors import UserError, report_errors, required_by, say
-from utils.run_folder import write_text
+from utils.run_folder import NO_LOCKS, write_text
 
 PER_PART = 2000  # documents that one process encodes at a time
 
@@ -46,16 +50,17 @@ class Encoder:
         target = part_path(self.args, number)
         if target.exists():
             return
-        parts, lengths = ({"train": [], "val": []} for _ in range(2))
+        parts = {split: [numpy.empty(0, self.dtype)] for split in ("train", "val")}
+        lengths = {split: [] for split in parts}
         first = number * PER_PART
         for index in range(first, min(first + PER_PART, len(self.documents))):
             split = "val" if (index + 1) % self.args.val_every == 0 else "train"
             ids = self.tokenizer.encode(self.documents[index], add_special_tokens=False).ids
-            parts[split] += [*ids, self.end]
+            parts[split].append(numpy.array([*ids, self.end], self.dtype))
             lengths[split].append(len(ids) + 1)
         temporary = target.with_suffix(f".{os.getpid()}.tmp")
         with open(temporary, "wb") as file:
-            arrays = {split: numpy.array(ids, self.dtype) for split, ids in parts.items()}
+            arrays = {split: numpy.concatenate(each) for split, each in parts.items()}
             numpy.savez(file, **arrays, **{f"{split}_lengths": n for split, n in lengths.items()})
         temporary.replace(target)
 
@@ -69,14 +74,14 @@ def load_tokenizer(path):
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception itself
         raise UserError(f"cannot read the tokenizer {path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def load_documents(args):
     """The texts of all files, as a dataset of str."""
     is_text = args.texts[0].suffix == ".txt"
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
     cache = args.folder / ".cache"
     return Shards(args.texts, _text_of, str(cache), paragraphs=is_text, length="text")
 
@@ -101,7 +106,7 @@ def part_path(args, number):
 
 
 def start_process(args):
-    """For multiprocessing.Pool. Ctrl-C is for the parent, and a killed parent leaves nobody who
+    """For ProcessPoolExecutor. Ctrl-C is for the parent, and a killed parent leaves nobody who
     would print that its pipe is gone."""
     global encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -112,6 +117,54 @@ def start_process(args):
 def write_part(number):
     """In a process of the pool."""
     encoder.write_part(number)
+
+
+def write_parts(args, count):
+    """Write all parts that are missing, in several processes. Raises UserError if one is killed."""
+    with ProcessPoolExecutor(args.processes, None, start_process, [args]) as pool:
+        try:
+            parts = [pool.submit(write_part, number) for number in range(count)]
+            for done, part in enumerate(as_completed(parts), start=1):
+                part.result()
+                if done % 50 == 0 or done == count:
+                    say(f"{done} of {count} parts, of {PER_PART} documents each")
+        except BaseException as error:  # Ctrl-C, for example: what has begun is not waited for
+            for process in multiprocessing.active_children():
+                process.kill()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    f"one of {args.processes} processes was killed, perhaps because memory ran "
+                    f"out: the same command continues; with fewer --processes, it takes less memory"
+                ) from None
+            raise
+
+
+@contextmanager
+def locked(folder):
+    """Create the folder, and keep other processes from writing to it at the same time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+    try:
+        _lock(lock, folder)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(file, folder):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process of tools.tokens is writing to {folder}: wait until it ends, or name "
+            f"a different folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def fingerprint(args):
@@ -162,6 +215,12 @@ def main():
             raise UserError(f"there is no file {path}")
     if {path.suffix for path in args.texts} not in ({".jsonl"}, {".txt"}):
         raise UserError("pass texts of one kind, .jsonl or .txt")
+    with locked(args.folder):
+        make_files(args)
+
+
+def make_files(args):
+    """Write all files of DEST. Raises UserError if DEST has some of another command."""
     parts = args.folder / ".parts"  # until all is done
     found = [p for p in (args.folder / "train.bin", args.folder / "val.bin") if p.exists()]
     if found and not parts.exists():
@@ -169,7 +228,6 @@ def main():
     tokenizer = load_tokenizer(args.tokenizer)
     if tokenizer.token_to_id(args.end) is None:
         raise UserError(f"{args.tokenizer} has no token {args.end!r}: pass --end with one it has")
-    args.folder.mkdir(parents=True, exist_ok=True)
     documents = len(load_documents(args))
     if documents < args.val_every:
         raise UserError(
@@ -178,23 +236,29 @@ def main():
         )
     parts.mkdir(exist_ok=True)
     known, facts = parts / "made_of.json", json.loads(json.dumps(fingerprint(args)))
-    if known.exists() and json.loads(known.read_text(encoding="utf-8")) != facts:
+    begun = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
+    if begun != facts and any(parts.glob("*.npz")):
         raise UserError(
             f"{parts} was begun with other texts, another tokenizer or other options: remove it to "
             f"start over"
         )
     write_text(known, json.dumps(facts))
     count = -(-documents // PER_PART)
-    with multiprocessing.Pool(args.processes, start_process, [args]) as pool:
-        for done, _ in enumerate(pool.imap_unordered(write_part, range(count)), start=1):
-            if done % 50 == 0 or done == count:
-                say(f"{done} of {count} parts, of {PER_PART} documents each")
+    write_parts(args, count)
     totals = join(args, count)
-    shutil.rmtree(parts)
+    remove(parts)
     say(
         f"{args.folder}: {totals['train']} tokens to train with, {totals['val']} to validate with. "
         f"Train with --text-file {args.folder} --vocabulary {vocabulary_of(tokenizer)}"
     )
+
+
+def remove(parts):
+    """Remove the folder of the parts: all at once, or not, if this process is killed."""
+    done = parts.with_name(".parts-done")
+    shutil.rmtree(done, ignore_errors=True)  # of a process that was killed here
+    parts.rename(done)
+    shutil.rmtree(done)
 
 
 if __name__ == "__main__":

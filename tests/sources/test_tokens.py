@@ -1,7 +1,10 @@
 """sources/tokens.py and tools.tokens: files of tokens, and how they are made of texts."""
 
 import json
+import os
 import pickle
+import shutil
+import signal
 import struct
 import sys
 
@@ -76,9 +79,6 @@ def test_index_of_megatron_tells_documents_apart(tmp_path):
         TokenDocuments([write(tmp_path / "c.bin", [1, 2])])
 
 
-def test_other_contents_have_another_description(tmp_path):
-    facts = [
-        TokenFiles([write(tmp_path / "a.bin", tokens)], 4).describe("train")["train_tokens"]
 @pytest.mark.parametrize(
     ("lengths", "bounds", "places"),
     [
@@ -97,6 +97,9 @@ def test_damaged_bounds_of_documents_are_refused(lengths, bounds, places, tmp_pa
         TokenDocuments([path])
 
 
+def test_other_contents_have_another_description(tmp_path):
+    facts = [
+        TokenFiles([write(tmp_path / "a.bin", tokens)], 4).describe("train")["train_tokens"]
         for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 3, 4])
     ]
     assert facts[0] == facts[1] and len(set(facts)) == 3
@@ -126,18 +129,15 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
             TokenFiles([path], 4)
     with pytest.raises(UserError, match=r"cannot read .*missing\.bin"):
         TokenFiles([tmp_path / "missing.bin"], 4)
-    with pytest.raises(UserError, match=r"b\.bin holds the token 300, .* below 300: .* vocabulary"):
-        TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
-    with pytest.raises(UserError, match="seems to hold uint32"):
     (tmp_path / "folder.bin").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder\.bin: Is a directory"):
         TokenFiles([tmp_path / "folder.bin"], 4)
+    with pytest.raises(UserError, match=r"b\.bin holds the token 300, .* below 300: .* vocabulary"):
+        TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
+    with pytest.raises(UserError, match="seems to hold uint32"):
         TokenFiles([write(tmp_path / "c.bin", [1, 70000, 2, 99999, 5] * 20, "uint32")], 4)
 
 
-@pytest.fixture
-def texts(tmp_path):
-    """A tokenizer that has a token for each word, and texts of these words."""
 def test_uint32_is_told_from_padding(tmp_path):
     """Also if only the end of a file is of uint32, and of a vocabulary of 262,144."""
     tokens = numpy.random.default_rng(0).integers(2, 60_000, 300_000).astype(numpy.uint16)
@@ -150,6 +150,9 @@ def test_uint32_is_told_from_padding(tmp_path):
             TokenFiles([path], 128)
 
 
+@pytest.fixture
+def texts(tmp_path):
+    """A tokenizer that has a token for each word, and texts of these words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {word: number for number, word in enumerate([*WORDS, "<end>", "<unknown>"])}
@@ -171,6 +174,10 @@ def make(texts, monkeypatch, folder, processes, *options):
     tools.tokens.main.__wrapped__()
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, capsys):
     texts, documents = texts
     expected = {"train": [], "val": []}
@@ -186,9 +193,6 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
         assert all(found[index][-1] == 300 for index in range(len(found)))
     assert not (texts / "one" / ".parts").exists()
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(tools.tokens, "join", interrupt)
         make(texts, patched, texts / "two", 2, *options)
@@ -203,15 +207,64 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
         joined, kept = tools.tokens.join, []
 
         def join(*args):
+            with pytest.raises(UserError, match=r"another process .* is writing to .*two: wait"):
+                make(texts, patched, texts / "two", 1, *options)
             kept.append({path: path.stat().st_mtime_ns for path in parts[2:]})
             return joined(*args)
 
         patched.setattr(tools.tokens, "join", join)
         make(texts, patched, texts / "two", 3, *options)
     assert kept == [times]
+    assert not (texts / "two" / ".parts").exists()
     for split in expected:
         for name in (f"{split}.bin", f"{split}.idx"):
             assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
+
+
+def test_a_killed_process_ends_the_command_in_a_line(texts, monkeypatch):
+    """The same command continues."""
+    folder, _ = texts
+    write_part = tools.tokens.Encoder.write_part
+
+    def killed(encoder, number):
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_part(encoder, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.tokens.Encoder, "write_part", killed)
+        with pytest.raises(UserError, match=r"one of 2 .* was killed.* continues; .*--processes"):
+            make(folder, patched, folder / "x", 2, "--val-every", "9")
+    make(folder, monkeypatch, folder / "x", 2, "--val-every", "9")
+
+
+def test_parts_are_of_one_command_only(texts, monkeypatch):
+    """Also if it is interrupted while it removes them."""
+    folder, _ = texts
+    parts = folder / "x" / ".parts"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(tools.tokens, "join", interrupt)
+        make(folder, patched, folder / "x", 1, "--val-every", "9")
+    facts = (parts / "made_of.json").read_text()
+    (parts / "made_of.json").unlink()
+    with pytest.raises(UserError, match="begun with other"):
+        make(folder, monkeypatch, folder / "x", 1, "--val-every", "9")
+    (parts / "made_of.json").write_text(facts)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(
+            shutil, "rmtree", lambda _, ignore_errors=False: ignore_errors or interrupt()
+        )
+        make(folder, patched, folder / "x", 1, "--val-every", "9")
+    with pytest.raises(UserError, match=r"train\.bin exists: remove it"):
+        make(folder, monkeypatch, folder / "x", 1, "--val-every", "8")
+    for split in ("train", "val"):
+        (folder / "x" / f"{split}.bin").unlink()
+    make(folder, monkeypatch, folder / "x", 1, "--val-every", "8")
+    assert {path.name for path in (folder / "x").iterdir()} == {
+        *(f"{split}.{kind}" for split in ("train", "val") for kind in ("bin", "idx")),
+        ".cache",
+        ".lock",
+    }
 
 
 def test_all_tokens_are_written_if_the_tokenizer_truncates_and_pads(texts, monkeypatch):
