@@ -205,8 +205,8 @@ class Shards(Dataset[Any]):
             part, left_out = result
             if left_out.first and self.on_bad != "skip":
                 raise UserError(
-                    f"{path} {left_out.first}: restore or correct the file, or leave out what "
-                    f'cannot be read (on_bad="skip")'
+                    f"{path} {left_out.first}: restore or correct the file. In a task of "
+                    f'your own, Shards(..., on_bad="skip") leaves out what cannot be read'
                 )
             if left_out.first:
                 lines.append(f"{path} {left_out.first}: {left_out.summary(len(part))}")

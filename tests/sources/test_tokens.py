@@ -280,6 +280,13 @@ def test_all_tokens_are_written_if_the_tokenizer_truncates_and_pads(texts, monke
     assert numpy.fromfile(folder / "x" / "train.bin", numpy.uint16).tolist() == tokens
 
 
+def test_a_line_that_cannot_be_read_is_to_be_corrected(texts, monkeypatch):
+    """Here, nothing can leave it out."""
+    (texts[0] / "b.jsonl").write_text('{"other": "text"}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl .*correct the file\. In a task of your own, "):
+        make(texts[0], monkeypatch, texts[0] / "x", 1)
+
+
 def test_text_task_trains_on_tokens(texts, monkeypatch, tmp_path):
     """The same weights on two ranks as on one, killed and resumed; a vocabulary that is too small
     is refused."""
