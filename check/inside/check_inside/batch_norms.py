@@ -8,7 +8,7 @@ from check_inside.record import PLAN
 def install(name, torch):
     """Join the statistics of the ranks. The observer of `devices`, which takes those of one rank,
     comes before."""
-    if PLAN["diff"] and PLAN["device"] == "mapped":
+    if PLAN.get("diff") and PLAN["device"] == "mapped":
         torch.nn.SyncBatchNorm.forward = forward
 
 
