@@ -107,8 +107,9 @@ def test_runs_that_agree_are_equal_in_each_stage(tmp_path):
 )
 def test_first_difference_is_named(bug, step, stage, words, tmp_path):
     first = [*ONE, bug] if bug == "dropout" else ONE
-    code, result, _ = diff(tmp_path, "--steps", "2", "--", *first, "--", *TWO, bug)
-    assert code == 1 and (result["first"]["step"], result["first"]["stage"]) == (step, stage)
+    code, result, said = diff(tmp_path, "--steps", "2", "--", *first, "--", *TWO, bug)
+    assert code == 1, said
+    assert (result["first"]["step"], result["first"]["stage"]) == (step, stage)
     assert words in result["first"]["text"]
 
 
