@@ -446,7 +446,7 @@ def _checked_out(root, revision, target):
     return target
 
 
-def _failure(run, letter, steps):
+def _failure(run, letter, steps=0):
     output = shortened(run.output.strip())
     after = f" after step {steps}; --steps {steps} compares until there" if steps else ""
     if run.timed_out:

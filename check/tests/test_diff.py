@@ -450,12 +450,6 @@ def test_run_is_equal_until_the_resume(bug, step, stage, words, tmp_path):
         assert (first["step"], first["stage"]) == (step, stage) and words in first["text"]
 
 
-def test_script_without_checkpoints_cannot_be_resumed(tmp_path):
-    (tmp_path / "alone.py").write_text(textwrap.dedent(ALONE))
-    code, _, error = diff(tmp_path, "--resume", "--", "alone.py")
-    assert code == 2 and "no checkpoint" in error
-
-
 ALONE = """
     import torch
     from torch import nn
@@ -469,6 +463,15 @@ ALONE = """
         optimizer.step()
         optimizer.zero_grad()
 """
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [(ALONE, "no checkpoint"), ("raise ValueError", "Run A failed")]
+)
+def test_script_without_checkpoints_cannot_be_resumed(script, words, tmp_path):
+    (tmp_path / "alone.py").write_text(textwrap.dedent(script))
+    code, _, error = diff(tmp_path, "--resume", "--", "alone.py")
+    assert code == 2 and words in error and "_failure" not in error
 
 
 @pytest.mark.slow
