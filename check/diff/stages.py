@@ -16,8 +16,8 @@ use this sampler in a copy of the script for one process, call its set_epoch(), 
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0)"""
 
 BATCHNORM = """\
-Each rank normalizes by the statistics of its share of the batch; on CPUs, SyncBatchNorm does, too.
-To see what else is different, compare B on one process."""
+Each rank normalizes by the statistics of its share of the batch; SyncBatchNorm joins them. To see
+what else is different, compare B on one process."""
 
 
 @dataclass
