@@ -126,16 +126,7 @@ def parse(arguments):
         metavar="FOLDER",
         help="a folder outside of the copies in which the script may write",
     )
-    parser.add_argument(
-        "--fake-data",
-        nargs="?",
-        action="append",
-        type=fake_data,
-        metavar="NAME=KEY:VALUE,...",
-        help="small random data in place of the datasets of torchvision and of Hugging Face; "
-        "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
-        "other numbers of classes and samples",
-    )
+    add_fake_data(parser)
     parser.add_argument(
         "--baseline",
         type=Path,
@@ -202,7 +193,21 @@ def _folder(text):
     return os.path.realpath(text)
 
 
-def fake_data(text):
+def add_fake_data(parser):
+    """Add --fake-data, whose values named_datasets() joins."""
+    parser.add_argument(
+        "--fake-data",
+        nargs="?",
+        action="append",
+        type=_fake_data,
+        metavar="NAME=KEY:VALUE,...",
+        help="small random data in place of the datasets of torchvision and of Hugging Face; "
+        "NAME=text:str,label:class2 tells the columns of a dataset, NAME=classes:5,train:1000 "
+        "other numbers of classes and samples",
+    )
+
+
+def _fake_data(text):
     """("name", {"column": "type"}) of an argument of --fake-data."""
     name, _, columns = text.partition("=")
     pairs = [column.split(":") for column in columns.split(",")]

@@ -45,7 +45,7 @@ ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the mod
 
 def parse(arguments):
     """The options, and the two commands after `--`, as Commands."""
-    from check.__main__ import fake_data, named_datasets
+    from check.__main__ import add_fake_data, named_datasets
 
     parser = argparse.ArgumentParser(
         prog="check diff",
@@ -125,14 +125,7 @@ def parse(arguments):
         metavar="ARGS",
         help="what a launcher gives to each rank, in one word: '--local_rank={local_rank}'",
     )
-    parser.add_argument(
-        "--fake-data",
-        nargs="?",
-        action="append",
-        type=fake_data,
-        metavar="NAME=KEY:VALUE,...",
-        help="small random data in place of the datasets of torchvision and of Hugging Face",
-    )
+    add_fake_data(parser)
     parser.add_argument("--hide", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--link", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it")
