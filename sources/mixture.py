@@ -251,9 +251,10 @@ class Mixture(BatchDataset):
             mixed = torch.rand(counts.shape[0], self.batch_size).argsort(1)
         owners = torch.from_numpy(owners).view_as(mixed).gather(1, mixed).flatten().numpy()
         passes, inner = numpy.empty_like(owners), numpy.empty_like(owners)
+        starts = self.starts(epoch).tolist()
         for number, size in enumerate(self.sizes):
             places = (owners == number).nonzero()[0]
-            first, start = divmod(int(self.starts(epoch)[number]), size)
+            first, start = divmod(starts[number], size)
             ends = range(-(-(start + len(places)) // size))
             parts = [self._draw_pass(number, derive_seed(seed, number), first + n) for n in ends]
             inner[places] = numpy.concatenate([*parts, owners[:0]])[start : start + len(places)]

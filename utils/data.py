@@ -388,9 +388,10 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, dataset, seed, train, micro_batches=None):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
-        self.parts = [d for d in parts_of(dataset) if train and hasattr(d, "set_epoch")]
+        parts = parts_of(dataset)
+        self.parts = [part for part in parts if train and hasattr(part, "set_epoch")]
         self.epoch = -1
-        is_pure = all(getattr(type(part), "is_pure", False) for part in parts_of(dataset))
+        is_pure = all(getattr(type(part), "is_pure", False) for part in parts)
         self.is_random = None if is_pure else True  # whether samples need seeds; None: not tried
 
     def __getitem__(self, batch):
