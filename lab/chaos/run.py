@@ -46,12 +46,8 @@ FLAGS = {
     "log_steps": 3,
 }
 KILLS = ("kill-rank", "kill-save", "kill-rename", "kill-row")  # without a launcher, nothing is left
-TIMED = (
-    "samples_per_second",
-    "memory",
-    "resumed_at_step",
-    "world_size",
-)  # and what ends with "seconds"
+# What differs from run to run, and so does what ends with "seconds".
+TIMED = ("samples_per_second", "memory", "resumed_at_step", "world_size")
 SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
 IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}

@@ -305,29 +305,23 @@ def test_sources_may_make_whole_batches():
     assert len(seen[seen[:, 0] == 0][:, 2].unique()) > 35  # random numbers differ between passes
 
 
-def test_sources_are_told_their_pass():
+class Told(Named):
     """A map-style dataset with set_epoch(), which a Loader would call."""
 
-    class Told(Named):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
-        def __getitem__(self, index):
-            return torch.tensor([self.number, index, self.epoch, 0.0])
+    def __getitem__(self, index):
+        return torch.tensor([self.number, index, self.epoch, 0.0])
 
+
+def test_sources_are_told_their_pass():
     mixture = Mixture({"a": Told(0, 4), "b": Named(1, 8)}, {"a": 1, "b": 1}, batch_size=4)
     seen = torch.cat([batch for epoch in range(2) for batch in batches(mixture, epoch)])
     assert seen[seen[:, 0] == 0][:, 2].tolist() == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_sources_that_share_a_dataset_are_told_their_own_pass():
-    class Told(Named):
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __getitem__(self, index):
-            return torch.tensor([self.number, index, self.epoch, 0.0])
-
     def build():
         base = Told(0, 40)
         sources = {"a": Subset(base, range(4)), "b": Subset(base, range(4, 40))}
