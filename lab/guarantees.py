@@ -148,18 +148,25 @@ class HuggingFace(Reader):
     resumes_with_workers = False  # it needs torchdata's StatefulDataLoader
 
     def open(self):
-        from datasets import load_dataset
         from datasets.distributed import split_dataset_by_node
 
-        files = [str(path) for path in sorted(self.folder.glob("*.jsonl"))]
-        cache = str(self.folder / "cache")
-        stream = load_dataset(
-            "json", data_files=files, split="train", streaming=True, cache_dir=cache
-        )
-        stream = stream.shuffle(seed=0, buffer_size=BUFFER)
-        self.stream = split_dataset_by_node(stream, self.rank, self.ranks)
+        self.stream = split_dataset_by_node(self.mixed(), self.rank, self.ranks)
         return DataLoader(
             self.stream, self.batch, num_workers=self.workers, drop_last=self.drop_last
+        )
+
+    def mixed(self):
+        """All samples in random order."""
+        return self.read(self.folder).shuffle(seed=0, buffer_size=BUFFER)
+
+    def read(self, folder):
+        """The samples in the files of a folder."""
+        from datasets import load_dataset
+
+        files = [str(path) for path in sorted(folder.glob("*.jsonl"))]
+        cache = str(self.folder / "cache")
+        return load_dataset(
+            "json", data_files=files, split="train", streaming=True, cache_dir=cache
         )
 
     @property

@@ -21,11 +21,12 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from lab.guarantees import (
     BUFFER,
     GLOBAL_BATCH,
+    HuggingFace,
     Ours,
     Reader,
     WebDataset,
@@ -70,37 +71,19 @@ class OfMixture(Ours):
         return Mixture(sources, WEIGHTS, batch_size=GLOBAL_BATCH, samples=SAMPLES)
 
 
-class OfDatasets(Reader):
+class OfDatasets(HuggingFace):
     """Streams of datasets, interleaved at random."""
 
-    package = "datasets"
-    resumes_with_workers = False
+    def mixed(self):
+        from datasets import interleave_datasets
 
-    def open(self):
-        from datasets import interleave_datasets, load_dataset
-        from datasets.distributed import split_dataset_by_node
-
-        streams = []
-        for name in WEIGHTS:
-            files = [str(path) for path in sorted((self.folder / name).glob("*.jsonl"))]
-            cache = str(self.folder / "cache")
-            stream = load_dataset(
-                "json", data_files=files, split="train", streaming=True, cache_dir=cache
-            )
-            stream = stream.map(lambda row: {"id": counted(row["id"])})
-            streams.append(stream.shuffle(seed=0, buffer_size=BUFFER))
-        mixed = interleave_datasets(streams, list(WEIGHTS.values()), seed=0)
-        self.stream = split_dataset_by_node(mixed, self.rank, self.ranks)
-        return DataLoader(self.stream, self.batch, num_workers=self.workers, drop_last=True)
-
-    @property
-    def stateful(self):
-        return self.stream
-
-    def __iter__(self):
-        self.epoch += 1
-        self.stream.set_epoch(self.epoch)
-        return (batch["id"].tolist() for batch in self.loader)
+        streams = [
+            self.read(self.folder / name)
+            .map(lambda row: {"id": counted(row["id"])})
+            .shuffle(seed=0, buffer_size=BUFFER)
+            for name in WEIGHTS
+        ]
+        return interleave_datasets(streams, list(WEIGHTS.values()), seed=0)
 
 
 class OfTables(Reader):
