@@ -40,7 +40,7 @@ class Mixture(BatchDataset):
     weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
     `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
     first step is 0, counted over all epochs; a share is then exact since the last change.
-    batch_size: the global batch size of the run, which the loader does not compare with it.
+    batch_size: the global batch size of the run.
     samples: per epoch, by default as many as all sources have; less what fills no global batch.
     at_end: what happens when the samples of a source have been used. "repeat": its next pass
     begins, and epochs continue in the pass that the previous one has left. "stop": the epoch ends.
@@ -73,7 +73,8 @@ class Mixture(BatchDataset):
             if not isinstance(name, str):
                 raise UserError(f"the names of the sources of a mixture are strings, not {name!r}")
         self.names, self.sources = list(sources), list(sources.values())
-        self.batch_size, self.at_end = batch_size, at_end
+        self.global_batch_size: int = batch_size
+        self.at_end = at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
             raise UserError("a mixture has no sources")
@@ -199,7 +200,7 @@ class Mixture(BatchDataset):
     def describe(self, name: str = "mixture") -> dict[str, Any]:
         """For the data that a checkpoint describes: a resumed run refuses a different mixture. With
         what the describe(name) of a source says, if it has one, as Shards and streams do."""
-        size = f"{self.samples} samples in batches of {self.batch_size}"
+        size = f"{self.samples} samples in batches of {self.global_batch_size}"
         facts: dict[str, Any] = {name: f"{', '.join(self.names)}; {size}, {self.at_end}"}
         for number, own in enumerate(self.names):
             weights = ", ".join(f"{w[number]}/{sum(w)} from step {s}" for s, w in self.phases)
@@ -217,7 +218,8 @@ class Mixture(BatchDataset):
 
     def _counts(self, first, stop):
         if self.at_end == "drop":
-            return _until_all_end(self.phases[0][1], self.sizes, self.steps, self.batch_size)
+            size = self.global_batch_size
+            return _until_all_end(self.phases[0][1], self.sizes, self.steps, size)
         parts = [
             shares.counts(max(first - start, 0), min(stop, end) - start)
             for shares, start, end in self._spans(stop)
@@ -248,7 +250,7 @@ class Mixture(BatchDataset):
         owners = numpy.tile(numpy.arange(counts.shape[1]), len(counts)).repeat(counts.flat)
         with SampleSeeds(seed, epoch) as seeds:
             seeds.seed(-1)  # that of no sample
-            mixed = torch.rand(counts.shape[0], self.batch_size).argsort(1)
+            mixed = torch.rand(counts.shape[0], self.global_batch_size).argsort(1)
         owners = torch.from_numpy(owners).view_as(mixed).gather(1, mixed).flatten().numpy()
         passes, inner = numpy.empty_like(owners), numpy.empty_like(owners)
         starts = self.starts(epoch).tolist()

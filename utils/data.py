@@ -10,6 +10,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -39,9 +40,11 @@ class BatchDataset(Dataset[Any]):
 
     A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
     in_order: samples can only be asked for in ascending order, as those of a stream.
+    global_batch_size: what the run's must be, if the order of the samples depends on it.
     """
 
     in_order = False
+    global_batch_size: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -174,6 +177,12 @@ def build_loader(
         raise UserError(
             f"global_batch_size {batch} cannot be divided evenly among {dp_world_size()} replicas: "
             f"pass --global-batch-size {-(-batch // dp_world_size()) * dp_world_size()}"
+        )
+    own = dataset.global_batch_size if train and isinstance(dataset, BatchDataset) else None
+    if own not in (None, batch):
+        raise UserError(
+            f"global_batch_size is {batch}, but the {type(dataset).__name__} was made for global "
+            f"batches of {own}: make it with batch_size=cfg.global_batch_size"
         )
     samples = len(sampler)  # type: ignore[arg-type] # PyTorch types it without a length
     if train and samples < batch_size:
@@ -408,8 +417,7 @@ class _Batches(Dataset[Any]):
                 parts = indices.tensor_split(self.micro_batches)
                 made = _MicroBatches([self._make(part) for part in parts])
             if get_worker_info() is not None:
-                for tensor in tensors_of(made):
-                    _share(tensor)
+                made = map_tensors(_to_send, made)
             return made, _as_array(indices)
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
@@ -462,23 +470,43 @@ def _can_be_sent(value):
     return True
 
 
-def _share(tensor):
-    """Move a tensor to shared memory. The queue of a worker would, too, but in a thread, whose
-    error is only printed: the rank would wait for the batch until the timeout."""
+def _to_send(tensor):
+    """The tensor in shared memory; a small one as an array, which is sent with the batch: receiving
+    a piece of shared memory takes a round trip to the worker, longer than copying 64 KiB.
+
+    The queue of a worker would share it, too, but in a thread, whose error is only printed: the
+    rank would wait for the batch until the timeout.
+    """
     if tensor.requires_grad:
         raise UserError(
             "the dataset returns a tensor that requires a gradient, which a loader process cannot "
             "pass on: return tensor.detach()"
         )
     if tensor.layout is not torch.strided or not tensor.numel():
-        return
+        return tensor
+    if tensor.is_conj() or tensor.is_neg():  # which the receiver would not know
+        tensor = tensor.resolve_conj().resolve_neg()
+    if type(tensor) is Tensor and tensor.nbytes <= 2**16 and tensor.is_contiguous():
+        with suppress(TypeError, RuntimeError):  # NumPy has no bfloat16, for example
+            return _Array(tensor.numpy().copy())  # its memory moves if a view of it is shared
     try:
-        tensor.share_memory_()
+        tensor.share_memory_()  # which returns a plain Tensor
     except RuntimeError as error:
         raise UserError(
             f"a loader process cannot pass its batch on ({error}): enlarge /dev/shm (docker run "
             f"--shm-size=8g), or pass --num-workers 0"
         ) from None
+    return tensor
+
+
+class _Array:
+    """An array that is a tensor again when it has been received."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __reduce__(self):
+        return torch.from_numpy, (self.array,)
 
 
 def _unchanged(batch):

@@ -21,7 +21,8 @@ from tools.lib.ladder import ROOT
 from tools.shards import write_json_lines
 from tools.verify.run import project_with_task
 from utils.checkpoint_file import read_checkpoint
-from utils.data import BatchDataset
+from utils.config import load_config
+from utils.data import BatchDataset, build_loader
 from utils.errors import UserError
 from utils.seeds import derive_seed
 
@@ -63,7 +64,7 @@ def batches(mixture, epoch, ranks=1, first=0):
         copied = copy.deepcopy(mixture)  # as in a process of its own
         sampler = DistributedSampler(copied, ranks, rank, shuffle=False, drop_last=True)
         sampler.set_epoch(epoch)
-        own = torch.tensor(list(sampler)).split(mixture.batch_size // ranks)[first:]
+        own = torch.tensor(list(sampler)).split(mixture.global_batch_size // ranks)[first:]
         result.append([copied.get_batch(indices, epoch, SEED) for indices in own])
     return [torch.stack(parts, 1).flatten(0, 1) for parts in zip(*result, strict=True)]
 
@@ -400,6 +401,9 @@ def test_bad_mixtures_are_refused_in_a_line():
     del b.collate_fn
     with pytest.raises(UserError, match="whole numbers above 0, not -1"):
         Mixture({"a": a}, batch_size=-1)
+    cfg = load_config(argv=["--global-batch-size=8"])
+    with pytest.raises(UserError, match=r"is 8, but the Mixture was made for .* of 6: make"):
+        build_loader(two(), range(60), 8, torch.device("cpu"), cfg, train=True)
 
 
 def test_orders_must_yield_as_many_indices_as_their_length():

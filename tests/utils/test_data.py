@@ -18,13 +18,14 @@ from torch.utils.data import (
 )
 from torchvision.datasets import FakeData
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Image as TVTensor
 
 import tasks.images
 import utils.contract
 import utils.data
 from tasks.images.arrays import ArrayDataset
 from tests.any_batch import CASES, COUNT, Boxes, Numbered, Rows, as_rank, noise, samples_of
-from utils.batches import as_pair, collate, map_tensors
+from utils.batches import as_pair, collate, map_tensors, tensors_of
 from utils.config import load_config
 from utils.contract import CompareSamples, compare_samples
 from utils.data import BatchDataset, build_loader, describe_datasets, fetch_samples
@@ -699,20 +700,60 @@ def test_full_shared_memory_is_an_error(monkeypatch):
     class Ready(BatchDataset):
         """Its batches are not made by default_collate(), which moves them to shared memory."""
 
+        def __init__(self, size):
+            self.size = size
+
         def __len__(self):
             return 8
 
         def get_batch(self, indices, epoch, seed):
-            return noise(), indices
+            return torch.ones(self.size), indices
 
     def fail(tensor):
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", fail)
-    loader = build_loader(Ready(), [0], BATCH, CPU, config("--num-workers=1"))
+    loader = build_loader(Ready(2**14), [0], BATCH, CPU, config("--num-workers=1"))
+    assert next(iter(loader))[0].sum() == 2**14  # 64 KiB are sent without shared memory
+    end_workers(loader)
+    loader = build_loader(Ready(2**14 + 1), [0], BATCH, CPU, config("--num-workers=1"))
     with pytest.raises(UserError, match=r"^a loader process cannot .* No space .* --shm-size"):
         next(iter(loader))
     end_workers(loader)
+
+
+def test_workers_keep_dtypes_and_strides():
+    images = torch.rand(2, 3, 8, 8)
+    batch = {
+        "floats": images,
+        "channels last": images.to(memory_format=torch.channels_last),
+        "transposed": images.mT,
+        "scalar": images.sum(),
+        "none": images[:0],
+        "halves": images.bfloat16(),
+        "conjugated": torch.complex(images, images).conj(),
+        "large": torch.ones(2**15),
+        "sparse": images[0, 0].to_sparse(),
+        "shapes": [TVTensor(images), torch.ones(2, dtype=torch.bool)],
+    }
+
+    class Made(BatchDataset):
+        def __len__(self):
+            return 8
+
+        def get_batch(self, indices, epoch, seed):
+            return batch
+
+    read = []
+    for workers in (0, 1):
+        loader = build_loader(Made(), [0], BATCH, CPU, config(f"--num-workers={workers}"))
+        read.append(next(iter(loader))[0])
+        end_workers(loader)
+    assert read[0].keys() == read[1].keys() == batch.keys()
+    for own, got in zip(*map(tensors_of, read), strict=True):
+        assert (type(got), got.dtype, got.layout) == (type(own), own.dtype, own.layout)
+        assert own.layout == torch.sparse_coo or got.stride() == own.stride()
+        assert torch.equal(got.to_dense(), own.to_dense())
 
 
 def stop():
