@@ -50,6 +50,8 @@ class TokenFiles(Dataset[Tensor]):
         self, paths: Sequence[str | Path], size: int, dtype: str = "uint16", limit: int = 2**31
     ) -> None:
         self.paths, self.size, self.limit = [str(path) for path in paths], size, limit
+        if not self.paths:
+            raise UserError("there are no files of tokens: pass at least one path")
         self.dtypes = [_dtype_of(path, dtype) for path in self.paths]
         self.tokens = [
             _length_of(path, kind) for path, kind in zip(self.paths, self.dtypes, strict=True)

@@ -216,7 +216,13 @@ def main():
     if {path.suffix for path in args.texts} not in ({".jsonl"}, {".txt"}):
         raise UserError("pass texts of one kind, .jsonl or .txt")
     with locked(args.folder):
-        make_files(args)
+        try:
+            make_files(args)
+        except OSError as error:
+            raise UserError(
+                f"cannot make {args.folder} ({error}): the same command continues when that is "
+                f"mended"
+            ) from None
 
 
 def make_files(args):

@@ -1,5 +1,6 @@
 """sources/tokens.py and tools.tokens: files of tokens, and how they are made of texts."""
 
+import errno
 import json
 import os
 import pickle
@@ -129,6 +130,8 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
             TokenFiles([path], 4)
     with pytest.raises(UserError, match=r"cannot read .*missing\.bin"):
         TokenFiles([tmp_path / "missing.bin"], 4)
+    with pytest.raises(UserError, match="no files of tokens"):
+        TokenFiles([], 4)
     (tmp_path / "folder.bin").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder\.bin: Is a directory"):
         TokenFiles([tmp_path / "folder.bin"], 4)
@@ -221,7 +224,7 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
             assert (texts / "two" / name).read_bytes() == (texts / "one" / name).read_bytes()
 
 
-def test_a_killed_process_ends_the_command_in_a_line(texts, monkeypatch):
+def test_a_killed_process_or_a_full_disk_ends_the_command_in_a_line(texts, monkeypatch):
     """The same command continues."""
     folder, _ = texts
     write_part = tools.tokens.Encoder.write_part
@@ -234,6 +237,14 @@ def test_a_killed_process_ends_the_command_in_a_line(texts, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(tools.tokens.Encoder, "write_part", killed)
         with pytest.raises(UserError, match=r"one of 2 .* was killed.* continues; .*--processes"):
+            make(folder, patched, folder / "x", 2, "--val-every", "9")
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tools.tokens, "write_index", full)
+        with pytest.raises(UserError, match=r"No space left .*\.idx.* the same command continues"):
             make(folder, patched, folder / "x", 2, "--val-every", "9")
     make(folder, monkeypatch, folder / "x", 2, "--val-every", "9")
 
