@@ -303,7 +303,7 @@ def resumed(reader, folder, ranks, new_ranks, workers=0):
 
 
 def yes(is_so):
-    """As text."""
+    """The value as text."""
     return "yes" if is_so else "no"
 
 

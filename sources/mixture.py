@@ -189,7 +189,7 @@ class Mixture(BatchDataset):
             yield number, places, own, number_of_pass, derive_seed(seed, number)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned, which draws the order itself, and whose ids differ."""
+        """What a spawned process gets: it draws the order itself, and its ids differ."""
         return vars(self) | {"order": (), "current": {}}
 
     def shares(self, epoch: int) -> dict[str, float]:
@@ -198,7 +198,7 @@ class Mixture(BatchDataset):
         return {f"share_{name}": float(s) for name, s in zip(self.names, totals, strict=True)}
 
     def describe(self, name: str = "mixture") -> dict[str, Any]:
-        """For the data that a checkpoint describes: a resumed run refuses a different mixture. With
+        """What a checkpoint stores about the data: a resumed run refuses a different mixture. With
         what the describe(name) of a source says, if it has one, as Shards and streams do."""
         size = f"{self.samples} samples in batches of {self.global_batch_size}"
         facts: dict[str, Any] = {name: f"{', '.join(self.names)}; {size}, {self.at_end}"}
@@ -333,7 +333,7 @@ class _Shares:
         self.behind = {0: numpy.zeros_like(self.weights)}  # by step in the period: see _take()
 
     def counts(self, first, stop):
-        """Of the steps from `first` to before `stop`: int64 (steps, sources)."""
+        """The samples in each step from `first` to before `stop`: int64 (steps, sources)."""
         behind, steps = self._behind_at(first).copy(), min(stop - first, self.period)
         rows = [_take(self.weights, behind, self.batch_size) for _ in range(steps)]
         self.behind[(first + steps) % self.period] = behind

@@ -123,7 +123,7 @@ class Shards(Dataset[Any]):
         self.open_file = lru_cache(OPEN_FILES)(_open)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned, which maps the index and opens the files itself."""
+        """What a spawned process gets: it maps the index and opens the files itself."""
         return {k: v for k, v in vars(self).items() if k not in ("index", "open_file")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Shards(Dataset[Any]):
         return numpy.bincount(self.index["shard"], minlength=len(self.paths)).tolist()
 
     def describe(self, name: str) -> dict[str, str]:
-        """For the data that a checkpoint describes: the ranks compare it, and a resumed run refuses
+        """What a checkpoint stores about the data: the ranks compare it, and a resumed run refuses
         files with other names (without folders), sizes or places of samples.
 
         name: of the split, such as "train".

@@ -67,7 +67,7 @@ class Streamed(BatchDataset):
         return self.length
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is spawned: a generator cannot be sent to it."""
+        """What a spawned process gets, without the generator, which cannot be sent."""
         return vars(self) | {"current": None}
 
     def __getitem__(self, index: int) -> Any:
@@ -114,7 +114,7 @@ class Streamed(BatchDataset):
         return known.take([first + index for index in indices], self.length)
 
     def describe(self, name: str) -> dict[str, int]:
-        """For the data that a checkpoint describes: a checksum of the first samples. The ranks
+        """What a checkpoint stores about the data: a checksum of the first samples. The ranks
         compare it, so that a stream which divides itself among them is refused; and the loader
         processes compare theirs with it.
 

@@ -46,7 +46,7 @@ def _members(file, left_out):
                     yield member, end
     except tarfile.TarError as error:
         raise BadFile(end, str(error)) from None
-    # tarfile takes what is no header, or nothing at all, for the end of the archive.
+    # tarfile takes what is not a header, or nothing at all, for the end of the archive.
     file.seek(end)
     first, rest = file.read(BLOCK), iter(partial(file.read, 1 << 20), b"")
     if len(first) < BLOCK:
@@ -74,7 +74,7 @@ def _integer_of(file, key, members, field):
         if member.issparse():
             raise ValueError(f"{member.name} is stored with holes: archive without tar -S")
         if not member.isreg():
-            raise ValueError(f"{member.name} is no file")
+            raise ValueError(f"{member.name} is not a file")
         if extension in parts:
             raise ValueError(f"{member.name} is there twice")
         parts[extension] = member

@@ -76,15 +76,15 @@ class TokenFiles(Dataset[Tensor]):
         return torch.from_numpy(piece)
 
     def _place(self, number, index):
-        """Where a sample of a file begins and ends, in tokens."""
+        """The first token of a sample in its file, and the one after its last."""
         return index * self.size, (index + 1) * self.size + 1
 
     def __getstate__(self) -> dict[str, object]:
-        """For a process that is spawned, which would get a copy of what is mapped."""
+        """What a spawned process gets, without the maps, which would be copied."""
         return vars(self) | {"maps": {}}
 
     def describe(self, name: str) -> dict[str, str]:
-        """For the data that a checkpoint describes: names (without folders) and sizes of the files,
+        """What a checkpoint stores about the data: names (without folders) and sizes of the files,
         and a checksum of parts of their contents. name: of the split, such as "train"."""
         checksum = 0
         for number, path in enumerate(self.paths):
@@ -207,7 +207,7 @@ def _read_index(path):
 
 
 def _bounds_of(path):
-    """Where each document of a file begins, and the last one ends, in tokens: int64."""
+    """The first token of each document of a file, and the end of the last one: int64."""
     index = _read_index(path)
     if index is None:
         raise UserError(f"there is no {Path(path).with_suffix('.idx')}, which tells of documents")

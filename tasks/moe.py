@@ -151,7 +151,7 @@ def balance_loss(router: Tensor, targets: Tensor) -> Tensor:
     chose it, times the number of experts.
 
     The fraction is that of the global batch. That of a rank's share, or of a sequence, would ask
-    for balance within each, and depend on the number of ranks: a product of two means is no mean.
+    for balance within each, and depend on the number of ranks.
     router: as in the model's outputs.
     """
     experts, is_target = router.shape[-1], (targets != IGNORED)[..., None, None]
@@ -188,8 +188,8 @@ def experts(model: MixtureGPT) -> list[Experts]:
 def layers(model: MixtureGPT) -> NoReturn:
     """Raises UserError: there are none."""
     raise UserError(
-        "a GPT with experts is no sequence of layers, because the loss needs the outputs of each "
-        "block's router: use a script that keeps the model whole, or train_ep.py"
+        "a GPT with experts is not a sequence of layers, because the loss needs the outputs of "
+        "each block's router: use a script that keeps the model whole, or train_ep.py"
     )
 
 

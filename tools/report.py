@@ -215,7 +215,7 @@ def names_of(folders):
 
 
 class Axis:
-    """Where a place within a run is, in samples and in seconds of training."""
+    """Converts places within a run to samples and to seconds of training."""
 
     def __init__(self, run):
         self.run, self.starts = run, [(0.0, 0.0)]

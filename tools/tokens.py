@@ -101,12 +101,12 @@ def dtype_of(tokenizer):
 
 
 def part_path(args, number):
-    """Where the tokens of a part are until all are there."""
+    """The file of the tokens of a part, until all parts are there."""
     return args.folder / ".parts" / f"{number:06}.npz"
 
 
 def start_process(args):
-    """For ProcessPoolExecutor. Ctrl-C is for the parent, and a killed parent leaves nobody who
+    """Starts a process of the pool. Ctrl-C is for the parent, and a killed parent leaves nobody who
     would print that its pipe is gone."""
     global encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -154,7 +154,7 @@ class Config(Machine):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of weights, and of floating-point inputs and targets."""
+        """The dtype of weights, and of floating-point inputs and targets."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def resolved(self) -> Self:

@@ -98,7 +98,7 @@ def warn(text: str) -> None:
 
 
 def write_to_stderr(text: str) -> None:
-    """As say(), in one write, so that the output of several processes does not interleave."""
+    """Like say(), in one write, so that the output of several processes does not interleave."""
     with suppress(OSError):
         os.write(2, text.encode(errors="surrogateescape"))  # file names may need surrogates
 

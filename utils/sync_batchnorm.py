@@ -54,7 +54,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _gather(mean, spread, images):
-    """Of all ranks: means (ranks, channels), spreads (ranks, channels) and counts (ranks, 1).
+    """The values of all ranks: means and spreads (ranks, channels), and counts (ranks, 1).
     mean, spread: this rank's, (channels,)."""
     channels, ranks = images.shape[1], dp_world_size()
     # new_tensor() would copy the number from the host, which waits for the copy.

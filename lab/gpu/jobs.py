@@ -137,7 +137,7 @@ class Jobs:
             yield Job("speed", f"{model}: {peer} PyTorch, {precision}, {words}", 40, run)
 
     def profiles(self, model):
-        """Where the time of a step goes (--profile)."""
+        """How the time of a step is divided (--profile)."""
         cases = [
             ("bfloat16, eager", "train_ddp_amp.py", {}),
             ("bfloat16, compiled, CUDA graphs", "train_ddp_amp.py", {"compile": "reduce-overhead"}),

@@ -57,7 +57,7 @@ def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
     if bad and is_main_process():
         names = readable(", ".join(sorted(bad)))
         text = f"skipping {len(bad)} of {len(paths)} files, which cannot be decoded: {names}"
-        say(text, sys.stderr)  # which can encode any name, and is no part of --json
+        say(text, sys.stderr)  # which can encode any name, and is not part of --json
     return set(bad)
 
 

@@ -123,7 +123,7 @@ def _check_present(chosen, names, data_dir):
 
 
 def class_rows(classes: Sequence[str], counts: Counts) -> Iterator[tuple[str, int, int, str]]:
-    """For each class: its name, images, correct predictions, and the most frequent wrong one."""
+    """A row per class: its name, images, correct predictions, and the most frequent wrong one."""
     rows = [{} for _ in classes]
     for (label, predicted), images in sorted(counts.items()):
         rows[label][predicted] = images

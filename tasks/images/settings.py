@@ -52,7 +52,7 @@ class Settings(Config):
 
     @property
     def cache_folder(self) -> Path:
-        """Where decoded images and lists of bad files are kept."""
+        """The folder of decoded images and lists of bad files."""
         return Path(self.cache_dir or Path(self.data_dir) / ".cache")
 
     def resolved(self) -> Self:

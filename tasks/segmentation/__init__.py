@@ -143,8 +143,8 @@ def blocks(model: UNet) -> list[nn.Module]:
 def layers(model: UNet) -> NoReturn:
     """Raises UserError: there are none."""
     raise UserError(
-        "a U-Net is no sequence of layers, because its encoder's levels feed its decoder's as well "
-        "as the next level: use a script that keeps the model whole, such as train_fsdp.py"
+        "a U-Net is not a sequence of layers, because its encoder's levels feed its decoder's as "
+        "well as the next level: use a script that keeps the model whole, such as train_fsdp.py"
     )
 
 

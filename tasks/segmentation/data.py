@@ -51,7 +51,7 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
         return draw_shapes(self.size, generator)
 
     def checksum(self) -> int:
-        """Of the first sample."""
+        """The CRC-32 of the first sample."""
         image, mask = self._draw(0)
         return zlib.crc32(mask.numpy().data, zlib.crc32(image.numpy().data))
 
@@ -137,7 +137,7 @@ class Masks(Dataset[tuple[Tensor, Tensor]]):
         return _to_sample(image, torch.from_numpy(numpy.array(mask)), self.augment)
 
     def checksum(self) -> int:
-        """Of the files' names."""
+        """The CRC-32 of the files' names."""
         return zlib.crc32(b"/".join(os.fsencode(image.name) for image, _ in self.pairs))
 
 

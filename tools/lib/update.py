@@ -41,7 +41,7 @@ class Change:
 
 
 def checksum(contents):
-    """Of a file's bytes, for a record."""
+    """The checksum of a file's bytes, for a record."""
     return hashlib.sha256(contents).hexdigest()
 
 

@@ -74,7 +74,7 @@ COMMON = {
 }
 
 NO_EXPERTS = "its models have no experts to divide"
-NO_SEQUENCES = "an image is no sequence that a causal mask divides"
+NO_SEQUENCES = "an image is not a sequence that a causal mask divides"
 
 # images: BatchNorm, momentum, clipping and augmentation.
 GROUP = {"model": "resnet20_gn"}  # micro-batches compute what the whole batch would
@@ -503,7 +503,7 @@ SEGMENTATION = Suite(
     left_out={
         "ep": NO_EXPERTS,
         "cp": NO_SEQUENCES,
-        "mp, ddp_mp, pp": "a U-Net is no sequence of layers, because of its skip connections",
+        "mp, ddp_mp, pp": "a U-Net is not a sequence of layers, because of its skip connections",
         "tp, fsdp_tp": "a U-Net has no attention heads or MLPs to divide",
     },
 )

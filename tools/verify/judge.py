@@ -52,7 +52,7 @@ class Row:
     seconds: float = 0.0
 
     def to_json(self):
-        """As a dict of plain values."""
+        """This object as a dict of plain values."""
         return asdict(self) | {"problem": self.problem and self.problem.name}
 
 

@@ -82,7 +82,7 @@ def recorded_datasets(wrap, seed):
 
 
 def build_datasets(cfg):
-    """As the ladder wants it."""
+    """See docs/own-task.md."""
     from one_file.train_ddp import Images  # which imports this module
 
     return tuple(Batches(images) for images in _images(Images, cfg.seed))
@@ -96,7 +96,7 @@ def small_model():
 
 
 def build_model(cfg, train_set):
-    """As the ladder wants it."""
+    """See docs/own-task.md."""
     return small_model()
 
 

@@ -26,7 +26,7 @@ class AmpSettings(BaseSettings):
 
     @property
     def autocast_dtype(self) -> torch.dtype:
-        """For torch.autocast."""
+        """The dtype for torch.autocast."""
         return getattr(torch, self.amp_dtype)
 
     def warnings(self, device: torch.device) -> list[str]:

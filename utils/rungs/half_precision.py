@@ -24,7 +24,7 @@ def is_list_of_features(line: str) -> bool:
 
 
 def warnings_of(dtype: str, device: Any, remedy: str) -> list[str]:
-    """For Settings.warnings(): at most one line, if `dtype` is slow on the device.
+    """What Settings.warnings() returns: at most one line, if `dtype` is slow on the device.
 
     dtype: a name, such as bfloat16 or none. remedy: what trains in float32 instead.
     """

@@ -54,7 +54,7 @@ def divide_layers(
 
 
 class HeadwiseParallel(ParallelStyle):
-    """For parallelize_module(): divides the heads of an nn.MultiheadAttention among the ranks.
+    """Divides, for parallelize_module(), the heads of an nn.MultiheadAttention among the ranks.
 
     ColwiseParallel cannot, because in_proj_weight holds all queries, then all keys, then all
     values: half of its rows would not be half of the heads. Here its rows are in head_order().
@@ -91,7 +91,7 @@ class SplitAttention(nn.MultiheadAttention):
 
 
 class ColwiseDropout(ParallelStyle):
-    """For parallelize_module(): an nn.Dropout of columns that are divided among the ranks."""
+    """A style for parallelize_module(): an nn.Dropout of columns that the ranks divide."""
 
     def _apply(self, module, device_mesh):
         drop_whole = module.forward
