@@ -38,7 +38,8 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
         {call.partition(" ")[0] for call in calls} for calls in run.reports[0]["calls"].values()
     ]
     messages = [kinds for kinds in communicators if kinds & {"send", "receive"}]
-    assert messages == [{"send", "receive"}] * 2  # of the batches, and of the pair
+    # Of the batches, and of the pair: PyTorch 2.11 sends a single message as a batch, too.
+    assert messages in ([{"send", "receive"}], [{"send", "receive"}] * 2)
     assert {"broadcast"} in communicators
 
 
