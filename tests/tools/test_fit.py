@@ -60,6 +60,17 @@ def fit(*words, **variables):
 
 
 @pytest.mark.slow
+def test_started_by_its_path_in_a_project_with_modules_of_the_same_names(own_script, tmp_path):
+    (tmp_path / "utils").mkdir()
+    for name in ("__init__", "checkpoint", "distributed", "metrics"):
+        (tmp_path / "utils" / f"{name}.py").touch()
+    modules = "import utils.checkpoint, utils.distributed, utils.metrics"
+    own_script.write_text(f"{modules}\n{OWN}")
+    command = [sys.executable, ROOT / "tools" / "fit", "--no-search", "--gpus=2", own_script.name]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0 and "on 2 x 80 GiB: fits" in run.stdout, run.stdout + run.stderr
+
+
 def test_script_of_a_stranger(own_script, tmp_path):
     result = tmp_path / "fit.json"
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.1, "--json", result, "--jobs", 1

@@ -1,7 +1,7 @@
 """Tell, before GPUs are rented, whether a training run fits on them: with any script, on no GPU.
 
     python -m tools.fit train_fsdp.py --gpus 8 64 --memory 80 -- --config configs/cifar10.yaml
-    python -m tools.fit --gpus 1 -- their_train.py --batch-size 32
+    python CLONE/tools/fit --gpus 1 -- their_train.py --batch-size 32   # in their folder
 
 Runs the script for two steps as one rank of N, on a GPU that computes nothing (docs/fit.md), and
 prints what its tensors take, the largest batch that fits, what a step launches and sends, and which
@@ -15,6 +15,9 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+if __package__ in (None, ""):  # started by its path, from the folder of the script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tools.fit import candidates, search, text
 from tools.fit.run import FITS, OUT_OF_MEMORY, Job, Machine, end_all, run

@@ -17,6 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __package__ in (None, ""):  # started by its path, from the folder of the script
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from tools.null import report
 from tools.null.build import Unsupported, build
 

@@ -174,6 +174,8 @@ def _change_torch(torch, counter):
 
 def _change_checkpoint(checkpoint, counter):
     """A step ends with Checkpointer.step()."""
+    if not hasattr(checkpoint, "Checkpointer"):  # a module of the same name in a different project
+        return
     counter.drop_optimizer_hook()
     step = checkpoint.Checkpointer.step
 
@@ -188,6 +190,8 @@ def _change_checkpoint(checkpoint, counter):
 
 def _change_metrics(metrics, counter):
     """At an epoch's end, all samples count, and every sum is 1: the run continues."""
+    if not hasattr(metrics, "Meter"):  # as above
+        return
     compute, reduce, samples = metrics.Meter.compute, metrics.all_reduce, []
 
     @wraps(compute)
@@ -207,7 +211,7 @@ def _change_metrics(metrics, counter):
 
 def _change_distributed(distributed, counter):
     """A fake world has nobody to watch."""
-    if "NULL_RANKS" in os.environ:
+    if "NULL_RANKS" in os.environ and hasattr(distributed, "watch"):
         distributed.watch = lambda *args, **kwargs: None
 
 
