@@ -1,6 +1,7 @@
 """What an ordinary step of each script costs on the null device: kernels, copies, waits, messages.
 
     python -m lab.budgets
+    python -m lab.budgets --peers     # what others launch; needs requirements-peers.txt
 
 Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
 step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts are those of the
@@ -63,6 +64,11 @@ COMPILED = {
     "diffusion": {"layers": 2, "heads": 4, "width": 32, "image_size": 8, "patch_size": 2}
     | {"dataset": "synthetic", "synthetic_samples": 112},
 }
+# A step with what a user might choose instead (lab/bench/peer.py), on one GPU: the same model,
+# images and global batch. Each peer also with the fused optimizer, its best setting here.
+PEER_FLAGS = FLAGS | {"image_size": 224, "model": "vit_b_16", "device": "cuda"}
+OURS = "train_1gpu.py"
+PEERS = "tutorial", "tuned", "accelerate", "accelerate+fused", "fabric", "fabric+fused", OURS
 OF_ALL = "global_batch_size", "num_workers", "epochs", "timeout"  # of FLAGS
 BREAK = re.compile(r"Graph break\b.*? at (\S+:\d+)")
 HEAD = ["script", "run", "kernels", "graphs", "copies", "waits", "collectives", "bytes sent"]
@@ -88,6 +94,33 @@ def measure(script):
         if run.returncode:
             sys.exit(f"error: {script} on the null device:\n{run.stderr}")
         return counts_of(report.ordinary_step(json.loads(result.read_text())[0]))
+
+
+def measure_peer(name):
+    """counts_of() a run of a peer, or of OURS."""
+    with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
+        result = f"{folder}/counts.json"
+        command = [sys.executable, "-m", "tools.null", "--gpus=1", f"--json={result}"]
+        if name == OURS:
+            # As many steps as a peer takes in its two epochs.
+            command += [name, *flag_list(PEER_FLAGS | {"epochs": 2, "output_dir": f"{folder}/run"})]
+        else:
+            command += [sys.executable, "-m", "lab.bench.peer", folder, name, "1", "float32"]
+            command += flag_list(PEER_FLAGS)
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if run.returncode:
+            sys.exit(f"error: {name} on the null device:\n{run.stderr}")
+        (one,) = json.loads(Path(result).read_text(encoding="utf-8"))
+        return counts_of(report.ordinary_step(one))
+
+
+def peers_table(result):
+    """The counts of the peers, as a Markdown table."""
+    rows = []
+    for name, counts in result["peers"].items():
+        cells = [f"{counts[kind]:,}" for kind in ("kernel", "copy", "wait", "collective")]
+        rows.append([name.replace("+", ", "), *cells])
+    return markdown_table(["loop", "kernels", "copies", "waits", "collectives"], rows)
 
 
 def measure_task(task, mode):
@@ -140,6 +173,13 @@ def table(result):
 
 
 def main():
+    if sys.argv[1:] == ["--peers"]:
+        result = json.loads(RESULT.read_text(encoding="utf-8")) | {"peers": {}}
+        for name in PEERS:
+            result["peers"][name] = measure_peer(name)
+            print(name, result["peers"][name], flush=True)
+        write(result)
+        return
     scripts = {}
     for script in RUNS:
         scripts[script] = measure(script)
@@ -148,7 +188,12 @@ def main():
     for task in COMPILED:
         compiled[task] = {mode: measure_task(task, mode) for mode in ("none", "default")}
         print(task, compiled[task], flush=True)
-    result = {"torch": torch.__version__, "scripts": scripts, "compiled": compiled}
+    before = json.loads(RESULT.read_text(encoding="utf-8"))
+    peers = {"peers": before["peers"]} if "peers" in before else {}
+    write({"torch": torch.__version__, "scripts": scripts, "compiled": compiled} | peers)
+
+
+def write(result):
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -20,6 +20,7 @@ from lab.bench import watching as bench_watching
 from lab.bench.report import HEAD, table_rows
 from lab.budgets import RESULT as BUDGETS
 from lab.budgets import compiled_table
+from lab.budgets import peers_table as null_peers_table
 from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
 from lab.communication import RESULT as COMMUNICATION
@@ -284,6 +285,11 @@ def fused():
     return compiled_table(json.loads(BUDGETS.read_text(encoding="utf-8")))
 
 
+def null_peers():
+    """The counts of what others launch on the null device."""
+    return null_peers_table(json.loads(BUDGETS.read_text(encoding="utf-8")))
+
+
 def fit():
     """What tools.fit says of a model that others have measured."""
     result = json.loads(lab_fit.RESULT.read_text(encoding="utf-8"))
@@ -379,6 +385,7 @@ BLOCKS = {
     "chaos": chaos,
     "budgets": budgets,
     "fused": fused,
+    "null_peers": null_peers,
     "fit": fit,
     "fitting": fitting,
 }

@@ -19,6 +19,8 @@ All but the first read images as the tutorial does, since none has a pipeline of
 
 WORKERS: how many the DataLoader has; with a trailing !, they are restarted in each epoch, as in the
 tutorial.
+NAME+fused: tutorial, accelerate and fabric with the fused optimizer; accelerate also with copies
+that do not block.
 PRECISION: float32 or bfloat16 (autocast). FLAGS: settings of the scripts.
 """
 
@@ -115,7 +117,8 @@ class Clock:
         return correct / max(1, self.samples)
 
 
-# Each peer: (cfg, num_classes, device, loader, precision, clock) -> training accuracy
+# Each peer: (cfg, num_classes, device, loader, precision, clock) -> training accuracy. Some also
+# take options of the optimizer: those of NAME+fused.
 
 
 def bare(cfg, num_classes, device, loader, precision, clock):
@@ -126,14 +129,14 @@ def bare(cfg, num_classes, device, loader, precision, clock):
     return _train(model, build_optimizer(model, cfg), loader, device, precision, clock)
 
 
-def tutorial(cfg, num_classes, device, loader, precision, clock):
+def tutorial(cfg, num_classes, device, loader, precision, clock, **options):
     """Plain PyTorch."""
     model = torchvision_model(cfg, num_classes).to(device)
     if WORLD_SIZE > 1:
         if device.type == "cuda":  # SyncBatchNorm does not accept CPU tensors
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = DistributedDataParallel(model)
-    return _train(model, sgd(model, cfg), loader, device, precision, clock)
+    return _train(model, sgd(model, cfg, **options), loader, device, precision, clock)
 
 
 def tuned(cfg, num_classes, device, loader, precision, clock):
@@ -194,14 +197,16 @@ def _train(
     return accuracy
 
 
-def accelerate(cfg, num_classes, device, loader, precision, clock):
+def accelerate(cfg, num_classes, device, loader, precision, clock, **options):
     """Hugging Face Accelerate."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DataLoaderConfiguration
 
     half = "bf16" if precision == "bfloat16" else "no"
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=half)
+    copies = DataLoaderConfiguration(non_blocking=bool(options))
+    cpu = device.type == "cpu"
+    accelerator = Accelerator(cpu=cpu, mixed_precision=half, dataloader_config=copies)
     model = torchvision_model(cfg, num_classes)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model, cfg), loader)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model, cfg, **options), loader)
     device, wrapped = accelerator.device, "float32"  # the model has its own autocast now
     return _train(model, optimizer, loader, device, wrapped, clock, accelerator.backward)
 
@@ -216,14 +221,14 @@ def lightning_options(device, precision):
     }
 
 
-def fabric(cfg, num_classes, device, loader, precision, clock):
+def fabric(cfg, num_classes, device, loader, precision, clock, **options):
     """Lightning Fabric."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(**lightning_options(device, precision))
     fabric.launch()
     model = torchvision_model(cfg, num_classes)
-    model, optimizer = fabric.setup(model, sgd(model, cfg))
+    model, optimizer = fabric.setup(model, sgd(model, cfg, **options))
     loader = fabric.setup_dataloaders(loader)
     device, wrapped = fabric.device, "float32"  # as above
     return _train(model, optimizer, loader, device, wrapped, clock, fabric.backward)
@@ -266,7 +271,8 @@ PEERS = {p.__name__: p for p in (bare, tutorial, tuned, reference, accelerate, f
 def main():
     folder, name, workers, precision, *flags = sys.argv[1:]
     cfg = load_config(task.Settings, None, flags)
-    needs_group = name in ("bare", "tutorial") and WORLD_SIZE > 1  # the others create their own
+    peer, _, fused = name.partition("+")
+    needs_group = peer in ("bare", "tutorial") and WORLD_SIZE > 1  # the others create their own
     device = init_distributed(cfg.device, cfg.timeout) if needs_group else select_device(cfg.device)
     torch.manual_seed(cfg.seed)
     # The same for all peers, and as in configure_torch().
@@ -291,7 +297,9 @@ def main():
             drop_last=True,
         )
     clock = Clock(cfg.num_threads or max(1, available_cores() // WORLD_SIZE))
-    accuracy = PEERS[name](cfg, len(train_set.classes), device, loader, precision, clock)
+    options = {"fused": True} if fused else {}
+    classes = len(train_set.classes)
+    accuracy = PEERS[peer](cfg, classes, device, loader, precision, clock, **options)
     result = {"seconds": clock.seconds[-1], "samples": clock.samples, "accuracy": accuracy}
     rank = os.environ.get("RANK", "0")
     (Path(folder) / f"peer-{rank}.json").write_text(json.dumps(result))
