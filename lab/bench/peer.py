@@ -30,7 +30,6 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,7 +143,11 @@ def tuned(cfg, num_classes, device, loader, precision, clock):
     (https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html)."""
     model = torchvision_model(cfg, num_classes).to(device, memory_format=torch.channels_last)
     optimizer = sgd(model, cfg, fused=True)
-    to = partial(torch.Tensor.to, non_blocking=True, memory_format=torch.channels_last)
+
+    def to(tensor, device):
+        layout = torch.channels_last if tensor.dim() == 4 else torch.preserve_format
+        return tensor.to(device, non_blocking=True, memory_format=layout)
+
     return _train(model, optimizer, loader, device, precision, clock, to=to)
 
 
@@ -184,7 +187,7 @@ def _train(
             loader.sampler.set_epoch(epoch)
         clock.start()
         for images, labels in loader:
-            images, labels = to(images, device), labels.to(device)
+            images, labels = to(images, device), to(labels, device)
             autocast = torch.autocast(device.type, torch.bfloat16)
             with autocast if precision == "bfloat16" else nullcontext():
                 outputs = model(images)
