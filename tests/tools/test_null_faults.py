@@ -1,6 +1,7 @@
 """Faults that no test on a CPU can see: each has happened, and shows on the null device."""
 
 import pytest
+import torch
 
 from lab.budgets import RUNS
 from tests.null_device import SETTINGS, stop_and_resume
@@ -38,8 +39,9 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
         {call.partition(" ")[0] for call in calls} for calls in run.reports[0]["calls"].values()
     ]
     messages = [kinds for kinds in communicators if kinds & {"send", "receive"}]
-    # Of the batches, and of the pair: PyTorch 2.11 sends a single message as a batch, too.
-    assert messages in ([{"send", "receive"}], [{"send", "receive"}] * 2)
+    two = [{"send", "receive"}] * 2  # of the batches, and of the pair
+    # PyTorch 2.11 sends a single message as a batch, too.
+    assert messages == two or (torch.__version__ < "2.14" and messages == two[:1])
     assert {"broadcast"} in communicators
 
 

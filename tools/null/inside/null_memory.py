@@ -90,7 +90,7 @@ class Operations:
             finally:
                 self.is_within = False
             dtype = str(args[0].dtype).removeprefix("torch.")
-            number = count(*args, **kwargs, out_val=result)
+            number = int(count(*args, **kwargs, out_val=result))  # a tensor within jit.trace()
             self.counts[dtype] = self.counts.get(dtype, 0) + number
             return result
 
