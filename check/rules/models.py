@@ -1,5 +1,6 @@
 """Rules about models, optimizers and the calls that cost time."""
 
+import ast
 import signal
 from collections import Counter
 
@@ -117,11 +118,12 @@ def parameters(checked):
 
 
 def synchronizations(checked):
-    """Reads of tensors by the host in each step."""
+    """Reads of tensors by the host in each step, one finding for each file. Those under a condition
+    such as `step % interval == 0` are as rare as the arguments of the script make them."""
     run = checked["one"]
     for rank in run.ranks[:1]:
         steps = rank.steps
-        if len(steps) < 3:
+        if len(steps) < 4:
             continue
         counts, names = Counter(), {}
         for step in steps:
@@ -129,14 +131,35 @@ def synchronizations(checked):
                 if place:
                     counts[tuple(place)] += 1
                     names[tuple(place)] = name
+        by_file = {}
         for place, count in counts.items():
-            if count >= 0.9 * len(steps) - 1:
-                name = {"__float__": "float()", "__int__": "int()", "__bool__": "bool()"}
-                yield Finding(
-                    "host-synchronization",
-                    place,
-                    f"{name.get(names[place], '.' + names[place] + '()')} of a tensor in each step",
-                )
+            if count >= 0.9 * len(steps) - 1 and not _has_interval(run.root / place[0], place[1]):
+                by_file.setdefault(place[0], []).append(place)
+        for places in by_file.values():
+            first, *others = sorted(places)
+            name = {"__float__": "float()", "__int__": "int()", "__bool__": "bool()"}
+            read = names[first]
+            more = ", ".join(str(line) for _, line in others)
+            yield Finding(
+                "host-synchronization",
+                first,
+                f"{name.get(read, '.' + read + '()')} of a tensor in each step"
+                + (f", also in line {more}" if more else ""),
+            )
+
+
+def _has_interval(path, line):
+    """Whether this line is in the body of an `if` whose condition has a remainder."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return False
+    return any(
+        isinstance(part, ast.Mod)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.body[0].lineno <= line <= node.body[-1].end_lineno
+        for part in ast.walk(node.test)
+    )
 
 
 def failures(checked):

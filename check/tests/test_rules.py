@@ -82,10 +82,10 @@ def run_check(folder, *options, arguments=("train.py",)):
     return done.returncode, done.stdout, done.stderr
 
 
-def check_source(folder, source, script):
+def check_source(folder, source, script, *more):
     """The rules that a check of this script reports, and those that are more than notes."""
     (folder / "train.py").write_text(source)
-    options = ["--json", "-"]
+    options = ["--json", "-", *more]
     if script.resume_arguments:
         options.append(f"--resume-args={script.resume_arguments}")
     command = [*script.command(), *script.arguments]
@@ -566,6 +566,13 @@ LEFT_TO_THE_CORPUS |= {"c10d_flat", "tensor_parallel", "timm_like", "wgan", "wit
 def test_no_false_alarm(script, tmp_path):
     _, alarms = check_source(tmp_path, source_of(script), script)
     assert not alarms
+
+
+@pytest.mark.slow
+def test_evaluation_by_next_and_log_at_an_interval_yield_no_note(tmp_path):
+    script = script_named("counted_batches")
+    found, _ = check_source(tmp_path, script.source(), script, "--limit-data", "33")
+    assert not found
 
 
 @pytest.mark.slow

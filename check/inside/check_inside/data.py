@@ -48,6 +48,9 @@ class Epoch:
         self.position = 0  # in drawn, of the next batch
         self.steps_before = STATE.steps
         self.backwards_before = STATE.backwards_of_run
+        self.own_backwards = 0  # those that may be for a batch of this pass
+        self.is_read = False  # since the last backward
+        self.evaluated = None  # the weights of the model that evaluates the last batch, if one does
         self.forwards = {}
         self.fingerprints = []
         self.iterator = weakref.ref(iterator)
@@ -58,7 +61,25 @@ class Epoch:
         self.place = place()
 
     def backwards(self):
-        return STATE.backwards_of_run - self.backwards_before
+        """The number of backwards within this pass, or 0 if most were of a different loader: next()
+        does not tell that the last batch of an evaluation has been read."""
+        count = STATE.backwards_of_run - self.backwards_before
+        return count if 2 * self.own_backwards > count else 0
+
+    def forward(self, weights, key, forward):
+        """A model with these weights was called, maybe for the last batch."""
+        is_evaluation = not forward["grad"] or not forward["training"]
+        if self.evaluated is None and STATE.reader == self.number:
+            self.evaluated = weights if is_evaluation else ()
+        if is_evaluation or not self.evaluated:  # else it is for a different loader
+            self.forwards.setdefault(key, forward)
+
+    def backward(self, trained):
+        """A backward was run; the models that are trained have these weights. It is not for a batch
+        that one of them has evaluated, if a different loader has been read since."""
+        is_own = self.is_read or STATE.reader == self.number or self.evaluated not in trained
+        self.own_backwards += is_own
+        self.is_read = False
 
     def steps(self):
         return STATE.steps - self.steps_before
@@ -310,6 +331,9 @@ def _record_batch(epoch, batch):
     ordinal = epoch.loader
     number = epoch.batches
     epoch.batches += 1
+    epoch.is_read = True
+    epoch.evaluated = None
+    STATE.reader = epoch.number
     STATE.batches[ordinal] = STATE.batches.get(ordinal, 0) + 1
     size = epoch.sizes[number] if number < len(epoch.sizes) else 0
     start, epoch.position = epoch.position, epoch.position + size

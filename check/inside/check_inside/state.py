@@ -39,6 +39,7 @@ class State:
     parameter_ids: set = field(default_factory=set)
     schedulers: list = field(default_factory=list)  # weak references, in the order of their making
     wrapped: set = field(default_factory=set)  # ids of parameters in a DistributedDataParallel
+    trained: set = field(default_factory=set)  # the id of a parameter of each model with gradients
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     frozen: dict = field(default_factory=dict)  # id of a BatchNorm -> checksum of its weight
     steps: int = 0  # of the outermost optimizers
@@ -51,6 +52,7 @@ class State:
     is_stage: bool = False  # this process holds a stage of a pipeline
     calibrating: bool = False  # inside of update_bn, which is no evaluation
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
+    reader: int | None = None  # the number of the epoch that has handed out the last batch
     backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
     first_backward: int = 0  # of these, the first one that adds to no gradient of this step
     moved: object = None  # where a gradient was added to one of other weights, in this step

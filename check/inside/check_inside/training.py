@@ -147,8 +147,11 @@ def _root_forward(module, inputs):
             STATE.noise.append(generator_states())
         forward["inputs"] = fingerprints((inputs, STATE.keywords))
     STATE.forwards.append(forward)
+    weights = id(next(module.parameters()))  # a wrapper has those of what it wraps
+    if forward["grad"]:
+        STATE.trained.add(weights)
     for epoch in STATE.active:
-        epoch.forwards.setdefault(key, forward)
+        epoch.forward(weights, key, forward)
 
 
 def _is_frozen(norm):
@@ -236,6 +239,8 @@ def _observe_backward(original):
         result = original(tensors, *args, **kwargs)
         _follow_accumulated()
         STATE.backwards_of_run += 1
+        for epoch in STATE.active:
+            epoch.backward(STATE.trained)
         STATE.backwards.append([where, is_mean])
         _remember_gradient()
         return result

@@ -106,9 +106,22 @@ CORRECT = [
     Script("c10d_flat"),
     Script("sharpness"),
     Script("two_networks", notes=("batchnorm-per-rank",)),
+    Script("counted_batches"),
 ]
 
 BUGS = [
+    Bug(
+        "counted batches: dropout in the evaluation",
+        "counted_batches",
+        "no-eval-mode",
+        (("    model.eval()\n", ""),),
+    ),
+    Bug(
+        "counted batches: evaluates with gradients",
+        "counted_batches",
+        "no-no-grad",
+        (("    with torch.no_grad():\n", "    if epoch:\n"),),
+    ),
     Bug(
         "no sampler",
         "tutorial",
