@@ -126,7 +126,9 @@ ADVICE = {
         "error",
         "The model whose parts the ranks hold is not trained as the whole one would be.",
         "# Sums that were not joined: after a ColwiseParallel layer, a RowwiseParallel one, whose\n"
-        "# output is Replicate(); for what each rank holds whole, the same inputs on all ranks.",
+        "# output is Replicate(); for what each rank holds whole, the same inputs on all ranks.\n"
+        "# Experts: their gradient adds up the tokens of all ranks, while others are averaged:\n"
+        "# divide it by the number of ranks, and average it between copies of one expert.",
     ),
     "gradient-scale": Advice(
         "error",

@@ -144,6 +144,26 @@ class Run:
         return (self.code == 0 or is_cut) and not self.timed_out
 
     @property
+    def parts(self):
+        """The events of models that several ranks hold together, for which they read the same."""
+        return [event for event, has_own_samples in self._parts() if not has_own_samples]
+
+    @property
+    def experts(self):
+        """The events of parts of models, such as experts, where each rank has its own samples."""
+        return [event for event, has_own_samples in self._parts() if has_own_samples]
+
+    def _parts(self):
+        """The events of parts of a model, and whether the ranks that hold them also average the
+        gradients of the rest of it, as those with samples of their own do."""
+        for rank in self.ranks:
+            averaging = [set(event.get("group", ())) for event in rank.of("wrap", "shard")]
+            for event in rank.of("parts"):
+                group = set(event["group"] or range(len(self.ranks)))
+                if len(group) > 1:
+                    yield event, any(len(group & own) > 1 for own in averaging)
+
+    @property
     def world_size(self):
         return max((e["world"] for rank in self.ranks for e in rank.of("init")), default=1)
 

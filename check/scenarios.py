@@ -224,8 +224,7 @@ def _compare_exactly(run, runs, not_run, launch, work, several):
     exact = work / "exact"
     exact.mkdir()
     plan = {"exact": str(exact), "most_steps": 3}
-    parts = runs["two"].any("parts")
-    plan["holds_parts"] = any(e["group"] is None or len(e["group"]) > 1 for e in parts)
+    plan["holds_parts"] = bool(runs["two"].parts)
     plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
     two = run("exact-two", launch, several, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}

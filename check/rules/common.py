@@ -45,18 +45,21 @@ def two_ranks(checked):
 def holds_parts(checked):
     """How the ranks hold parts of one model ("pipeline", "tensor parallel"), or None."""
     two = checked["two"]
-    parts = (
-        [e for e in two.any("parts") if e["group"] is None or len(e["group"]) > 1] if two else []
-    )
-    return parts[0]["how"] if parts else None
+    return two.parts[0]["how"] if two and two.parts else None
+
+
+def divides_experts(checked):
+    """\"expert parallel\" if ranks with samples of their own hold parts of one model, or None."""
+    two = checked["two"]
+    return "expert parallel" if two and two.experts else None
 
 
 def models(checked):
     """The numbers of the ranks that hold one model together, for each model."""
     two = checked["two"]
     joined = {rank.number: {rank.number} for rank in two.ranks}
-    for event in two.any("parts"):
-        group = joined.keys() if event["group"] is None else event["group"]
+    for event in two.parts:
+        group = event["group"] or joined.keys()
         members = set().union(*(joined.get(number, {number}) for number in group))
         joined |= dict.fromkeys(members, members)
     return sorted({tuple(sorted(members)) for members in joined.values()})

@@ -6,6 +6,7 @@ import math
 from check.findings import Finding, NotChecked
 from check.rules.common import (
     all_close,
+    divides_experts,
     first_ranks,
     holds_parts,
     is_sharded,
@@ -21,7 +22,7 @@ LOOKED_AT = 16  # steps, as inside/check_inside/own.py does
 def scale(checked):
     """The gradient of two ranks against that of one process for the same samples."""
     ranks = two_ranks(checked)
-    parts = holds_parts(checked)
+    parts = holds_parts(checked) or divides_experts(checked)
     two, one = checked["exact-two"], checked["exact-one"]
     what = "the gradient of two ranks against one process"
     if ranks is None:
@@ -122,30 +123,33 @@ def _of_parts(how, ratio, rest, step, count):
 
 
 def whole_in_each(checked):
-    """Tensors that each rank holds whole, beside those that are divided."""
+    """Tensors, or parts of divided ones, that several ranks hold."""
     ranks = two_ranks(checked)
     if ranks is None or any(event["how"] == "pipeline" for event in checked["two"].any("parts")):
         return
     if not holds_parts(checked) and not is_sharded(ranks):
         return  # averaged() compares all
-    for other in ranks[1:]:
-        for ours, theirs in zip(ranks[0].steps, other.steps, strict=False):
-            positions = {i for i in ours["whole"] if i in theirs["whole"]}
+    for first, other in itertools.combinations(ranks, 2):
+        for ours, theirs in zip(first.steps, other.steps, strict=False):
+            parts = list(zip(ours["parts"], theirs["parts"], strict=False))
             pairs = list(zip(ours["parameters"], theirs["parameters"], strict=False))
-            differ = [i for i in sorted(positions) if i < len(pairs) and len(set(pairs[i])) > 1]
+            same = [i for i, (a, b) in enumerate(parts) if a == b is not None]
+            differ = [i for i in same if i < len(pairs) and len(set(pairs[i])) > 1]
             if not differ:
                 continue
-            if ours["step"] == 0:  # a seed per rank, or parts that the script divides itself
+            if ours["step"] == 0 and not any(parts[i][0] for i in differ):
+                # A seed per rank, or parts that the script divides itself.
                 why = "tensors that are no DTensors differ at the start: maybe they are parts, too"
                 yield NotChecked("whole tensors beside divided ones", why)
                 return
-            names = ranks[0].steps[0]["all_names"]
+            names = first.steps[0]["all_names"]
             name = next((names[i] for i in differ if i < len(names) and names[i]), "one")
-            text = f"{len(differ)} tensors that each rank holds whole ({name}, …) differ between"
+            held = "parts that both hold" if any(parts[i][0] for i in differ) else "whole"
             yield Finding(
                 "divided-model-differs",
                 where(ours),
-                f"after {ours['step']} steps {text} rank 0 and rank {other.number}",
+                f"after {ours['step']} steps {len(differ)} tensors ({held}: {name}, …) differ "
+                f"between rank {first.number} and rank {other.number}",
             )
             return
 

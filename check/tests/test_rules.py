@@ -652,6 +652,92 @@ def test_models_that_several_ranks_hold_are_compared_as_a_whole(tmp_path):
     assert found(scaled)[0] == ["gradient-scale"]
 
 
+EXPERTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x):  # row i goes to the expert i % 4: each rank sends as many to each other
+        weight, size, group = self.weight.to_local(), expert_mesh.size(), expert_mesh.get_group()
+        rows = x.view(-1, 4, 8).transpose(0, 1).contiguous()
+        counts = [len(rows) // size] * size
+        arrived = all_to_all_single_autograd(rows, counts, counts, group)
+        arrived = arrived.view(size, len(weight), -1, 8)
+        outputs = torch.einsum("retw,ewv->retv", arrived, weight).flatten(0, 1).contiguous()
+        outputs = all_to_all_single_autograd(outputs, counts, counts, group)
+        return outputs.transpose(0, 1).reshape(x.shape)
+
+
+class ExpertParallel(ParallelStyle):
+    def _apply(self, module, mesh):
+        part = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
+        part.register_hook(lambda gradient: gradient / mesh.size())
+        module.weight = part
+        return module
+
+
+dist.init_process_group("gloo")
+world_size = dist.get_world_size()
+expert_ranks = min(2, world_size)
+sizes = (world_size // expert_ranks, expert_ranks)
+mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("copy", "expert"))
+expert_mesh, copies = mesh["expert"], mesh["copy"]
+torch.manual_seed(0)
+experts = Experts()
+model = nn.Sequential(nn.Linear(8, 8), experts, nn.Tanh(), nn.Linear(8, 1))
+parallelize_module(experts, expert_mesh, ExpertParallel())
+fully_shard(model, ignored_params=set(experts.parameters()))  # over all ranks
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+inputs = torch.randn(256, 8)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        part = experts.weight.grad.to_local()
+        dist.all_reduce(part.div_(copies.size()), group=copies.get_group())
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_experts_are_compared_as_whole_tensors(tmp_path):
+    """The ranks have samples of their own, though each holds a part of the experts."""
+
+    def found(source, processes):
+        (tmp_path / "train.py").write_text(source)
+        options = ("--processes", str(processes), "--json", "-")
+        report = json.loads(run_check(tmp_path, *options)[1])
+        return report["findings"], str(report["not_checked"])
+
+    findings, not_checked = found(EXPERTS, 4)
+    assert not findings and "gradient" not in not_checked and "samples" not in not_checked
+    (finding,) = found(EXPERTS.replace("gradient / mesh.size()", "gradient"), 2)[0]
+    assert finding["rule"] == "divided-model-differs"
+    average = "        dist.all_reduce(part.div_(copies.size()), group=copies.get_group())\n"
+    findings = found(EXPERTS.replace(average, ""), 4)[0]
+    assert {finding["rule"] for finding in findings} == {"divided-model-differs"}
+    assert any("rank 0 and rank 2" in finding["observed"] for finding in findings)
+    same = EXPERTS.replace("DistributedSampler(data)", "DistributedSampler(data, 1, 0)")
+    assert "same-samples" in [finding["rule"] for finding in found(same, 2)[0]]
+
+
 NEEDS_TWO = """
 import sys
 import torch, torch.distributed as dist

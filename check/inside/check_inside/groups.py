@@ -16,6 +16,15 @@ _count = 0
 _asked = {}  # group -> the backend that the script has asked for
 
 
+def ranks_of(group):
+    """The ranks of a process group, or of all; none if there is no group yet."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return []
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
 def install(name, torch):
     """Replace the functions that create groups, wrap models and start processes."""
     import torch.distributed as dist
@@ -163,6 +172,7 @@ def _observe_ddp(ddp):
             record(
                 "wrap",
                 type="DistributedDataParallel",
+                group=ranks_of(kwargs.get("process_group")),
                 find_unused=kwargs.get("find_unused_parameters", False),
                 place=place(),
             )

@@ -1,5 +1,6 @@
 """Observes that ranks hold parts of one model: they are not replicas of each other."""
 
+from check_inside.groups import ranks_of
 from check_inside.record import place, record, replace
 from check_inside.state import STATE
 
@@ -16,15 +17,9 @@ def _observe_stage(original):
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         STATE.is_stage = True
-        record("parts", how="pipeline", group=_ranks_of(self.group), place=place())
+        record("parts", how="pipeline", group=ranks_of(self.group), place=place())
 
     return __init__
-
-
-def _ranks_of(group):
-    import torch.distributed as dist
-
-    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
 def _current_mesh():

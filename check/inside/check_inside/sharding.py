@@ -1,5 +1,6 @@
 """Observes fully_shard and its older class: the model of each rank before it is sharded."""
 
+from check_inside.groups import ranks_of
 from check_inside.record import PLAN, checksum, guarded, place, record
 
 IS_FLOAT64 = PLAN.get("diff") and PLAN["dtype"] == "float64"  # see compare.py
@@ -10,7 +11,7 @@ def install(name, module):
     original = module.fully_shard
 
     def fully_shard(model, *args, **kwargs):
-        record("shard", checksums=_checksums(model), place=place())
+        record("shard", checksums=_checksums(model), group=_averaging(**kwargs), place=place())
         if IS_FLOAT64:
             kwargs.pop("mp_policy", None)
         return original(model, *args, **kwargs)
@@ -30,6 +31,13 @@ def install(name, module):
         init(self, model, *args, **kwargs)
 
     wrapper.__init__ = __init__
+
+
+def _averaging(mesh=None, dp_mesh_dims=None, **kwargs):
+    """The ranks that average their gradients."""
+    if dp_mesh_dims is not None:
+        return []  # the mesh has more dimensions than those
+    return ranks_of(None) if mesh is None else mesh.mesh.flatten().tolist()
 
 
 @guarded

@@ -356,7 +356,7 @@ def _record_step(optimizer, has_closure):
         schedulers=_schedulers(),
         parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
         gradients=gradients,
-        whole=[i for i, p in enumerate(STATE.parameters[:MOST_TENSORS]) if not _is_divided(p)],
+        parts=[_part_of(p) for p in STATE.parameters[:MOST_TENSORS]],
         names=[STATE.names.get(id(p)) for p in parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
@@ -522,12 +522,21 @@ def _is_sharded(parameter):
     return any(placement.is_shard() for placement in placements)
 
 
-def _is_divided(parameter):
-    """Whether a parameter is, or may be, a part of one: with a placement, or of FSDP's class."""
-    placements = getattr(parameter, "placements", ())
-    return type(parameter).__name__ == "FlatParameter" or not all(
-        placement.is_replicate() for placement in placements
-    )
+def _part_of(parameter):
+    """Which part of a tensor this rank holds: "" for a plain tensor, a text that is the same on
+    all ranks with the same part for a DTensor, None if it is not known."""
+    if type(parameter).__name__ == "FlatParameter":
+        return None
+    if not hasattr(parameter, "placements"):
+        return ""
+    mesh = parameter.device_mesh
+    coordinates = mesh.get_coordinate()
+    placements = parameter.placements
+    if coordinates is None or any(placement.is_partial() for placement in placements):
+        return None
+    parts = zip(placements, coordinates, mesh.shape, strict=True)
+    divided = [f"{p} {i} of {n}" for p, i, n in parts if not p.is_replicate()]
+    return ", ".join(divided) or "whole"
 
 
 def _settings(group):

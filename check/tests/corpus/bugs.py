@@ -328,6 +328,7 @@ BUGS = [
                 "        self.position = len(self.train_data)  # the end of the epoch before\n",
             ),
         ),
+        also=("scheduler-not-restored",),  # the schedule goes on in the epoch that is skipped
     ),
     Bug(
         "next epoch skipped, by its number",
