@@ -6,6 +6,7 @@ from array import array
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 
 FRACTION = r"-?\d+\.\d+(?:e[-+]?\d+)?(?![\d.])(?!\s*(?:s\b|sec|ms\b|it/s))"
@@ -143,10 +144,13 @@ class Run:
         is_cut = is_pipeline and bool(self.any("end"))
         return (self.code == 0 or is_cut) and not self.timed_out
 
-    @property
+    @cached_property
     def parts(self):
         """The events of models that several ranks hold together, for which they read the same."""
-        return [event for event, has_own_samples in self._parts() if not has_own_samples]
+        events = [event for event, has_own_samples in self._parts() if not has_own_samples]
+        pairs = combinations(self.ranks, 2)
+        dividing = [[a.number, b.number] for a, b in pairs if _divide_outputs(a, b)]
+        return events + [{"how": "parts of the outputs", "group": group} for group in dividing]
 
     @property
     def experts(self):
@@ -169,6 +173,28 @@ class Run:
 
     def any(self, *kinds):
         return [event for rank in self.ranks for event in rank.of(*kinds)]
+
+
+def _divide_outputs(first, second):
+    """Whether two ranks with the same weights, inputs and random numbers compute different outputs
+    in the first step, as with parts of the sequences (context parallelism)."""
+    if not first.steps or not second.steps:
+        return False
+    steps = first.steps[0], second.steps[0]
+    same = [(step["noise"], len(step["noise"])) for step in steps]
+    if same[0] != same[1] or same[0][1] != 2:
+        return False
+    weights = [
+        [event["checksums"] for event in rank.of("shard")] or rank.steps[0]["parameters"]
+        for rank in (first, second)
+    ]
+    forwards = [[f for f in step["forwards"] if f.get("outputs")] for step in steps]
+    inputs, outputs = (
+        [[row for forward in own for row in forward[name]] for own in forwards]
+        for name in ("inputs", "outputs")
+    )
+    is_same_work = weights[0] == weights[1] and inputs[0] == inputs[1] and bool(inputs[0])
+    return is_same_work and not set(outputs[0]) & set(outputs[1])
 
 
 def _by_process(folder):

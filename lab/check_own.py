@@ -65,7 +65,8 @@ CORRECT = {
         "one_file ddp x2",
         "one_file fsdp x3",
     ],
-    "text": ["ddp x2", "fsdp x2", "accum x2"],
+    "text": ["ddp x2", "fsdp x2", "accum x2", "cp x2"],
+    "moe": ["ep x2"],
     "segmentation": ["ddp x2", "fsdp x2"],
     "diffusion": ["ddp x2", "fsdp x2"],
 }

@@ -738,6 +738,65 @@ def test_experts_are_compared_as_whole_tensors(tmp_path):
     assert "same-samples" in [finding["rule"] for finding in found(same, 2)[0]]
 
 
+CONTEXT = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):  # the outputs of this rank's positions, from the keys of all
+        own = x.chunk(size, 1)[part]
+        keys = torch.cat(all_gather(self.key(own)), 1)
+        return torch.softmax(self.query(own) @ keys.transpose(1, 2), -1) @ keys
+
+
+dist.init_process_group("gloo")
+part, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs = torch.randn(64, 6, 8)
+data = TensorDataset(inputs, inputs.roll(1, 1))
+sampler = DistributedSampler(data, 1, 0)
+loader = DataLoader(data, 8, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y.chunk(size, 1)[part]).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_parts_of_the_positions_read_the_same(tmp_path):
+    def found(source):
+        (tmp_path / "train.py").write_text(source)
+        report = json.loads(run_check(tmp_path, "--json", "-")[1])
+        return [each["rule"] for each in report["findings"]], str(report["not_checked"])
+
+    rules, not_checked = found(CONTEXT)
+    assert rules == [] and "gradient" not in not_checked
+    assert found(CONTEXT.replace(".backward()", ".div(size).backward()"))[0] == ["gradient-scale"]
+    assert (
+        "same-samples"
+        in found(
+            CONTEXT.replace("x.chunk(size, 1)[part]", "x")
+            .replace("y.chunk(size, 1)[part]", "y")
+            .replace("torch.cat(all_gather(self.key(own)), 1)", "self.key(own)")
+        )[0]
+    )
+
+
 NEEDS_TWO = """
 import sys
 import torch, torch.distributed as dist

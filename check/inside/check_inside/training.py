@@ -84,8 +84,17 @@ def _before_forward(module, inputs):
 
 def _after_forward(module, inputs, outputs):
     STATE.depth = max(0, STATE.depth - 1)
-    if STATE.depth == 0 and not module.training and PLAN["run"] == "two":
-        _record_buffers(module)
+    if STATE.depth == 0 and PLAN["run"] == "two":
+        _record_outputs(outputs)
+        if not module.training:
+            _record_buffers(module)
+
+
+@guarded
+def _record_outputs(outputs):
+    """What a model computes in the first step: each rank may have a part of the outputs."""
+    if STATE.steps == 0 and STATE.forwards and "inputs" in STATE.forwards[-1]:
+        STATE.forwards[-1]["outputs"] = fingerprints(outputs)
 
 
 _evaluated = set()  # (model, number of the epoch)
