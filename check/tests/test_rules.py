@@ -314,7 +314,7 @@ def findings_of_two_ranks(rule, shares, **fields):
         SimpleNamespace(training=[epoch], fetches=[], steps=[], of=lambda *kinds: [])
         for epoch in epochs
     ]
-    two = SimpleNamespace(any=lambda *kinds: [], world_size=2, ranks=ranks)
+    two = SimpleNamespace(parts=[], world_size=2, ranks=ranks)
     return list(rule({"two": two}))
 
 
