@@ -712,8 +712,8 @@ BUGS = [
         "validation-in-training",
         (
             (
-                "    torch.manual_seed(3)\n    inputs = torch.randn(300, 12)\n",
-                '    inputs = torch.randn(300, 12, generator=torch.Generator().manual_seed(0))\n    torch.manual_seed(3 + int(os.environ["RANK"]))\n',
+                "    train_set, test_set = torch",
+                '    torch.manual_seed(3 + int(os.environ["RANK"]))\n    train_set, test_set = torch',
             ),
         ),
         also=("shares-overlap", "padding-counted", "evaluation-repeated"),
