@@ -23,4 +23,4 @@ def test_every_script_of_the_tests_of_gpus_ends_well(null_device, tmp_path):
         timeout=1200,
     )
     assert run.returncode == 0, run.stdout
-    assert f"{len(RUNS)} passed" in run.stdout
+    assert run.stdout.split()[0] == "." * len(RUNS)  # all of them have run
