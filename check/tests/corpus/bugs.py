@@ -768,6 +768,7 @@ BUGS = [
         "hand_all_reduce",
         "models-start-differently",
         (("torch.manual_seed(1234)", "torch.manual_seed(1234 + rank)"),),
+        also=("other-step-after-resume",),
     ),
     Bug(
         "by hand: order of each rank",
@@ -826,7 +827,7 @@ BUGS = [
                 "    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))\n    start = 0\n",
             ),
         ),
-        also=("model-not-restored", "optimizer-not-restored"),
+        also=("model-not-restored", "optimizer-not-restored", "zero-gradients"),
     ),
     Bug(
         "fsdp: loss divided",
@@ -963,6 +964,7 @@ BUGS = [
         "finetune",
         "scheduler-not-restored",
         (('        scheduler.load_state_dict(state["scheduler"])\n', ""),),
+        also=("settings-not-restored",),
     ),
     Bug(
         "stream: not divided",
@@ -1258,6 +1260,7 @@ BUGS = [
         "tensor_parallel",
         "different-samples",
         (("generator.manual_seed(epoch)", "generator.manual_seed(epoch + 10 * dist.get_rank())"),),
+        also=("divided-model-differs",),
     ),
     Bug(
         "pipeline: batches of each rank",
@@ -1270,6 +1273,7 @@ BUGS = [
         "tensor_parallel",
         "no-zero-grad",
         (("            optimizer.zero_grad()\n", ""),),
+        also=("other-step-after-resume",),
     ),
     Bug(
         "pipeline: one file for all stages",
