@@ -16,8 +16,10 @@ def writers(checked):
     if ranks is not None:
         by_path = {}
         saved = {event["path"] for rank in ranks for event in _saves(rank, checked)}
+        read = _names_read(checked["resumed"])
         for rank in ranks:
             others = [e for e in rank.of("save") if e["model"] is False]
+            saved |= {e["path"] for e in others if os.path.basename(e["path"]) in read}
             for event in [*_saves(rank, checked), *others, *rank.of("write", "dump")]:
                 by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
         for path, events in by_path.items():
@@ -66,8 +68,12 @@ def _is_checkpoint(event, again):
         return False
     if event["kind"] == "save":
         return True
-    names = {os.path.basename(load["path"]) for load in again.any("load")} if again else set()
-    return os.path.basename(event["path"]) in names
+    return os.path.basename(event["path"]) in _names_read(again)
+
+
+def _names_read(again):
+    """The names of the files that a run that is started again reads."""
+    return {os.path.basename(load["path"]) for load in again.any("load")} if again else set()
 
 
 def _covers(source, path):
