@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import numpy
@@ -73,13 +74,13 @@ class Mixture(BatchDataset):
             if not isinstance(name, str):
                 raise UserError(f"the names of the sources of a mixture are strings, not {name!r}")
         self.names, self.sources = list(sources), list(sources.values())
-        self.global_batch_size: int = batch_size
+        self.global_batch_size: int = int(batch_size)
         self.at_end = at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
             raise UserError("a mixture has no sources")
         for value in (batch_size, samples):
-            if value is not None and not (isinstance(value, int) and value > 0):
+            if value is not None and not (isinstance(value, Integral) and value > 0):
                 raise UserError(f"batch_size and samples are whole numbers above 0, not {value}")
         _check_names(self.names, orders, "orders")
         self.samplers = [

@@ -5,7 +5,9 @@ workers: the sampler decides the order, and random transforms are seeded for eac
 is part of the checkpoint: a resumed run continues with the next global batch.
 """
 
+import io
 import multiprocessing
+import pickle
 import time
 import weakref
 import zlib
@@ -17,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -416,9 +419,8 @@ class _Batches(Dataset[Any]):
             else:
                 parts = indices.tensor_split(self.micro_batches)
                 made = _MicroBatches([self._make(part) for part in parts])
-            if get_worker_info() is not None:
-                made = map_tensors(_to_send, made)
-            return made, _as_array(indices)
+            whole = made, _as_array(indices)
+            return whole if get_worker_info() is None else _Pickled(whole)
         except UserError as error:  # if raised in a worker, it would include the worker's traceback
             return error
         except StopIteration as error:  # it would end the epoch, as if there were no more batches
@@ -470,43 +472,38 @@ def _can_be_sent(value):
     return True
 
 
-def _to_send(tensor):
-    """The tensor in shared memory; a small one as an array, which is sent with the batch: receiving
-    a piece of shared memory takes a round trip to the worker, longer than copying 64 KiB.
+class _Pickled:
+    """A batch that a loader process passes on. The queue would pickle it, too, but in a thread,
+    whose error is only printed: the rank would wait for the batch until the timeout."""
 
-    The queue of a worker would share it, too, but in a thread, whose error is only printed: the
-    rank would wait for the batch until the timeout.
-    """
-    if tensor.requires_grad:
-        raise UserError(
-            "the dataset returns a tensor that requires a gradient, which a loader process cannot "
-            "pass on: return tensor.detach()"
-        )
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return tensor
-    if tensor.is_conj() or tensor.is_neg():  # which the receiver would not know
-        tensor = tensor.resolve_conj().resolve_neg()
-    if type(tensor) is Tensor and tensor.nbytes <= 2**16 and tensor.is_contiguous():
-        with suppress(TypeError, RuntimeError):  # NumPy has no bfloat16, for example
-            return _Array(tensor.numpy().copy())  # its memory moves if a view of it is shared
-    try:
-        tensor.share_memory_()  # which returns a plain Tensor
-    except RuntimeError as error:
-        raise UserError(
-            f"a loader process cannot pass its batch on ({error}): enlarge /dev/shm (docker run "
-            f"--shm-size=8g), or pass --num-workers 0"
-        ) from None
-    return tensor
-
-
-class _Array:
-    """An array that is a tensor again when it has been received."""
-
-    def __init__(self, array):
-        self.array = array
+    def __init__(self, batch):
+        buffer = io.BytesIO()
+        pickler = ForkingPickler(buffer)
+        pickler.dispatch_table[Tensor] = _reduce
+        try:
+            pickler.dump(batch)
+        except Exception as error:
+            raise UserError(
+                f"a loader process cannot pass its batch on ({error}): correct the dataset or its "
+                f"collate_fn, or pass --num-workers 0; if shared memory is full, enlarge /dev/shm "
+                f"(docker run --shm-size=8g)"
+            ) from None
+        self.data = buffer.getvalue()
 
     def __reduce__(self):
-        return torch.from_numpy, (self.array,)
+        return pickle.loads, (self.data,)
+
+
+def _reduce(tensor):
+    """How a tensor is pickled: in shared memory, but a small one as an array, because receiving a
+    piece of shared memory takes a round trip to the worker, longer than copying 64 KiB."""
+    if tensor.is_conj() or tensor.is_neg():  # which the receiver would not know
+        tensor = tensor.resolve_conj().resolve_neg()
+    is_small = tensor.layout is torch.strided and tensor.nbytes <= 2**16
+    if is_small and tensor.is_contiguous() and not tensor.requires_grad:
+        with suppress(TypeError, RuntimeError):  # NumPy has no bfloat16, for example
+            return torch.from_numpy, (tensor.numpy(),)
+    return reduce_tensor(tensor)
 
 
 def _unchanged(batch):

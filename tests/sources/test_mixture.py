@@ -401,6 +401,7 @@ def test_bad_mixtures_are_refused_in_a_line():
     del b.collate_fn
     with pytest.raises(UserError, match="whole numbers above 0, not -1"):
         Mixture({"a": a}, batch_size=-1)
+    assert Mixture({"a": a}, batch_size=numpy.int64(4)).global_batch_size == 4
     cfg = load_config(argv=["--global-batch-size=8"])
     with pytest.raises(UserError, match=r"is 8, but the Mixture was made for .* of 6: make"):
         build_loader(two(), range(60), 8, torch.device("cpu"), cfg, train=True)
