@@ -60,6 +60,11 @@ def packed_splits(
     if any(tokens.values()):
         if missing := [name for name in tokens if not tokens[name]]:
             raise UserError(f"there are no files {folder}/{missing[0]}*.bin")
+        if texts := find_shards(folder, "train", KINDS):
+            raise UserError(
+                f"{folder} holds tokens, {tokens['train'][0].name}, and texts, {texts[0].name}: "
+                f"keep them in two folders"
+            )
         dtype = "uint16" if vocabulary <= 2**16 else "uint32"
         train_files, val_files = (TokenFiles(t, size, dtype, vocabulary) for t in tokens.values())
         return train_files, val_files

@@ -16,6 +16,7 @@ import torch
 import tools.tokens
 from sources.packing import Packed
 from sources.tokens import KINDS, MAGIC, TokenDocuments, TokenFiles
+from tasks.text_folder import packed_splits
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.verify.run import project_with_task
@@ -132,6 +133,11 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
         TokenFiles([tmp_path / "missing.bin"], 4)
     with pytest.raises(UserError, match="no files of tokens"):
         TokenFiles([], 4)
+    for name in ("train.bin", "val.bin"):
+        write(tmp_path / name, [1, 2, 3])
+    (tmp_path / "train-0.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"holds tokens, train\.bin, and texts, train-0\.jsonl"):
+        packed_splits(str(tmp_path), 4)
     (tmp_path / "folder.bin").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder\.bin: Is a directory"):
         TokenFiles([tmp_path / "folder.bin"], 4)
