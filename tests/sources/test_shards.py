@@ -177,7 +177,7 @@ def test_links_in_a_tar_are_faults(kind, which, tmp_path, capsys):
     names = [f"{i}.{name}" for i in (1, 2, 3) for name in ("cls", "jpg")]
     members = [(name, kind, f"1{name[1:]}") if name in which else (name, b"1") for name in names]
     path = archive(tmp_path / "x.tar", *members)
-    remedy = "no file" if kind == tarfile.FIFOTYPE else "a link, .* --hard-dereference -h"
+    remedy = "not a file" if kind == tarfile.FIFOTYPE else "a link, .* --hard-dereference -h"
     for label in ("", "cls"):
         with pytest.raises(UserError, match=rf"x.tar at offset 2048: {which[0]} is {remedy}"):
             Shards([path], label=label)

@@ -423,7 +423,7 @@ def test_blocks_are_the_pairs_of_convolutions():
 
 def test_the_model_cannot_be_cut_into_layers():
     model = task.build_model(config(), train_set=None)
-    with pytest.raises(UserError, match=r"no sequence .*train_fsdp\.py"):
+    with pytest.raises(UserError, match=r"not a sequence .*train_fsdp\.py"):
         task.layers(model)
     with pytest.raises(UserError, match=r"only convolutions: use train_fsdp.py"):
         task.tensor_parallel_plan(model, 2)
