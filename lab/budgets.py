@@ -90,16 +90,21 @@ def measure(script):
             command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
         everything = FLAGS | flags | {"output_dir": f"{folder}/run"}
         command += [script, *flag_list(everything)]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if run.returncode:
-            sys.exit(f"error: {script} on the null device:\n{run.stderr}")
-        return counts_of(report.ordinary_step(json.loads(result.read_text())[0]))
+        return counts_of_run(command, script, result)
+
+
+def counts_of_run(command, name, result):
+    """counts_of() the first rank of a run, which writes its counts to the file `result`."""
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(f"error: {name} on the null device:\n{run.stderr}")
+    return counts_of(report.ordinary_step(json.loads(result.read_text(encoding="utf-8"))[0]))
 
 
 def measure_peer(name):
     """counts_of() a run of a peer, or of OURS."""
     with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
-        result = f"{folder}/counts.json"
+        result = Path(folder) / "counts.json"
         command = [sys.executable, "-m", "tools.null", "--gpus=1", f"--json={result}"]
         if name == OURS:
             # As many steps as a peer takes in its two epochs.
@@ -107,11 +112,7 @@ def measure_peer(name):
         else:
             command += [sys.executable, "-m", "lab.bench.peer", folder, name, "1", "float32"]
             command += flag_list(PEER_FLAGS)
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if run.returncode:
-            sys.exit(f"error: {name} on the null device:\n{run.stderr}")
-        (one,) = json.loads(Path(result).read_text(encoding="utf-8"))
-        return counts_of(report.ordinary_step(one))
+        return counts_of_run(command, name, result)
 
 
 def peers_table(result):
@@ -173,8 +174,9 @@ def table(result):
 
 
 def main():
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
     if sys.argv[1:] == ["--peers"]:
-        result = json.loads(RESULT.read_text(encoding="utf-8")) | {"peers": {}}
+        result["peers"] = {}
         for name in PEERS:
             result["peers"][name] = measure_peer(name)
             print(name, result["peers"][name], flush=True)
@@ -188,9 +190,7 @@ def main():
     for task in COMPILED:
         compiled[task] = {mode: measure_task(task, mode) for mode in ("none", "default")}
         print(task, compiled[task], flush=True)
-    before = json.loads(RESULT.read_text(encoding="utf-8"))
-    peers = {"peers": before["peers"]} if "peers" in before else {}
-    write({"torch": torch.__version__, "scripts": scripts, "compiled": compiled} | peers)
+    write(result | {"torch": torch.__version__, "scripts": scripts, "compiled": compiled})
 
 
 def write(result):

@@ -74,7 +74,6 @@ class Mixture(BatchDataset):
             if not isinstance(name, str):
                 raise UserError(f"the names of the sources of a mixture are strings, not {name!r}")
         self.names, self.sources = list(sources), list(sources.values())
-        self.global_batch_size: int = int(batch_size)
         self.at_end = at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
@@ -82,6 +81,7 @@ class Mixture(BatchDataset):
         for value in (batch_size, samples):
             if value is not None and not (isinstance(value, Integral) and value > 0):
                 raise UserError(f"batch_size and samples are whole numbers above 0, not {value}")
+        self.global_batch_size: int = int(batch_size)
         _check_names(self.names, orders, "orders")
         self.samplers = [
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()

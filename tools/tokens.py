@@ -220,8 +220,8 @@ def main():
             make_files(args)
         except OSError as error:
             raise UserError(
-                f"cannot make {args.folder} ({error}): the same command continues when that is "
-                f"mended"
+                f"cannot make {args.folder} ({error}): the same command continues once that is "
+                f"corrected"
             ) from None
 
 

@@ -500,8 +500,8 @@ def _reduce(tensor):
     if tensor.is_conj() or tensor.is_neg():  # which the receiver would not know
         tensor = tensor.resolve_conj().resolve_neg()
     is_small = tensor.layout is torch.strided and tensor.nbytes <= 2**16
-    if is_small and tensor.is_contiguous() and not tensor.requires_grad:
-        with suppress(TypeError, RuntimeError):  # NumPy has no bfloat16, for example
+    if is_small and tensor.is_contiguous():
+        with suppress(TypeError, RuntimeError):  # NumPy has neither bfloat16 nor gradients
             return torch.from_numpy, (tensor.numpy(),)
     return reduce_tensor(tensor)
 
