@@ -483,7 +483,7 @@ def test_process_that_exits_leaves_nothing_undone(tmp_path):
 @pytest.mark.parametrize("script", ["train_fsdp.py", "train_fsdp_tp.py"])
 def test_exit_code_of_a_failed_script_is_kept(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--epochs=0"])
-    assert in_fork(lambda: runpy.run_path(ROOT / script, run_name="__main__")) == 2
+    assert in_fork(lambda: runpy.run_path(str(ROOT / script), run_name="__main__")) == 2
 
 
 COUNT_THREADS = """

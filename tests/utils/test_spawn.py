@@ -227,7 +227,7 @@ def test_mistake_in_a_flag_is_reported_before_any_rank_starts(monkeypatch, capfd
     monkeypatch.setattr(sys, "argv", ["train_ddp_spawn.py", "--epochs=0"])
     monkeypatch.setattr(mp, "spawn", None)
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(ROOT / "train_ddp_spawn.py", run_name="__main__")
+        runpy.run_path(str(ROOT / "train_ddp_spawn.py"), run_name="__main__")
     assert caught.value.code == 2
     error = capfd.readouterr().err
     assert error.startswith("error: --epochs: ") and "at least 1 " in error
