@@ -19,7 +19,7 @@ from check.findings import Finding
 from check.processes import INSIDE, CannotRun, Processes
 from check.report import accepted, as_json, as_sarif, text
 from check.rules.output import observers
-from check.scenarios import Options, _remedies, of_rank
+from check.scenarios import Options, _remedies, of_rank, stacks_of
 
 FOLDER = Path(__file__).resolve().parents[1]
 CHECK = [sys.executable, FOLDER]
@@ -208,6 +208,14 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     left = [path.name for path in (tmp_path / "tmp").iterdir()]
     # PyTorch makes the folder of its compiler for any optimizer.
     assert [name for name in left if not name.startswith("torchinductor_")] == []
+
+
+def test_signal_does_not_reach_a_process_that_has_the_number_of_one_that_ended(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (tmp_path / f"{other.pid}.stacks").touch()
+        assert stacks_of(tmp_path) == {other.pid: ""}
+        assert other.poll() is None
+        other.kill()
 
 
 ABOUT_ITSELF = """
