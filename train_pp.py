@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=4 train_pp.py
 
 Changes from train_ddp.py: the ranks hold one model together. Micro-batches pass from rank to rank,
-and their gradients back, in the order of --schedule; all ranks see the outputs of the last one.
+and their gradients back, in the order of --schedule; all ranks see what the last one measures.
 """
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas
 from utils.errors import report_errors
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.replicas import CompareSetup
@@ -30,15 +30,14 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
     for inputs, targets in loader:  # on the device
         optimizer.zero_grad()
         count = mean_over_replicas(task.count(targets))  # of the batch, not of each micro-batch
-        outputs = model.step(inputs, targets, task.loss, count)  # forward and backward
-        loss_sum = task.loss(outputs, targets)  # for the meter only
+        sums = model.step(inputs, targets, task, count)  # forward and backward
         if cfg.clip_norm:
             norm = model.clip_grad_norm_(cfg.clip_norm)
             meter.note(gradient_norm=norm)
         optimizer.step()
         scheduler.step()
 
-        meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
+        meter.add(sums, targets)  # on the device: .item() would synchronize
         hooks.after_step(checkpoint)  # runs the hooks, which may request a save
         checkpoint.step()  # saves within the epoch when a save is due
     return meter.compute()
@@ -91,7 +90,7 @@ def main():
         train_result = train_one_epoch(
             model, train_loader, optimizer, scheduler, meter, hooks, checkpoint, cfg
         )
-        val_result = evaluate(model, val_loader, task)
+        val_result = pipeline.evaluate(model, val_loader, task)
         metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])
         checkpoint.save(epoch + 1, is_best=metrics.is_best(*task.BEST))
 

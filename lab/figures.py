@@ -496,7 +496,8 @@ FIGURES["train_pp.py"] = Figure(
     "F and B are forward and backward of a micro-batch in a stage. Arrows: activations on the way "
     "down, their gradients on the way back. Once the pipeline is full, each rank alternates "
     "between the two, and keeps the activations of no more micro-batches than there are ranks. Not "
-    "shown: the last rank sends its outputs to all, and the norms of the gradients are added up.",
+    "shown: the last rank sends its loss and metrics to all, and the norms of the gradients are "
+    "added up.",
     "7 8 0>1 | 14 15 0>1 | 25.5 26.5 1>0 | 43 44 1>0 | 44 45 0>1 | 61.5 62.5 0>1 | 62.5 63.5 1>0 | "
     "80 81 1>0",
 )

@@ -58,10 +58,13 @@ class Meter:
 
     def update(self, loss_sum: Tensor, outputs: Any, targets: Any) -> None:
         """Add a batch, or a part of one. loss_sum: a 0-dim tensor, task.loss(outputs, targets)."""
-        values = {"loss": loss_sum, **self.task.measure(outputs, targets)}
+        self.add({"loss": loss_sum, **self.task.measure(outputs, targets)}, targets)
+
+    def add(self, values: dict[str, Tensor], targets: Any) -> None:
+        """Add the sums of a batch: {name: tensor}, the loss and what the task measures."""
         count = self.task.count(targets)
         if isinstance(count, Tensor):
-            values["count"] = count
+            values = values | {"count": count}
         elif self.loader.counts:
             self.count += count
             self.compared += count
@@ -107,12 +110,15 @@ class Meter:
         and "seconds". Resets the sums.
 
         Raises UserError, on all ranks, if the loss is not finite, or if a count given as a plain
-        number differs between the replicas.
+        number differs between the replicas; RuntimeError if an evaluation has not counted each
+        sample of the dataset once.
         """
         seconds = self._seconds()
         samples = self.sums.new_full((1,), self.loader.samples)
         totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()
-        samples, totals = totals[0].item(), totals[1:]
+        samples, totals = int(totals[0]), totals[1:]
+        if not self.loader.train and samples != len(self.loader.dataset):
+            raise RuntimeError(f"evaluated {samples} of {len(self.loader.dataset)} samples")
         if self.loader.train and len(set(all_gather_object(self.compared))) > 1:
             raise UserError(
                 "the task's count() returns a plain number that differs between the ranks, which "
@@ -128,7 +134,7 @@ class Meter:
                 f"the {'training' if self.loader.train else 'validation'} loss is "
                 f"{result['loss']}: {remedy}"
             )
-        return result | {"samples": int(samples), "seconds": seconds}
+        return result | {"samples": samples, "seconds": seconds}
 
     def snapshot(self) -> Tensor:
         """The sums so far, as a float64 vector on the device, for summarize(). Differences and sums
@@ -175,20 +181,14 @@ class Meter:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Any, task: Task) -> dict[str, float]:
-    """The task's metrics over the samples of `loader.dataset`, each counted exactly once.
-
-    Raises RuntimeError if the number of samples counted is not the dataset's.
-    """
+    """The task's metrics over the samples of `loader.dataset`, each counted exactly once."""
     model.eval()
     meter = Meter(task, loader)
     for inputs, targets in loader:
         outputs = model(inputs)
         targets = on_device_of(outputs, targets)
         meter.update(task.loss(outputs, targets), outputs, targets)
-    result = meter.compute()
-    if result["samples"] != len(loader.dataset):
-        raise RuntimeError(f"evaluated {result['samples']} of {len(loader.dataset)} samples")
-    return result
+    return meter.compute()
 
 
 class History(Hook):

@@ -25,6 +25,7 @@ from utils.distributed import (
 )
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
+from utils.metrics import Meter, Task
 from utils.options.sharded import part_of
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.seeds import derive_seed
@@ -139,12 +140,24 @@ class NumberedStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
+def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, a 0-dim tensor; and with it what the task measures, as float64."""
+    loss = task.loss(outputs, targets)
+    values = {"loss": loss.detach(), **task.measure(outputs.detach(), targets)}
+    sums = {}
+    for name, value in values.items():
+        sums[name] = torch.as_tensor(value, dtype=torch.float64, device=outputs.device)
+    return loss, sums
+
+
 class Pipeline(Wrapper):
     """A model of which this rank holds one or two stages, under the names of the whole model.
 
-    step() trains, forward() evaluates: both run the schedule on a whole batch, and return the last
-    stage's outputs on all ranks. layers: see a task's layers(). Raises UserError if the layers
-    cannot be cut into stages, or do not compute what the model computes for a sample of `loader`.
+    step() trains, measure() evaluates: both run the schedule on a whole batch. The last rank alone
+    has outputs, and sums the loss and what the task measures over the micro-batches.
+
+    layers: see a task's layers(). Raises UserError if the layers cannot be cut into stages, or do
+    not compute what the model computes for a sample of `loader`.
     """
 
     def __init__(
@@ -165,10 +178,12 @@ class Pipeline(Wrapper):
         check_layers(model, layers, inputs)
         self.module = model.to(memory_format=torch.contiguous_format)  # its gradients are sent, too
         self.device, self.batch_size = device, cfg.global_batch_size
+        self.micro_batches = cfg.micro_batches
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.loss_fn = _no_loss
+        self.loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
         self.input_shape: torch.Size | None = None  # known after the first batch
-        self.outputs: Any = None  # their shape and dtype, likewise
+        self.shapes: dict[str, torch.Size] | None = None  # of the sums, likewise
+        self.prepared = False  # for training
         stages = self._cut(layers, cfg.schedule)
         held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
         self.shared = self._find_shared_parameters(stages, cfg.schedule)
@@ -241,51 +256,75 @@ class Pipeline(Wrapper):
             raise UserError(message) from None
 
     def step(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
-        count: Tensor | float,
-    ) -> Tensor:
-        """Forward and backward of all micro-batches: the gradients of the sum of loss_fn(outputs,
-        targets) over the micro-batches, divided by `count`. Returns the outputs of the batch."""
-        if self.outputs is None:  # torch 2.11 infers shapes by a pass, which BatchNorm must not see
+        self, inputs: Tensor, targets: Tensor, task: Task, count: Tensor | float
+    ) -> dict[str, Tensor]:
+        """Forward and backward of all micro-batches: the gradients of the sum of task.loss(outputs,
+        targets) over the micro-batches, divided by `count`.
+
+        Returns the sums of the batch for Meter.add(), on all ranks: {name: float64 tensor}.
+        """
+        if not self.prepared:  # PyTorch infers shapes by a pass, which BatchNorm must not see
             self.eval()
-            self._run(self.schedule.step, inputs, targets)
+            self._run(self.schedule.step, inputs, targets, lambda outputs, _: outputs.sum())
             self.train().zero_grad()
+            self.prepared = True
         torch.manual_seed(derive_seed(torch.initial_seed(), self.rank))  # dropout of its layers
-        self.loss_fn = lambda *micro_batch: loss_fn(*micro_batch) / count
-        outputs = self._run(self.schedule.step, inputs, targets)
-        self.loss_fn = _no_loss
+        measured = []
+
+        def loss_fn(outputs: Tensor, part: Tensor) -> Tensor:
+            loss, sums = sums_of(task, outputs, part)
+            measured.append(sums)
+            return loss / count
+
+        self._run(self.schedule.step, inputs, targets, loss_fn)
         for parameter, group in self.shared.items():  # each rank has the gradient of its own use
             dist.all_reduce(parameter.grad, group=group)
-        return outputs
+        # PyTorch may have called loss_fn once before, to infer the shapes of gradients.
+        return self._share(measured[-self.micro_batches :])
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """inputs: at most a batch; some are repeated to fill it, and their outputs left out."""
+    def measure(self, inputs: Tensor, targets: Tensor, task: Task) -> dict[str, Tensor]:
+        """The sums of a batch, as step() returns them, without training.
+
+        inputs: at most a batch; some are repeated to fill it, and their outputs are left out.
+        """
         rows = torch.arange(self.batch_size, device=self.device) % len(inputs)
-        return self._run(self.schedule.eval, inputs[rows], rows)[: len(inputs)]
+        measured, left = [], len(inputs)
 
-    def _run(self, schedule, inputs, targets):
+        def loss_fn(outputs: Tensor, part: Tensor) -> Tensor:
+            nonlocal left
+            if left > 0:
+                measured.append(sums_of(task, outputs[:left], part[:left])[1])
+            left -= len(part)
+            return outputs.sum()  # the schedule asks for one
+
+        self._run(self.schedule.eval, inputs[rows], targets[rows], loss_fn)
+        return self._share(measured)
+
+    def _run(self, schedule, inputs, targets, loss_fn):
         if self.input_shape not in (None, inputs.shape):
             raise UserError(
                 f"a pipeline needs batches of one shape, but {tuple(inputs.shape)} follows "
                 f"{tuple(self.input_shape)}: pad them to one size (--padding context, for text)"
             )
-        self.input_shape = inputs.shape
-        is_first, is_last = self.rank == 0, self.rank == self.ranks - 1
-        arguments = [inputs] if is_first else []
+        self.input_shape, self.loss_fn = inputs.shape, loss_fn
+        arguments = [inputs] if self.rank == 0 else []
+        target = targets if self.rank == self.ranks - 1 else None
         with part_of_batch(0, 1):  # of a pass that infers shapes, outside of NumberedStage
-            outputs = schedule(*arguments, target=targets if is_last else None)
-        if self.outputs is None:
-            facts = (tuple(outputs.shape), outputs.dtype) if is_last else None
-            self.outputs = all_gather_object(facts)[-1]
-        shape, dtype = self.outputs
-        outputs = (
-            outputs.detach() if is_last else torch.empty(shape, dtype=dtype, device=self.device)
-        )
-        dist.broadcast(outputs, self.ranks - 1)
-        return outputs
+            # The outputs of a batch may be larger than the model: for text, a row per token.
+            schedule(*arguments, target=target, return_outputs=False)
+
+    def _share(self, measured):
+        """The sums of the last rank's micro-batches, on all ranks."""
+        if self.shapes is None:
+            shapes = {name: value.shape for name, value in (measured or [{}])[0].items()}
+            self.shapes = all_gather_object(shapes)[-1]
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        total = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
+        for sums in measured:
+            total += torch.cat([value.reshape(-1) for value in sums.values()])
+        dist.broadcast(total, self.ranks - 1)
+        pieces = zip(self.shapes, total.split(sizes), self.shapes.values(), strict=True)
+        return {name: piece.reshape(shape) for name, piece, shape in pieces}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
@@ -304,11 +343,6 @@ class Pipeline(Wrapper):
         return norm
 
 
-def _no_loss(outputs, targets):
-    """In evaluation, and while shapes are inferred, the schedule asks for a loss, too."""
-    return outputs.float().sum()
-
-
 def _remove_others(model, kept):
     """Remove the parameters whose id is not in `kept`, and replace modules without any by Identity,
     so that their memory is freed."""
@@ -321,6 +355,16 @@ def _remove_others(model, kept):
             setattr(model, name, nn.Identity())
         else:
             _remove_others(child, kept)
+
+
+@torch.no_grad()
+def evaluate(model: Pipeline, loader: Any, task: Task) -> dict[str, float]:
+    """utils.metrics.evaluate() of a pipeline, whose ranks share sums in place of outputs."""
+    model.eval()
+    meter = Meter(task, loader)
+    for inputs, targets in loader:
+        meter.add(model.measure(inputs, targets, task), targets)
+    return meter.compute()
 
 
 class OwnStages(FileForm):
