@@ -50,12 +50,12 @@ def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None)
         _check_summary(task, _try(task, model, loader))
         for batch in val_loader.examples([0, 0]) if val_loader else ():
             _sums(task, model, batch)
-    if val_loader:  # those of the training are compared by a hook, which knows the checkpoint
+    if val_loader:  # a hook compares the training samples, because it knows the checkpoint
         compare_samples(val_loader)
 
 
 class CompareSamples(Hook):
-    """Compares the ranks' training samples at the start, and those of a resumed run with those
+    """Compares the ranks' training samples at the start, and a resumed run's with the samples
     before. contents: what has been compared."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class CompareSamples(Hook):
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Raises UserError, on all ranks, if a rank or the checkpoint has different samples."""
-        if not isinstance(self.loader, Loader):  # that of a user, of which nothing is known
+        if not isinstance(self.loader, Loader):  # a user's own, of which nothing is known
             return
         saved, self.contents = self.contents, compare_samples(self.loader)
         within_epoch = self.loader.start > 0
@@ -114,7 +114,7 @@ def _refuse_different(loader, contents, who, others, remedy=""):
 
 class _Contents(Dataset[list[Any]]):
     """What tells a sample from others: a summary of each tensor, and None for one that differs when
-    it is read again, such as an image whose transform has random numbers of its own."""
+    it is read again, such as an image whose transform draws its own random numbers."""
 
     def __init__(self, dataset):
         self.dataset = dataset

@@ -42,7 +42,7 @@ class BatchDataset(Dataset[Any]):
     __getitem__ is optional. Any other map-style dataset works as well.
 
     A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
-    in_order: samples can only be asked for in ascending order, as those of a stream.
+    in_order: samples can only be asked for in ascending order, as from a stream.
     global_batch_size: what the run's must be, if the order of the samples depends on it.
     """
 
@@ -148,8 +148,8 @@ def describe_datasets(train_set: Any, val_set: Any) -> dict[str, Any]:
 
 
 def _subsets_in(dataset):
-    """The Subsets that a dataset consists of: itself, and those in the attributes of a Subset, of a
-    ConcatDataset, or of a dataset that transforms those of a different one."""
+    """The Subsets that a dataset consists of: itself, and Subsets in the attributes of a Subset, of
+    a ConcatDataset, or of a dataset that transforms the samples of a different one."""
     found = [dataset]
     for part in found:  # which grows meanwhile
         values = vars(part).values() if isinstance(part, Dataset) else []
@@ -318,7 +318,7 @@ class Loader:
             ) from None
 
     def read_apart(self, dataset: Any, keys: Sequence[Any]) -> Iterator[Any]:
-        """dataset[key] for each key, in a process of its own if the loader has any: a file that the
+        """dataset[key] for each key, in a separate process if the loader has any: a file that the
         dataset opens when it is first read would otherwise be open before these are forked, which
         would share its position, and read each other's samples."""
         return self._read(self._reader(dataset, keys, min(1, self.reader.num_workers)))

@@ -274,7 +274,7 @@ class _Thread(threading.Thread):
         self.backlog = []
 
     def begin(self, rows):
-        """Log those of a killed run's rows that the logger has not got: any number."""
+        """Log the rows of a killed run that the logger has not got: any number."""
         self.entry = self.hook.known.get(self.title, self.entry)
         self.backlog = [row for row in rows if row[2] > self.entry[row[0]]]
         if self.backlog:

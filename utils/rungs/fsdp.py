@@ -166,10 +166,10 @@ class CompareShards(Hook):
     """Raises UserError, on all ranks, if these have run different blocks in a step, or the same in
     a different order, or if different parameters have a gradient.
 
-    FSDP matches what the ranks send by its order alone: it would average the gradient of one
-    rank's parameter with that of a different parameter of another rank, or wait for ever. The ranks
-    compare a step during the next one, and before they save. On CPUs, where gloo would abort the
-    process, they also compare each block before they gather it.
+    FSDP matches what the ranks send by its order alone: it would average the gradients of different
+    parameters of two ranks, or wait for ever. The ranks compare a step during the next one, and
+    before they save. On CPUs, where gloo would abort the process, they also compare each block
+    before they gather it.
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
