@@ -25,7 +25,7 @@ class CannotRun(Exception):
 
 
 class Process:
-    """A process that runs the script. Its methods are those of subprocess.Popen."""
+    """A process that runs the script. It has the methods of subprocess.Popen."""
 
     def __init__(self, prepared, pid):
         self.pid = pid

@@ -45,7 +45,7 @@ received_signals = []  # a threading.Event has a lock: a second signal could wai
 class Images(Dataset):
     """A dataset of (image, label) with a transform whose random numbers depend only on (seed,
     epoch, index): not on the rank or the loader process that happens to read the image. They must
-    be PyTorch's, as those of transforms.v2 are; NumPy's and Python's are not seeded here."""
+    be PyTorch's, as in transforms.v2; NumPy's and Python's are not seeded here."""
 
     def __init__(self, dataset, transform, seed):
         self.dataset = dataset

@@ -34,7 +34,7 @@ from utils.errors import UserError, warn
 
 PLACES = numpy.dtype([("offset", "i8"), ("size", "i8"), ("shard", "i4"), ("label", "i4")])
 OPEN_FILES = 64  # at most, in each process
-VERSION = 2  # of what the index holds: those of older versions are not used
+VERSION = 2  # of what the index holds: older indexes are not used
 
 
 class Shards(Dataset[Any]):
@@ -51,7 +51,7 @@ class Shards(Dataset[Any]):
       .jsonl: a JSON value per line.
       .txt: a document per line or, with paragraphs=True, between blank lines, as a str.
     transform: makes of this what the dataset returns. Random numbers in it depend on nothing but
-    (seed, epoch, index), as those of any dataset.
+    (seed, epoch, index), as in any dataset.
     cache_dir: where the index is kept; empty: the folder .cache beside the first file.
     on_bad: for files that are missing, truncated or damaged, and samples that cannot be used.
     "stop" raises UserError; "skip" leaves them out, which for a damaged tar file is all that

@@ -15,7 +15,7 @@ HALF = 3e-2  # or float16 or bfloat16
 
 @dataclass
 class Comparison:
-    """Of the tensors with the same name in two runs, a and b."""
+    """The comparison of two tensors with the same name, in runs a and b."""
 
     name: str
     difference: float  # the largest, relative to the largest value; inf: not comparable
@@ -87,7 +87,7 @@ def how_different(a, b, difference, worlds):
 
 
 def order_of(a, b):
-    """The order that makes the rows of b those of a, if it is not that which they have; or None."""
+    """The order in which the rows of b equal a's, unless they are in it already; or None."""
     if (
         a is None
         or b is None

@@ -93,8 +93,8 @@ def written_names():
 
 
 def generated(names):
-    """C code for functions that do nothing, and succeed. Those of cuBLAS that compute are counted
-    as kernels."""
+    """C code for functions that do nothing, and succeed. Functions of cuBLAS that compute are
+    counted as kernels."""
     lines = ["void null_kernel(const char*);", "void null_other(const char*);"]
     for name in sorted(names):
         is_setting = re.search("Create|Destroy|Set|Get|Algo|Check|Init", name)

@@ -374,7 +374,7 @@ def generator_states():
 
 
 def contents(batch, size):
-    """For each tensor of a batch, a checksum of each sample."""
+    """A checksum of each sample, for each tensor of a batch."""
     count = min(size, SAMPLES_PER_EVENT)
     return [[checksum(x[i]) for i in range(count)] for x in _tensors(batch) if len(x) == size]
 

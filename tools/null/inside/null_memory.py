@@ -264,8 +264,8 @@ class Memory:
         return count, first.value
 
     def report(self):
-        """What tools.fit reads: peaks of each step, and what makes up those of the start and of the
-        last step. A run that has ended within a step reports that one, too."""
+        """What tools.fit reads: peaks of each step, and what makes up the peaks of the start and of
+        the last step. A run that has ended within a step reports that one, too."""
         if not self.is_started:
             return None
         self.end_step()
