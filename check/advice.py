@@ -165,7 +165,7 @@ ADVICE = {
     ),
     "gradients-not-averaged": Advice(
         "error",
-        "Each rank trains a model of its own on 1/N of the data.",
+        "Each rank trains its own model on 1/N of the data.",
         "model = DistributedDataParallel(model)",
     ),
     "skipped-by-a-rank": Advice(

@@ -93,7 +93,7 @@ UNSEEN = {
     "dropout-seeded-per-rank": "dropout from the generator of a rank is usual",
     "mean-of-the-ranks-means": "the gradients differ by 1.8 %; the rule reports more than 2 %",
     "weighted-order-repeated": "the keys of the samples hold the epoch, so no two epochs are alike",
-    "shares-in-a-row": "each rank has a share of its own; only the global batches are others",
+    "shares-in-a-row": "each rank has its own share; only the global batches differ",
     "epoch-restarted-on-resume": "reported as a note, epoch-repeated: it may be intended",
     "padding-in-the-perplexity": ALIKE,
     "tied-weights-come-apart-in-fsdp": ALIKE,
@@ -290,7 +290,7 @@ def _place(finding):
 
 
 def write(page, rows):
-    """Write the page, and the rows in JSON next to it, with those of earlier calls."""
+    """Write the page, and the rows in JSON next to it, with the rows of earlier calls."""
     path = page.with_suffix(".json")
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     by_name = {row["name"]: row for row in [*known, *rows]}

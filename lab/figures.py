@@ -248,7 +248,7 @@ FIGURES["train_ddp.py"] = Figure(
         "rank 1": _rank,
     },
     "A bucket of gradients is all-reduced as soon as it is complete, while backward() is still "
-    "computing those of earlier layers. Then every rank makes the same update. SyncBatchNorm sends "
+    "computing earlier layers. Then every rank makes the same update. SyncBatchNorm sends "
     "a few numbers per layer and pass.",
 )
 

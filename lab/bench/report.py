@@ -88,7 +88,7 @@ def table_rows(result):
 
 
 def efficiency(result, speed, name, batch, world_size):
-    """The speed relative to that of one process times their number, as text."""
+    """The speed, relative to one process's speed times the number of processes, as text."""
     base = speed.get("DDP + AMP x1" if "AMP" in name else "DDP x1")
     if not base or batch != result["config"]["global_batch_size"]:
         return "not comparable"
