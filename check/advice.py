@@ -244,7 +244,7 @@ ADVICE = {
     ),
     "host-synchronization": Advice(
         "note",
-        "On a GPU the host waits for all that it has issued, in each step.",
+        "On a GPU the host waits for everything that it has issued, in each step.",
         "total += loss.detach()  # .item() once per epoch",
     ),
     "collectives-differ": Advice(

@@ -114,7 +114,7 @@ class Run:
     """A run of the script. code: the exit code of its first process that failed, or 0.
 
     timed_out: "" if it came to an end; else why the check has ended it: "idle" if nothing happened
-    any more, "limit" if something did, but for longer than --timeout.
+    any more, "limit" if something did, but took longer than --timeout.
     """
 
     name: str

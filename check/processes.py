@@ -40,7 +40,7 @@ class Process:
 
 
 class Processes:
-    """Starts processes, and ends them with all that they have started.
+    """Starts processes, and ends them with everything that they have started.
 
     environment: variables that the processes have from their start, such as PYTHONHASHSEED.
     """
@@ -80,7 +80,7 @@ class Processes:
         return Process(prepared, _ask(prepared, request))
 
     def end(self, processes):
-        """End these processes, and all that any process of this object has started."""
+        """End these processes, and everything that any process of this object has started."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -290,7 +290,7 @@ def operations_of_a_save(run):
 
 
 def _environment(options, root="."):
-    """The environment of the script in a copy of its folder, but for what a launcher adds."""
+    """The environment of the script in a copy of its folder, without what a launcher adds."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -110,7 +110,7 @@ def measure(task, script, ranks, folder, root=None, **flags):
 
 
 def sizes(task, layers=FLAGS["layers"]):
-    """The numbers of parameters outside the blocks, of the blocks but for experts, and of experts,
+    """The numbers of parameters outside the blocks, of the blocks without experts, and of experts,
     for FLAGS."""
     width = FLAGS["width"]
     outside = (256 + FLAGS["context"] + 2) * width

@@ -430,7 +430,7 @@ FIGURES["train_ep.py"] = Figure(
     {
         f"process: rank {rank}": {
             f"cuda:{rank}": f"{HALF.format(half)} | 0-12 parameters* parameters of a block, "
-            f"gathered, but for experts | {half} activations activations: about 1/2 | "
+            f"gathered, except for experts | {half} activations activations: about 1/2 | "
             f"{half} batch batch: 1/2"
         }
         for rank, half in enumerate(HALVES)

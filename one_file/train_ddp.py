@@ -133,7 +133,7 @@ def remember_signal(number, frame):
 
 def ignore_signal_in_worker(number, frame):
     """In a loader process: torchrun signals these, too, but their batches are needed until the run
-    stops. torchrun kills all that is left after 30 seconds."""
+    stops. torchrun kills what is left after 30 seconds."""
     signal.alarm(30)
 
 

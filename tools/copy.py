@@ -8,10 +8,10 @@
 
 Modules that only a setting or a task of your own needs, and commands such as tools.report, are
 copied only if --with names them (or --all). --without leaves out modules that only watch the run,
-with the lines that call them; --plain leaves out all that the script does not need. This prints
-what was copied, and what was not. --update merges what has changed in this clone since then: files
-that you have edited keep your edits, conflicts are marked as git marks them, and files that you
-have deleted are not restored.
+with the lines that call them; --plain leaves out everything that the script does not need. This
+prints what was copied, and what was not. --update merges what has changed in this clone since then:
+files that you have edited keep your edits, conflicts are marked as git marks them, and files that
+you have deleted are not restored.
 """
 
 import argparse

@@ -332,7 +332,7 @@ def draw_curves(axes, runs, name, by_time):
                 style |= {"markevery": 1 + len(points) // 200, "markerfacecolor": "none"}
                 axes.plot(x, y, linewidth=1.4, linestyle="--", **style)
         _draw_marks(axes, run, horizontal, color)
-    # A diverging loss or a perplexity would flatten all that follows; ratios need no logarithms.
+    # A diverging loss or a perplexity would flatten everything after it; ratios need no logarithms.
     values = [value for value in values if math.isfinite(value)]
     if values and min(values) > 0 and max(values) > max(1, 100 * min(values)):
         axes.set_yscale("log")

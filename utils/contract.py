@@ -25,7 +25,7 @@ NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 @torch.no_grad()
 def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None) -> None:
     """Try a task on a few samples, before the first epoch does. `model` is not divided or wrapped
-    yet, and stays as it is, but for the shapes of lazy modules. All ranks call it together.
+    yet, and stays as it is, except for the shapes of lazy modules. All ranks call it together.
 
     loader, val_loader: utils.data.Loader, of the training and of the validation.
     Raises UserError if the task lacks a name that every script uses, if what loss() or measure()

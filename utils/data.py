@@ -457,8 +457,8 @@ class _Batches(Dataset[Any]):
 
 
 def _as_array(indices):
-    """The indices as an array, which is passed to another process faster than a tensor, for which a
-    file in shared memory is opened; unless they are on a device."""
+    """The indices as an array, unless they are on a device. Passing a tensor to another process is
+    slower, because a file in shared memory is opened for it."""
     return indices.numpy() if indices.device.type == "cpu" else indices
 
 

@@ -192,7 +192,7 @@ def init_distributed(
     timeout: seconds that a collective waits for the other ranks.
     devices: all devices of this process, if it uses several (utils/rungs/model_parallel.py).
     bound: bind the group to the device. NCCL then connects all ranks now, and messages between two
-    ranks wait for all that was sent before; otherwise, each pair has its own queue.
+    ranks wait for everything that was sent before; otherwise, each pair has its own queue.
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     global _device

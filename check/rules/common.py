@@ -76,7 +76,7 @@ def replicas(checked):
 
 
 def all_close(first, second):
-    """Whether two lists of numbers are equal but for rounding."""
+    """Whether two lists of numbers are equal except for rounding."""
     return len(first) == len(second) and all(
         abs(a - b) <= 1e-9 + 1e-6 * abs(a) for a, b in zip(first, second, strict=True)
     )

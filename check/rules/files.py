@@ -103,7 +103,7 @@ def resumed(checked):
         yield NotChecked("resuming", "the run that was started again needed more than --timeout")
         return
     if not again.ended and not again.any("step"):
-        # A rank that fails takes the others with it, whose errors only say that it has gone.
+        # When a rank fails, the others end, too: their errors only say that it is gone.
         text = (own_errors(again) or errors(again) or [f"exit code {again.code}"])[-1]
         place = failed_at(again, text)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])

@@ -126,8 +126,8 @@ def notes(result):
         "a different number of updates per epoch, so their efficiency is not comparable. Limits "
         "are measured interleaved with the rows: computation, data loading or all-reduce alone; "
         f'"of limit" is relative to the smallest. From the start to the end of the first step: '
-        f"{first:.1f} s ({name}).{shared} The accuracy is that after two epochs of {steps} steps, "
-        "which only shows that a row learns: so early, differences of rounding (in float32, and "
+        f"{first:.1f} s ({name}).{shared} The accuracy after two epochs of {steps} steps "
+        "only shows that a row learns: so early, differences of rounding (in float32, and "
         "more with AMP) grow fast, and with accumulation BatchNorm normalizes with a micro-batch. "
         "That the scripts train the same model is what `make verify` shows, in float64."
     )

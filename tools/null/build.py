@@ -43,8 +43,8 @@ def find_torch():
 
 
 def find_headers(packages):
-    """The folders of CUDA's headers among the installed packages: the runtime's, which comes with
-    torch, and the compiler's, of which Triton has a copy. Raises Unsupported without them."""
+    """The folders of CUDA's headers among the installed packages: the runtime's, installed with
+    torch, and the compiler's, copied by Triton. Raises Unsupported without them."""
     folders = [*packages.glob("nvidia/*/include"), packages / "triton/backends/nvidia/include"]
     runtime = [f for f in folders if _runtime_version(f / "cuda_runtime_api.h") >= 13000]
     compiler = [f for f in folders if (f / "crt" / "host_defines.h").exists()]

@@ -596,7 +596,8 @@ WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 def matrix_cases(suite, scripts=None):
-    """One Case per script (default: all that train the task), each named after its script."""
+    """One Case per script (default: all scripts that train the task), each named after its
+    script."""
     flags, reference = {
         "images": (VIT, "1gpu, ViT"),
         "text": (SAME_SHAPE, "1gpu"),
