@@ -176,7 +176,7 @@ ADVICE = {
     ),
     "replicas-drift": Advice(
         "error",
-        "The ranks no longer have the same model, and the one of rank 0 is saved.",
+        "The ranks no longer have the same model, and rank 0's is saved.",
         "# Change parameters in the same way on all ranks, or broadcast the change:\n"
         "dist.broadcast(parameter, src=0)",
     ),

@@ -264,7 +264,7 @@ def _open(path):
 
 
 def has_changed(path: str, offset: int) -> UserError:
-    """The error of a file that is not the one of the index."""
+    """The error for a file that differs from the indexed one."""
     return UserError(
         f"{path} has changed since the run started, as reading at offset {offset} shows: start the "
         f"run again"

@@ -113,8 +113,8 @@ def _fetch(dataset, indices, collate_fn=None, seed=None):
 
 
 def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
-    """What makes a batch of the samples of a dataset, which come from these, or from those in a
-    Subset or a ConcatDataset among them."""
+    """The function that makes a batch of a dataset's samples, which come from `sources`, or from
+    the datasets in a Subset or a ConcatDataset among these."""
     parts = [part for source in sources for part in parts_of(source)]
     found = [getattr(part, "collate_fn", collate) for part in parts]
     if len({getattr(function, "__func__", function) for function in found}) > 1:
