@@ -146,7 +146,7 @@ class Pair(NamedTuple):
 
 
 def pairs():
-    """All of them: scripts that agree, planted bugs, and bugs of the corpus."""
+    """All pairs: scripts that agree, planted bugs, and bugs of the corpus."""
     for suite in SUITES.values():
         for case in suite.cases:
             if case.resumes is None and case.reference:

@@ -156,7 +156,7 @@ class Own(NamedTuple):
 
 
 def own_checks():
-    """All of them: the scripts as they are, and each planted bug on the script of its row."""
+    """All checks: of the scripts as they are, and of each planted bug in the script of its row."""
     cases = {
         task: {case.name: case for case in [*suite.references, *suite.cases]}
         for task, suite in SUITES.items()
@@ -329,7 +329,7 @@ def _page(versions, checks, rows):
 
 
 def _reasons(name, row):
-    """By what a bug is reported, and why it is not."""
+    """(the rule that reports a bug, or "", and why none does)."""
     verdict = row["verdicts"][name]
     if verdict == "reported":
         return (f"`{FINDS[name]}`" if name in FINDS else _told(row)[0]), ""

@@ -132,8 +132,8 @@ def remember_signal(number, frame):
 
 
 def ignore_signal_in_worker(number, frame):
-    """In a loader process: torchrun signals these, too, but their batches are needed until the run
-    stops. torchrun kills what is left after 30 seconds."""
+    """Handles signals in loader processes: torchrun signals these, too, but the run needs their
+    batches until it stops. torchrun kills what is left after 30 seconds."""
     signal.alarm(30)
 
 

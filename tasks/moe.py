@@ -163,7 +163,7 @@ def balance_loss(router: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
-    """In training, the loss without what balances the experts."""
+    """The loss without what balances the experts, in training."""
     if "router" not in outputs:
         return {}
     return {"cross_entropy": text.loss(outputs["logits"].detach(), targets)}

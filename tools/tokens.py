@@ -115,7 +115,7 @@ def start_process(args):
 
 
 def write_part(number):
-    """In a process of the pool."""
+    """Write a part, in a process of the pool."""
     encoder.write_part(number)
 
 

@@ -171,7 +171,7 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(model):
-    """Those that forward() can change: what it writes into a gathered DTensor is lost."""
+    """The tensors that forward() can change: what it writes into a gathered DTensor is lost."""
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
 

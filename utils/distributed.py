@@ -294,7 +294,7 @@ def cores_per_rank() -> int:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If the body raises on one rank, raise on all: that rank raises its own error, the others
+    """Raise on all ranks if the body raises on one: that rank raises its own error, the others
     PeerError. Without it, the others would wait in their next collective until it times out.
     """
     error = None

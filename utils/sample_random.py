@@ -272,7 +272,7 @@ def _converted(name, module):
 
 
 def _has_its_dropout_compiled(module):
-    """By torch.compile(), in which modules have different names, TorchScript, or torch.export."""
+    """Whether torch.compile(), which renames modules, TorchScript, or torch.export compiled it."""
     if isinstance(module, torch.jit.ScriptModule):
         return "dropout" in str(module.inlined_graph)
     if isinstance(module, torch.fx.GraphModule):

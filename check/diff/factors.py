@@ -67,7 +67,7 @@ def largest_of(tensor):
 
 
 def how_different(a, b, difference, worlds):
-    """In words, what makes a out of b."""
+    """What makes a out of b, in words."""
     factor = factor_of(a, b)
     if factor is not None and (a.numel() > 1 or _is_telling(factor, worlds)):
         return named(factor, worlds)

@@ -20,7 +20,7 @@ class Step:
             self._give_rows_of_first_stage()
 
     def _give_rows_of_first_stage(self):
-        """In a pipeline, the rows of a micro-batch are those that its first stage was given."""
+        """Give all stages of a pipeline the rows that the first stage got in a micro-batch."""
         stages = {}
         for number, rank in enumerate(self.ranks):
             for forward in rank["forwards"]:

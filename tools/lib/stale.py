@@ -135,7 +135,7 @@ def _names(text):
 
 @cache
 def _nodes(text):
-    """All nodes of its syntax tree."""
+    """All nodes of the syntax tree of a text."""
     return list(ast.walk(_parsed(text)))
 
 

@@ -20,12 +20,12 @@ def ordinary_step(report):
 
 
 def number(counts, kind):
-    """How many there are of a kind."""
+    """How many operations of a kind there are."""
     return sum(count for count, _ in counts.get(kind, {}).values())
 
 
 def size(counts, kind):
-    """Their bytes."""
+    """The bytes of the operations of a kind."""
     return sum(size for _, size in counts.get(kind, {}).values())
 
 

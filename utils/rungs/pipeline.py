@@ -305,7 +305,7 @@ class Pipeline(Wrapper):
 
 
 def _no_loss(outputs, targets):
-    """In evaluation, and while shapes are inferred, the schedule asks for a loss, too."""
+    """A loss for evaluation, and while shapes are inferred: the schedule asks for one then, too."""
     return outputs.float().sum()
 
 

@@ -33,7 +33,7 @@ def is_available():
 
 
 def restrict(writable):
-    """From now on, this process and its children write only in these folders, or these files."""
+    """Let this process and its children write only in these folders, or these files."""
     handled = ctypes.c_uint64(ALL_WRITES)
     rules = _call(CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0)
     for path in writable:

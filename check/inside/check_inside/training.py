@@ -575,7 +575,7 @@ def _record_metric(metrics):
 
 
 def _new_scheduler(kind, *args, **kwargs):
-    """Not all schedules call the __init__ of their base."""
+    """Record each new schedule here: not all call the __init__ of their base."""
     scheduler = object.__new__(kind)
     STATE.schedulers.append(weakref.ref(scheduler))
     return scheduler

@@ -317,7 +317,7 @@ def _blocks(events, marks, device):
 
 
 def _peak_of(blocks, ends, names, start, end):
-    """When the blocks take most, from event `start` to `end`: their bytes by kind, and what Python
+    """The blocks' bytes by kind when they take most, from event `start` to `end`, and what Python
     was doing."""
     before = {n for n in blocks if n < start and ends.get(n, end) >= start}
     changes = [(n, blocks[n][0]) for n in blocks if start <= n < end]
