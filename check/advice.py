@@ -42,7 +42,7 @@ ADVICE = {
     ),
     "no-set-epoch": Advice(
         "warning",
-        "Without it, DistributedSampler repeats the order of the first epoch for ever.",
+        "Without it, DistributedSampler repeats the order of the first epoch forever.",
         "for epoch in range(epochs):\n    train_loader.sampler.set_epoch(epoch)",
         "set_epoch-forgotten",
     ),
@@ -53,7 +53,7 @@ ADVICE = {
     ),
     "uneven-batches": Advice(
         "error",
-        "The rank with more batches waits for the others in its last steps, for ever.",
+        "The rank with more batches waits for the others in its last steps, forever.",
         "DistributedSampler(train_set, drop_last=True)  # equal shares; or model.join()",
     ),
     "validation-in-training": Advice(

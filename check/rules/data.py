@@ -252,7 +252,7 @@ def _same_order(first, second):
 
 
 def uneven_batches(checked):
-    """Ranks with different numbers of batches wait for each other for ever."""
+    """Ranks with different numbers of batches wait for each other forever."""
     ranks = replicas(checked)
     if ranks is None or ranks[0].of("join"):
         return

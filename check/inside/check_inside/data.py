@@ -138,7 +138,7 @@ def is_iterable(loader):
 
 
 def _has_length(loader):
-    """Whether the loader ends: a sampler without a length may yield indices for ever."""
+    """Whether the loader ends: a sampler without a length may yield indices forever."""
     try:
         len(loader)
     except TypeError:
