@@ -157,7 +157,7 @@ def parse(arguments):
                 f"{script} is not in {args.root.resolve()}: start the check in the project's "
                 "folder, or name it with --root"
             )
-        args.command[0] = os.path.relpath(inside[0])  # in a copy: that of the copy
+        args.command[0] = os.path.relpath(inside[0])  # in a copy: the copy's script
     if not Path.cwd().is_relative_to(args.root.resolve()):
         parser.error(f"--root {args.root} does not contain {Path.cwd()}")
     if min(args.steps, args.epochs) < 1:
@@ -183,7 +183,7 @@ def _read_baseline(parser, path):
         report = json.loads(path.read_text(encoding="utf-8"))
         [(each["rule"], each["file"], each["code"]) for each in report["findings"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"--baseline {path}: it is no report that --json has written ({error!r})")
+        parser.error(f"--baseline {path}: it is not a report that --json has written ({error!r})")
     return report
 
 

@@ -1,4 +1,4 @@
-"""For each rule: how serious it is, why it matters, the fix, and where to read more."""
+"""Advice on each rule: how serious it is, why it matters, the fix, and where to read more."""
 
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ ADVICE = {
     ),
     "no-set-epoch": Advice(
         "warning",
-        "Without it, DistributedSampler repeats the order of the first epoch for ever.",
+        "Without it, DistributedSampler repeats the order of the first epoch forever.",
         "for epoch in range(epochs):\n    train_loader.sampler.set_epoch(epoch)",
         "set_epoch-forgotten",
     ),
@@ -53,7 +53,7 @@ ADVICE = {
     ),
     "uneven-batches": Advice(
         "error",
-        "The rank with more batches waits for the others in its last steps, for ever.",
+        "The rank with more batches waits for the others in its last steps, forever.",
         "DistributedSampler(train_set, drop_last=True)  # equal shares; or model.join()",
     ),
     "validation-in-training": Advice(
@@ -104,7 +104,7 @@ ADVICE = {
     ),
     "metric-of-one-rank": Advice(
         "error",
-        "The result is that of 1/N of the validation set, also where it chooses the best model.",
+        "The result covers 1/N of the validation set, also where it chooses the best model.",
         "sums = torch.stack([correct, count])\ndist.all_reduce(sums)\naccuracy = sums[0] / sums[1]",
         "rank-local-accuracy",
     ),
@@ -116,7 +116,7 @@ ADVICE = {
     "mean-of-means": Advice(
         "warning",
         "The ranks' shares weigh the same although they hold different numbers of targets, or a "
-        "rank does something of its own.",
+        "rank does something that the others do not.",
         "count = torch.tensor(float(number_of_targets))\n"
         "dist.all_reduce(count)\n"
         "loss = loss_sum * world_size / count",
@@ -151,13 +151,13 @@ ADVICE = {
     "ddp-bypassed": Advice(
         "error",
         "DistributedDataParallel averages gradients only if its own forward is called. Each rank "
-        "trains a model of its own on 1/N of the data.",
+        "trains its own model on 1/N of the data.",
         "outputs = model(inputs)  # the wrapper, not model.module or a method of the model",
         "around-the-wrapper",
     ),
     "never-synchronized": Advice(
         "error",
-        "Within no_sync() each rank keeps gradients of its own, and nothing averages them later.",
+        "Within no_sync() each rank keeps its own gradients, and nothing averages them later.",
         "# The last micro-batch of a step averages what has been added up:\n"
         "with contextlib.nullcontext() if is_last else model.no_sync():\n"
         "    loss = criterion(model(inputs), targets) / accumulation_steps\n"
@@ -165,7 +165,7 @@ ADVICE = {
     ),
     "gradients-not-averaged": Advice(
         "error",
-        "Each rank trains a model of its own on 1/N of the data.",
+        "Each rank trains its own model on 1/N of the data.",
         "model = DistributedDataParallel(model)",
     ),
     "skipped-by-a-rank": Advice(
@@ -176,7 +176,7 @@ ADVICE = {
     ),
     "replicas-drift": Advice(
         "error",
-        "The ranks no longer have the same model, and the one of rank 0 is saved.",
+        "The ranks no longer have the same model, and rank 0's is saved.",
         "# Change parameters in the same way on all ranks, or broadcast the change:\n"
         "dist.broadcast(parameter, src=0)",
     ),
@@ -222,7 +222,7 @@ ADVICE = {
     ),
     "batchnorm-per-rank": Advice(
         "note",
-        "The statistics are those of a share of the batch, smaller on more processes.",
+        "The statistics are computed from a share of the batch, smaller on more processes.",
         "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
         "batchnorm-per-rank",
     ),
@@ -244,7 +244,7 @@ ADVICE = {
     ),
     "host-synchronization": Advice(
         "note",
-        "On a GPU the host waits for all that it has issued, in each step.",
+        "On a GPU the host waits for everything that it has issued, in each step.",
         "total += loss.detach()  # .item() once per epoch",
     ),
     "collectives-differ": Advice(
@@ -264,7 +264,7 @@ ADVICE = {
     ),
     "buffers-differ": Advice(
         "note",
-        "The ranks evaluate with different statistics, and only those of rank 0 are saved.",
+        "The ranks evaluate with different statistics, and only rank 0's are saved.",
         "model = DistributedDataParallel(model)  # broadcast_buffers=True; and evaluate with it",
     ),
     "same-noise": Advice(
@@ -284,7 +284,7 @@ ADVICE = {
     ),
     "several-loggers": Advice(
         "warning",
-        "Each rank starts a run of its own: N curves, all but one of them wrong.",
+        "Each rank starts a separate run: N curves, all but one of them wrong.",
         "writer = SummaryWriter() if rank == 0 else None",
     ),
     "resume-fails": Advice(
@@ -333,8 +333,8 @@ ADVICE = {
     ),
     "buffers-not-restored": Advice(
         "error",
-        "The running statistics of BatchNorm begin again: the next evaluation is that of a "
-        "different model.",
+        "The running statistics of BatchNorm begin again: the next evaluation measures a different "
+        "model.",
         "checkpoint = {'model': model.state_dict()}  # not only model.named_parameters()\n"
         "model.load_state_dict(checkpoint['model'])  # strict: what is missing is an error",
     ),

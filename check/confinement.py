@@ -46,9 +46,9 @@ def is_protected(originals, writable):
 
 
 def writable_folders(originals, named, work):
-    """Where the script may write: the copies, what the user has named, temporary folders, and
-    caches; none of these if the folder of the script lies in it, or what a link there leads to.
-    None if the kernel cannot tell it."""
+    """The folders where the script may write: the copies, what the user has named, temporary
+    folders, and caches; none of these if the folder of the script lies in it, or what a link there
+    leads to. None if the kernel cannot restrict it."""
     if not landlock.is_available():
         return None
     home = Path(os.path.expanduser("~"))

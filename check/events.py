@@ -1,4 +1,4 @@
-"""Reads the events of a run: those of each rank, in order."""
+"""Reads the events of a run, rank by rank, in order."""
 
 import json
 import re
@@ -14,7 +14,7 @@ FRACTION = r"-?\d+\.\d+(?:e[-+]?\d+)?(?![\d.])(?!\s*(?:s\b|sec|ms\b|it/s))"
 
 @dataclass
 class Rank:
-    """What one rank did. Events are dicts; `of(kind)` are those of a kind, in order."""
+    """What one rank did. Events are dicts; `of(kind)` lists the events of a kind, in order."""
 
     number: int
     pid: int
@@ -58,7 +58,7 @@ class Rank:
         return epochs
 
     def _contents(self, epoch):
-        """For the samples of the first batches: a checksum of each of their tensors."""
+        """{sample: a checksum of each of its tensors}, of the samples of the first batches."""
         contents = {}
         position = 0
         for event in self.of("batch"):
@@ -114,7 +114,7 @@ class Run:
     """A run of the script. code: the exit code of its first process that failed, or 0.
 
     timed_out: "" if it came to an end; else why the check has ended it: "idle" if nothing happened
-    any more, "limit" if something did, but for longer than --timeout.
+    any more, "limit" if something did, but took longer than --timeout.
     """
 
     name: str
@@ -159,7 +159,7 @@ class Run:
 
     def _parts(self):
         """The events of parts of a model, and whether the ranks that hold them also average the
-        gradients of the rest of it, as those with samples of their own do."""
+        gradients of the rest of it, as ranks with different samples do."""
         for rank in self.ranks:
             averaging = [set(event.get("group", ())) for event in rank.of("wrap", "shard")]
             for event in rank.of("parts"):

@@ -117,7 +117,7 @@ def _is_skipped(folder):
 
 
 def _is_copied(path, source):
-    """Whether a file can be read, and a folder does not hold the one that is copied."""
+    """Whether a path can be read, and is not a folder that contains the copied one."""
     return os.access(path, os.R_OK) and not source.is_relative_to(path.resolve())
 
 

@@ -25,7 +25,7 @@ class CannotRun(Exception):
 
 
 class Process:
-    """A process that runs the script. Its methods are those of subprocess.Popen."""
+    """A process that runs the script. It has the methods of subprocess.Popen."""
 
     def __init__(self, prepared, pid):
         self.pid = pid
@@ -40,7 +40,7 @@ class Process:
 
 
 class Processes:
-    """Starts processes, and ends them with all that they have started.
+    """Starts processes, and ends them with everything that they have started.
 
     environment: variables that the processes have from their start, such as PYTHONHASHSEED.
     """
@@ -80,7 +80,7 @@ class Processes:
         return Process(prepared, _ask(prepared, request))
 
     def end(self, processes):
-        """End these processes, and all that any process of this object has started."""
+        """End these processes, and everything that any process of this object has started."""
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -34,8 +34,8 @@ def code_of(finding, source):
 
 
 def accepted(findings, baseline, source):
-    """Those of the findings that a baseline, the JSON of an earlier report, has as well: of the
-    same rule, in the same line of code, wherever this is now in its file."""
+    """The findings that a baseline, the JSON of an earlier report, has as well: of the same rule,
+    in the same line of code, wherever this is now in its file."""
     known = {(each["rule"], each["file"], each["code"]) for each in baseline["findings"]}
     keys = {
         finding: (finding.rule, finding.place and finding.place[0], code_of(finding, source))

@@ -74,7 +74,7 @@ class OriginalsChanged(CannotRun):
 def run_all(options, work, processes=None, tell=lambda text: None):
     """Run the script in all the ways that it can be run. Raises CannotRun if it fails by itself.
 
-    processes: where those of several checks come from; the default is new ones.
+    processes: where the processes of several checks come from; the default is new ones.
     """
     with starting(options, work, processes) as start:
         checked = _run_each(options, start.work, start, tell)
@@ -290,7 +290,7 @@ def operations_of_a_save(run):
 
 
 def _environment(options, root="."):
-    """The environment of the script in a copy of its folder, but for what a launcher adds."""
+    """The environment of the script in a copy of its folder, without what a launcher adds."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -316,7 +316,7 @@ class Start:
 
     def run(self, name, launch, world, root=None, more=(), command=None, **plan):
         """Start the script's processes, and wait for them; none of them is left. Returns a Run.
-        command: in place of that of the options."""
+        command: in place of the options' command."""
         options = self.options
         folder = self.work / f"{name}.events"
         folder.mkdir()
@@ -361,7 +361,7 @@ class Start:
             has_agent = world > 1 and not options.by_hand
             ranks = [_torchrun_environment(rank, world, port, has_agent) for rank in range(world)]
             if not has_agent:
-                store = None  # frees its port for that of rank 0
+                store = None  # frees its port for rank 0's store
         else:
             store = None
             port, free = _store(1)
@@ -431,7 +431,7 @@ def _torchrun_environment(rank, world, port, has_agent):
         "ROLE_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # Without one, a process may be the parent of others, with an address of their own.
+        # Without one, a process may be the parent of others, with a different address.
         "TORCHELASTIC_USE_AGENT_STORE": str(has_agent),
         "TORCHELASTIC_RUN_ID": "check",
         "TORCHELASTIC_RESTART_COUNT": "0",
@@ -478,7 +478,7 @@ def _failure(run, options):
     if run.timed_out:
         return _not_ended(run, options, where)
     if run.ended:
-        return f"The script made no step of an optimizer {where}." + _already_done(run)
+        return f"The script took no step of an optimizer {where}." + _already_done(run)
     text = f"The script failed {where} (exit code {run.code}):\n{shortened(run.output)}"
     return "\n".join([text, *_remedies(run.output[-3000:], options)])
 
@@ -520,12 +520,12 @@ def _remedies(output, options):
     """Options that may help a script with this output."""
     if re.search(NEEDS_GPU, output):
         yield (
-            "What only a GPU can do (a CUDA graph, a kernel of its own) is not mapped to the CPU: "
+            "What only a GPU can do (a CUDA graph, a custom kernel) is not mapped to the CPU: "
             "--device cpu takes the script's own path for CPUs."
         )
     if re.search(RANK_ARGUMENT, output) and not options.rank_arguments:
         yield (
-            "A launcher may give each rank arguments of its own, such as --local_rank: "
+            "A launcher may give each rank different arguments, such as --local_rank: "
             "--rank-args='--local_rank={local_rank}' ({rank} and {world_size} are known, too)."
         )
     if re.search(NO_DATA, output) and options.fake_data is None:

@@ -4,8 +4,8 @@
     python -m lab.budgets --peers     # what others launch; needs requirements-peers.txt
 
 Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
-step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts are those of the
-null device, without cuDNN, and of one version of PyTorch.
+step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts hold for the null
+device, without cuDNN, and for one version of PyTorch.
 """
 
 import json

@@ -146,7 +146,7 @@ class Pair(NamedTuple):
 
 
 def pairs():
-    """All of them: scripts that agree, planted bugs, and bugs of the corpus."""
+    """All pairs: scripts that agree, planted bugs, and bugs of the corpus."""
     for suite in SUITES.values():
         for case in suite.cases:
             if case.resumes is None and case.reference:
@@ -283,7 +283,7 @@ def _verdict(row):
 
 
 def write(path, rows):
-    """Write the page, and the rows in JSON next to it, with those of earlier calls."""
+    """Write the page, and the rows in JSON next to it, with the rows of earlier calls."""
     log = path.with_suffix(".json")
     known = json.loads(log.read_text(encoding="utf-8")) if log.exists() else []
     by_name = {row["name"]: row for row in [*known, *rows]}
@@ -355,16 +355,16 @@ been run has no row. [diff.json](diff.json) has all of them.
 - Of {bugs} bugs that change training: {said}.
 
 *Right*: the stage, and the place or factor where the bug has one, are those that were expected.
-Most expectations were written down before the first run. Corrected afterwards were those of
-samples-repeated-to-fill-up (the learning rate differs before the samples do), of weights that are
-changed outside the optimizer (now a stage of its own), and, for the corpus, whether gradients are
-named before or after clipping. *Refused*: the script itself ends with an error. Bugs that change
-only what is measured, saved or resumed are left out.
+Most expectations were written down before the first run. Corrected afterwards were the expectations
+of samples-repeated-to-fill-up (the learning rate differs before the samples do), of weights that
+are changed outside the optimizer (now a separate stage), and, for the corpus, whether gradients
+are named before or after clipping. *Refused*: the script itself ends with an error. Bugs that
+change only what is measured, saved or resumed are left out.
 
 ## Bugs
 
-Those of `make verify` are compared with the reference of their row, mostly on one process; those of
-the check's corpus, whose script is in brackets, with the same script on as many processes.
+The bugs of `make verify` are compared with the reference of their row, mostly on one process; the
+bugs of the check's corpus, whose script is in brackets, with the same script on as many processes.
 
 {table}
 

@@ -93,7 +93,7 @@ UNSEEN = {
     "dropout-seeded-per-rank": "dropout from the generator of a rank is usual",
     "mean-of-the-ranks-means": "the gradients differ by 1.8 %; the rule reports more than 2 %",
     "weighted-order-repeated": "the keys of the samples hold the epoch, so no two epochs are alike",
-    "shares-in-a-row": "each rank has a share of its own; only the global batches are others",
+    "shares-in-a-row": "each rank has its own share; only the global batches differ",
     "epoch-restarted-on-resume": "reported as a note, epoch-repeated: it may be intended",
     "padding-in-the-perplexity": ALIKE,
     "tied-weights-come-apart-in-fsdp": ALIKE,
@@ -156,7 +156,7 @@ class Own(NamedTuple):
 
 
 def own_checks():
-    """All of them: the scripts as they are, and each planted bug on the script of its row."""
+    """All checks: of the scripts as they are, and of each planted bug in the script of its row."""
     cases = {
         task: {case.name: case for case in [*suite.references, *suite.cases]}
         for task, suite in SUITES.items()
@@ -290,7 +290,7 @@ def _place(finding):
 
 
 def write(page, rows):
-    """Write the page, and the rows in JSON next to it, with those of earlier calls."""
+    """Write the page, and the rows in JSON next to it, with the rows of earlier calls."""
     path = page.with_suffix(".json")
     known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     by_name = {row["name"]: row for row in [*known, *rows]}
@@ -329,7 +329,7 @@ def _page(versions, checks, rows):
 
 
 def _reasons(name, row):
-    """By what a bug is reported, and why it is not."""
+    """(the rule that reports a bug, or "", and why none does)."""
     verdict = row["verdicts"][name]
     if verdict == "reported":
         return (f"`{FINDS[name]}`" if name in FINDS else _told(row)[0]), ""

@@ -3,7 +3,7 @@
     python -m lab.communication
 
 Writes docs/results/communication.json. The model is small, the formulas are not: a test compares
-them with runs. Sizes are those of the whole tensor that a collective works on: the result of an
+them with runs. Sizes are the sizes of the whole tensor that a collective works on: the result of an
 all-gather, the input of a reduce-scatter, an all-reduce or an all-to-all. Of S bytes, each of N
 ranks sends S (N - 1) / N, and twice that in an all-reduce.
 """
@@ -53,8 +53,8 @@ HEAD = ["script", "ranks", *(f"{kind}, kB" for kind in COLLECTIVES), "by formula
 
 
 class Counts(TorchDispatchMode):
-    """Adds up the bytes of collectives of at least 1 kB: those of smaller ones are counts, norms
-    and losses. bytes: {collective: bytes}."""
+    """Adds up the bytes of collectives of at least 1 kB: smaller ones send counts, norms and
+    losses. bytes: {collective: bytes}."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def measure(task, script, ranks, folder, root=None, **flags):
 
 
 def sizes(task, layers=FLAGS["layers"]):
-    """The numbers of parameters outside the blocks, of the blocks but for experts, and of experts,
+    """The numbers of parameters outside the blocks, of the blocks without experts, and of experts,
     for FLAGS."""
     width = FLAGS["width"]
     outside = (256 + FLAGS["context"] + 2) * width

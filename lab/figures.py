@@ -248,7 +248,7 @@ FIGURES["train_ddp.py"] = Figure(
         "rank 1": _rank,
     },
     "A bucket of gradients is all-reduced as soon as it is complete, while backward() is still "
-    "computing those of earlier layers. Then every rank makes the same update. SyncBatchNorm sends "
+    "computing earlier layers. Then every rank makes the same update. SyncBatchNorm sends "
     "a few numbers per layer and pass.",
 )
 
@@ -430,7 +430,7 @@ FIGURES["train_ep.py"] = Figure(
     {
         f"process: rank {rank}": {
             f"cuda:{rank}": f"{HALF.format(half)} | 0-12 parameters* parameters of a block, "
-            f"gathered, but for experts | {half} activations activations: about 1/2 | "
+            f"gathered, except for experts | {half} activations activations: about 1/2 | "
             f"{half} batch batch: 1/2"
         }
         for rank, half in enumerate(HALVES)

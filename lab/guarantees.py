@@ -1,4 +1,4 @@
-"""Measure what readers of streams guarantee: these, and those of litdata, WebDataset and datasets.
+"""Measure what readers of streams guarantee: this project's, litdata's, WebDataset's and datasets'.
 
     python -m lab.guarantees            the table
     python -m lab.guarantees --write    also docs/results/guarantees.json; then make readme
@@ -211,7 +211,7 @@ def _unchanged(number):
 
 
 def in_a_process(function, *arguments):
-    """Call a function in a process of its own, because litdata leaves a signal handler behind."""
+    """Call a function in a separate process, because litdata leaves a signal handler behind."""
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -283,14 +283,14 @@ def global_batches(batches):
 
 def resumed(reader, folder, ranks, new_ranks, workers=0):
     """Stop within an epoch, and continue on new_ranks. Returns the batches of each rank until then,
-    those that would have followed, and those that the resumed run has read. A rank that has no
-    state of its own, because there were fewer, gets that of the first one."""
-    begun, followed, states = [], [], []
+    those that would have followed, and those that the resumed run has read. A rank without a state,
+    because there were fewer ranks, gets the state of the first one."""
+    opening, followed, states = [], [], []
     for rank in range(ranks):
         with rank_of(rank, ranks):
             opened = reader(folder, rank, ranks, workers)
             batches = iter(opened)
-            begun.append(list(islice(batches, STEPS)))
+            opening.append(list(islice(batches, STEPS)))
             states.append(copy.deepcopy(opened.stateful.state_dict()))
             followed.append(list(batches))
     read = []
@@ -299,7 +299,7 @@ def resumed(reader, folder, ranks, new_ranks, workers=0):
             opened = reader(folder, rank, new_ranks, workers)
             opened.stateful.load_state_dict(states[rank if rank < ranks else 0])
             read.append(list(opened))
-    return begun, followed, read
+    return opening, followed, read
 
 
 def yes(is_so):
@@ -324,14 +324,14 @@ def how_resumed(reader, folder, ranks, new_ranks, workers=0, samples=SAMPLES):
     if workers and not reader.resumes_with_workers:
         return "not measured"
     try:
-        begun, followed, read = resumed(reader, folder, ranks, new_ranks, workers)
+        opening, followed, read = resumed(reader, folder, ranks, new_ranks, workers)
     except (LookupError, ValueError) as error:  # the state does not fit
         return f"no: {type(error).__name__}"
     if read == followed or global_batches(read) == global_batches(followed):
         return "yes"
     if samples is None:
         return "no"
-    counts = Counter(chain(*chain(*begun), *chain(*read)))
+    counts = Counter(chain(*chain(*opening), *chain(*read)))
     missing, again = samples - len(counts), counts.total() - len(counts)
     return f"no: {missing} samples not read, {again} read twice"
 

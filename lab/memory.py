@@ -31,9 +31,9 @@ def share(script, ranks, fsdp_size=None, split=1.0):
 
 
 def gathered(script, ranks, fsdp_size, blocks, experts=0.0):
-    """The fraction of the parameters that FSDP gathers at any one time: those of the current block
-    and of the next one, or this rank's slices of them. experts: the fraction of the parameters that
-    train_ep.py divides instead."""
+    """The fraction of the parameters that FSDP gathers at any one time: the parameters of the
+    current block and of the next one, or this rank's slices of them. experts: the fraction of the
+    parameters that train_ep.py divides instead."""
     tensor = ranks // fsdp_size if script == "train_fsdp_tp.py" else 1
     if script == "train_ep.py":
         return 2 / blocks * (1 - experts)

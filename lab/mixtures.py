@@ -1,4 +1,4 @@
-"""Measure what mixtures of two sources guarantee: this one, and those of four libraries.
+"""Measure what mixtures of two sources guarantee, in this project and in four libraries.
 
     python -m lab.mixtures            the table
     python -m lab.mixtures --write    also docs/results/mixtures.json; then make readme
@@ -160,7 +160,7 @@ class OfWebDataset(WebDataset):
 
 
 class OfMosaicML(Reader):
-    """Each rank on a node of its own, as ranks of one node wait for each other."""
+    """Each rank on a separate node, as ranks of one node wait for each other."""
 
     package = "mosaicml-streaming"
 
@@ -215,7 +215,7 @@ READERS = {
 
 def distance(batches):
     """The largest difference, in samples, between what the larger source has given after a step
-    and its share. batches: those of each rank."""
+    and its share. batches: of each rank."""
     given = wanted = worst = 0
     for numbers in global_batches(batches):
         given += sum(number < FIRST["b"] for number in numbers)

@@ -231,7 +231,7 @@ BEYOND = {
 
 
 def beyond():
-    """What the ladder's scripts do beyond those of one_file/, and its price in lines."""
+    """What the ladder's scripts do beyond the scripts of one_file/, and its price in lines."""
     rows = []
     for what, modules in BEYOND.items():
         paths = [ROOT / "utils" / f"{module}.py" for module in modules]

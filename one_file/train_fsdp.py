@@ -53,7 +53,7 @@ received_signals = []  # a threading.Event has a lock: a second signal could wai
 class Images(Dataset):
     """A dataset of (image, label) with a transform whose random numbers depend only on (seed,
     epoch, index): not on the rank or the loader process that happens to read the image. They must
-    be PyTorch's, as those of transforms.v2 are; NumPy's and Python's are not seeded here."""
+    be PyTorch's, as in transforms.v2; NumPy's and Python's are not seeded here."""
 
     def __init__(self, dataset, transform, seed):
         self.dataset = dataset
@@ -145,8 +145,8 @@ def remember_signal(number, frame):
 
 
 def ignore_signal_in_worker(number, frame):
-    """In a loader process: torchrun signals these, too, but their batches are needed until the run
-    stops. torchrun kills all that is left after 30 seconds."""
+    """Handles signals in loader processes: torchrun signals these, too, but the run needs their
+    batches until it stops. torchrun kills what is left after 30 seconds."""
     signal.alarm(30)
 
 
@@ -408,7 +408,7 @@ def main(args):
     model_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=dtype,
-        output_dtype=dtype,  # that of the loss
+        output_dtype=dtype,  # for the loss
     )
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in blocks(model):

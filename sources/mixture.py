@@ -37,7 +37,7 @@ class Mixture(BatchDataset):
     epochs so far, exact to less than one sample.
 
     sources: {name: a map-style dataset, a Streamed, or a Mixture}. If one is a BatchDataset that
-    makes whole batches, such as those of the images task, each source makes a batch of its share.
+    makes whole batches, such as the images task's, each source makes a batch of its share.
     weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
     `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
     first step is 0, counted over all epochs; a share is then exact since the last change.
@@ -50,7 +50,7 @@ class Mixture(BatchDataset):
     tokens: {name: the number of tokens, or of whatever the loss counts, in a pass}.
     orders: {name: a sampler in place of the permutation}, such as a ShardOrder. It draws from the
     global generators.
-    collate_fn: makes a batch of a list of samples, by default that of the sources. Its random
+    collate_fn: makes a batch of a list of samples, by default the sources' collate_fn. Its random
     numbers depend on (seed, epoch, last index). Not for sources that make whole batches.
 
     Raises UserError if a source is empty, or if the arguments contradict each other.
@@ -128,17 +128,17 @@ class Mixture(BatchDataset):
         )
 
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> Any:
-        """The batch of the samples at these places of the epoch, int64 (n,). Of sources that make
+        """The batch of the samples at these places of the epoch, int64 (n,). If the sources make
         whole batches: what on_device() makes a batch of."""
         if self.by_batches:
             return self._get_parts(indices.tolist(), epoch, seed)
         with SampleSeeds(seed, epoch) as seeds:
             samples = self.get_samples(indices.tolist(), epoch, seed)
-            seeds.seed(-2 - int(indices[-1]))  # that of no sample
+            seeds.seed(-2 - int(indices[-1]))  # not the seed of any sample
             return self.collate_fn(samples)
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
-        """The samples at these places of the epoch. Those of a stream must be asked for in
+        """The samples at these places of the epoch. Samples of a stream must be asked for in
         ascending order."""
         samples: list[Any] = [None] * len(indices)
         for number, places, own, passed, own_seed in self._groups(indices, epoch, seed):
@@ -174,9 +174,9 @@ class Mixture(BatchDataset):
         return parts, torch.tensor(order).argsort()
 
     def _groups(self, indices, epoch, seed):
-        """For the samples at these places of the epoch which are of one source and pass: the number
-        of the source, where they are in `indices`, the indices in the source, the pass, and the
-        seed of the source."""
+        """Group samples of the epoch by source and pass. Yields the number of the source, where its
+        samples are in `indices`, their indices in the source, the pass, and the seed of the
+        source."""
         if self.order[:2] != (epoch, seed):
             self.order = (epoch, seed, *self._draw_order(epoch, seed))
         owners, passes, inner = (values[indices] for values in self.order[2:])
@@ -245,12 +245,11 @@ class Mixture(BatchDataset):
         return sum(given, numpy.zeros(len(self.names), numpy.int64))
 
     def _draw_order(self, epoch, seed):
-        """For each sample of an epoch: the number of its source, the pass through that, and the
-        index in it."""
+        """(number of the source, pass through it, index in it) of each sample, as arrays."""
         counts = self.counts(epoch)
         owners = numpy.tile(numpy.arange(counts.shape[1]), len(counts)).repeat(counts.flat)
         with SampleSeeds(seed, epoch) as seeds:
-            seeds.seed(-1)  # that of no sample
+            seeds.seed(-1)  # not the seed of any sample
             mixed = torch.rand(counts.shape[0], self.global_batch_size).argsort(1)
         owners = torch.from_numpy(owners).view_as(mixed).gather(1, mixed).flatten().numpy()
         passes, inner = numpy.empty_like(owners), numpy.empty_like(owners)
@@ -430,7 +429,7 @@ def _makes_batches(source):
 
 
 def _join(parts, order):
-    """A batch whose rows are those of the parts, one after another, in this order."""
+    """A batch with the rows of the parts, one after another, in this order."""
     first = parts[0]
     try:
         if isinstance(first, Mapping):

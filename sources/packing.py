@@ -46,7 +46,7 @@ class Packed(Dataset[Tensor]):
         first = int(numpy.searchsorted(self.ends, start, side="right"))
         last = int(numpy.searchsorted(self.ends, stop, side="left"))
         numbers = range(first, last + 1)
-        sizes = numpy.diff(self.ends[first : last + 1], prepend=0)  # that of an empty one is 0
+        sizes = numpy.diff(self.ends[first : last + 1], prepend=0)  # an empty document has size 0
         parts = [self._document(n) for n, size in zip(numbers, sizes, strict=True) if size]
         skipped = start - int(self.ends[first]) + len(parts[0])
         return torch.cat(parts)[skipped:][: stop - start]

@@ -103,7 +103,7 @@ def _scan_group(table, group, field, left_out):
 
 
 def _raise_if_unread(error):
-    """Raise an error of the system, such as that of a disk: the file may be fine."""
+    """Raise an error of the system, such as a disk's: the file may be fine."""
     if getattr(error, "errno", None):
         raise error
 

@@ -82,7 +82,7 @@ class ShardOrder(Sampler[int]):
     """An order that reads files from their starts to their ends, and mixes what it reads.
 
     In each epoch, the files are permuted and read in turns, a sample of each, `interleave` of them
-    at a time; and each `buffer` samples in a row are permuted. The order is that of one process;
+    at a time; and each `buffer` samples in a row are permuted. The order is for one process;
     DistributedSamplerWrapper divides it among the ranks. Draws from torch's global generator.
 
     shard_sizes: the number of samples in each file, whose indices are consecutive (of Shards:

@@ -56,7 +56,7 @@ class LeftOut:
         self.samples += samples
 
     def add_rest(self, offset: int, reason: str, size: int) -> None:
-        """Leave out all that follows an offset, of a file of this size."""
+        """Leave out everything after an offset, of a file of this size."""
         self.first = self.first or f"is damaged at offset {offset} ({reason})"
         self.lost = size - offset
 

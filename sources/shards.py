@@ -34,15 +34,15 @@ from utils.errors import UserError, warn
 
 PLACES = numpy.dtype([("offset", "i8"), ("size", "i8"), ("shard", "i4"), ("label", "i4")])
 OPEN_FILES = 64  # at most, in each process
-VERSION = 2  # of what the index holds: those of older versions are not used
+VERSION = 2  # of what the index holds: older indexes are not used
 
 
 class Shards(Dataset[Any]):
     """The samples of many files, each of which is read where the index says that it is.
 
     The files are read once, by as many processes as there are cores, to make the index: 24 bytes
-    per sample in a file in `cache_dir`, which all ranks and workers map into their memory, and
-    which is used again until a file has a different size or modification time. Create it in
+    per sample in a file in `cache_dir`, which all ranks and workers map into their memory. It is
+    used again until a file has a different size or modification time. Create it in
     main_process_first(), so that one process per node does that.
 
     paths: the files, of one kind:
@@ -51,11 +51,11 @@ class Shards(Dataset[Any]):
       .jsonl: a JSON value per line.
       .txt: a document per line or, with paragraphs=True, between blank lines, as a str.
     transform: makes of this what the dataset returns. Random numbers in it depend on nothing but
-    (seed, epoch, index), as those of any dataset.
+    (seed, epoch, index), as in any dataset.
     cache_dir: where the index is kept; empty: the folder .cache beside the first file.
     on_bad: for files that are missing, truncated or damaged, and samples that cannot be used.
-    "stop" raises UserError; "skip" leaves them out, which for a damaged tar file is all that
-    follows, and says what that was. Hidden files in a tar file are left out in any case.
+    "stop" raises UserError; "skip" leaves them out, including everything after the damage in a tar
+    file, and says what that was. Hidden files in a tar file are left out in any case.
     label: the member of a tar file ("cls") or the key of a JSON object ("label") that holds an
     integer, which becomes part of the index, for `labels`. length: instead of a label, the member
     of a tar file or the key of a JSON string whose size in bytes is stored, for `lengths`. For .txt
@@ -264,7 +264,7 @@ def _open(path):
 
 
 def has_changed(path: str, offset: int) -> UserError:
-    """The error of a file that is not the one of the index."""
+    """The error for a file that differs from the indexed one."""
     return UserError(
         f"{path} has changed since the run started, as reading at offset {offset} shows: start the "
         f"run again"

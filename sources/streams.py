@@ -80,7 +80,7 @@ class Streamed(BatchDataset):
         """The batch of the samples with these indices, int64 (n,), in ascending order."""
         with SampleSeeds(seed, epoch) as seeds:
             samples = self.get_samples(indices.tolist(), epoch, seed)
-            seeds.seed(-2 - int(indices[-1]))  # that of no sample
+            seeds.seed(-2 - int(indices[-1]))  # not the seed of any sample
             return self.collate_fn(samples)
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
@@ -150,8 +150,8 @@ class Streamed(BatchDataset):
 
 
 class _Pass:
-    """One iteration over the stream, with random numbers of its own. Use it in a SampleSeeds, which
-    restores those of the process.
+    """One iteration over the stream, with separate random numbers. Use it in a SampleSeeds, which
+    restores the process's.
 
     position: samples read so far; sample: the last of them.
     """
@@ -161,7 +161,7 @@ class _Pass:
         if hasattr(iterable, "set_epoch"):
             iterable.set_epoch(epoch)
         with SampleSeeds(seed, epoch) as seeds:
-            seeds.seed(-1)  # that of no sample
+            seeds.seed(-1)  # not the seed of any sample
             self.iterator = iter(iterable)
             self._keep_states()
 

@@ -1,6 +1,6 @@
 """A small GPT with a mixture of experts in each block: a router gives each byte to two of the MLPs.
 
-The data is that of tasks/text.py. The mixture is that of Mixtral (Jiang et al. 2024, "Mixtral of
+The data is the same as in tasks/text.py. The mixture is Mixtral's (Jiang et al. 2024, "Mixtral of
 Experts"), without a limit of what an expert takes: no byte is dropped. A loss balances the experts
 (Fedus et al. 2022, "Switch Transformers"), over the whole global batch.
 """
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """(n, width), those of the first expert first -> the same shape. counts: int64 (experts,),
+        """(n, width), the first expert's tokens first -> the same shape. counts: int64 (experts,),
         how many each has; an expert that has none gets gradients of 0."""
         parts = tokens.split(counts.tolist())  # the host waits for the numbers
         weights = (p.to(tokens.dtype).unbind() for p in self.parameters())  # FSDP casts tokens
@@ -150,8 +150,8 @@ def balance_loss(router: Tensor, targets: Tensor) -> Tensor:
     the sum over the experts of an expert's probability times the fraction of all choices that
     chose it, times the number of experts.
 
-    The fraction is that of the global batch. That of a rank's share, or of a sequence, would ask
-    for balance within each, and depend on the number of ranks.
+    The fraction is counted over the global batch. Counted over each rank's share, or each sequence,
+    it would ask for balance within each, and depend on the number of ranks.
     router: as in the model's outputs.
     """
     experts, is_target = router.shape[-1], (targets != IGNORED)[..., None, None]
@@ -163,7 +163,7 @@ def balance_loss(router: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure(outputs: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
-    """In training, the loss without what balances the experts."""
+    """The loss without what balances the experts, in training."""
     if "router" not in outputs:
         return {}
     return {"cross_entropy": text.loss(outputs["logits"].detach(), targets)}
@@ -180,7 +180,7 @@ def summarize(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def experts(model: MixtureGPT) -> list[Experts]:
-    """The modules whose experts ranks can divide. That of shared experts is not among them."""
+    """The modules whose experts ranks can divide. A module of shared experts is not among them."""
     mixtures: Iterable[Any] = (block.mixture for block in model.blocks)
     return [mixture.experts for mixture in mixtures]
 
@@ -194,7 +194,7 @@ def layers(model: MixtureGPT) -> NoReturn:
 
 
 def tensor_parallel_plan(model: MixtureGPT, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """For parallelize_module(): each rank computes some of each block's heads. The experts stay
+    """A plan for parallelize_module(): each rank has some heads of each block. The experts stay
     whole. Raises UserError if the ranks cannot have the same number of heads."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 

@@ -52,8 +52,8 @@ class Settings(Config):
     )
     padding: str = free_setting(
         "context",
-        "of every batch to this length, as a pipeline and a CUDA graph need; longest: to that of "
-        "its longest sample",
+        "of every batch to this length, as a pipeline and a CUDA graph need; longest: to the "
+        "length of its longest sample",
         choices=("context", "longest"),
     )
     global_batch_size: int = 32
@@ -335,7 +335,7 @@ def layers(model: GPT) -> list[tuple[Callable[[Tensor], Tensor], list[nn.Module]
 
 
 def tensor_parallel_plan(model: GPT, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """For parallelize_module(): each rank computes some of each block's heads and MLP columns.
+    """A plan for parallelize_module(): each rank computes some heads and MLP columns of each block.
 
     Follows https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. Raises UserError if
     the ranks cannot have the same number.

@@ -49,7 +49,7 @@ class PackedText:
 def packed_splits(
     folder: str, size: int, cache_dir: str = "", vocabulary: int = 256
 ) -> tuple[PackedText | TokenFiles, PackedText | TokenFiles]:
-    """Those of folder/train-* and of folder/val-*.
+    """The training split from folder/train-*, and the validation split from folder/val-*.
 
     The files are JSON lines, of objects with a "text", or texts in UTF-8, whose paragraphs are the
     documents. One process per node reads them, once. If there are train*.bin, the files are tokens:

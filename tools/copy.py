@@ -8,10 +8,10 @@
 
 Modules that only a setting or a task of your own needs, and commands such as tools.report, are
 copied only if --with names them (or --all). --without leaves out modules that only watch the run,
-with the lines that call them; --plain leaves out all that the script does not need. This prints
-what was copied, and what was not. --update merges what has changed in this clone since then: files
-that you have edited keep your edits, conflicts are marked as git marks them, and files that you
-have deleted are not restored.
+with the lines that call them; --plain leaves out everything that the script does not need. This
+prints what was copied, and what was not. --update merges what has changed in this clone since then:
+files that you have edited keep your edits, conflicts are marked as git marks them, and files that
+you have deleted are not restored.
 """
 
 import argparse
@@ -63,7 +63,7 @@ NOT_TO_COPY = ("bench.yaml", "tutorial.yaml")  # configs for comparisons
 
 
 def with_task(script, task):
-    """The text of a script of the project, with a different task in place of its own."""
+    """The text of a script of the project, with a different task."""
     text, line = script.read_text(encoding="utf-8"), TASK_LINE.format(RUNGS[script.name].task)
     if text.count(line) != 1:
         sys.exit(f"error: {script} no longer has the line  {line}: restore it; change it in a copy")
@@ -340,8 +340,8 @@ def options_of(record, known, moved):
 
 
 def with_more(new, paths):
-    """`new`, {path: bytes}, with those of `paths` that this clone has, and what they import: the
-    owner of a copy may have copied more, as for a recipe."""
+    """`new`, {path: bytes}, with the files of `paths` that this clone has, and what they import:
+    the owner of a copy may have copied more, as for a recipe."""
     guards = {guard.path for guard in GUARDS.values()}
     more = [ROOT / path for path in sorted(paths - new.keys() - guards) if path.endswith(".py")]
     more = [path for path in more if path.is_file() and path.stat().st_size]

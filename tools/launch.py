@@ -2,7 +2,7 @@
 
     python -m tools.launch --standalone --nproc_per_node=4 train_ddp.py --epochs 3
 
-The arguments are torchrun's. The exit code is that of the first rank to fail. After a signal, it is
+The arguments are torchrun's. The exit code is the first failed rank's. After a signal, it is
 75 if the ranks have saved before they stopped, 1 if they could not, otherwise 128 plus the signal's
 number: before the first step, there is nothing to save. The ranks also receive SIGUSR1, and not
 SIGHUP if nohup ignores it; while they save, further signals do not interrupt them. With a c10d

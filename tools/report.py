@@ -40,7 +40,7 @@ from utils.errors import UserError, report_errors
 from utils.options.timing import NAMES
 
 COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
-# The numbers that the rows of a file have, whatever the task. Those of WHOLE count something.
+# The numbers that the rows of a file have, whatever the task. The numbers in WHOLE count something.
 NUMBERS = {
     "metrics.jsonl": ["epoch", "world_size", "lr"]
     + [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *COUNTS)],
@@ -163,7 +163,7 @@ def ratio(a, b):
 
 
 def read_settings(path):
-    """The settings in a config.yaml as texts, {} if there is none. Values that are no scalars do
+    """The settings in a config.yaml as texts, {} if there is none. Values that are not scalars do
     not count: aliases within aliases would fill the memory."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
@@ -271,8 +271,8 @@ def curves(run):
 
 
 def _training(axis, values, name):
-    """The Points of a number in the rows of steps; in epochs without any, those of `values`, the
-    numbers of the epochs."""
+    """The Points of a number in the rows of steps; in epochs without any, in `values`, the numbers
+    of the epochs."""
     points, steps = [], {}
     for row in axis.run.steps:
         if is_number(row.get(name)):
@@ -332,7 +332,7 @@ def draw_curves(axes, runs, name, by_time):
                 style |= {"markevery": 1 + len(points) // 200, "markerfacecolor": "none"}
                 axes.plot(x, y, linewidth=1.4, linestyle="--", **style)
         _draw_marks(axes, run, horizontal, color)
-    # A diverging loss or a perplexity would flatten all that follows; ratios need no logarithms.
+    # A diverging loss or a perplexity would flatten everything after it; ratios need no logarithms.
     values = [value for value in values if math.isfinite(value)]
     if values and min(values) > 0 and max(values) > max(1, 100 * min(values)):
         axes.set_yscale("log")
@@ -527,7 +527,7 @@ def report(runs):
     parts.append(
         '<p class="pale">Filled markers only tell the runs apart. Nothing is smoothed: a curve has '
         'the rows of steps.jsonl (<span class="whole">--log-steps</span>), if there are any, '
-        "otherwise those of epochs.</p>"
+        "otherwise one point per epoch.</p>"
     )
     parts += [lasts(runs), about(runs), settings(runs)]
     timed = [run for run in runs if rank_times(run)]

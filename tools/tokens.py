@@ -115,7 +115,7 @@ def start_process(args):
 
 
 def write_part(number):
-    """In a process of the pool."""
+    """Write a part, in a process of the pool."""
     encoder.write_part(number)
 
 
@@ -128,7 +128,7 @@ def write_parts(args, count):
                 part.result()
                 if done % 50 == 0 or done == count:
                     say(f"{done} of {count} parts, of {PER_PART} documents each")
-        except BaseException as error:  # Ctrl-C, for example: what has begun is not waited for
+        except BaseException as error:  # Ctrl-C, for example: do not wait for what has started
             for process in multiprocessing.active_children():
                 process.kill()
             if isinstance(error, BrokenProcessPool):
@@ -242,10 +242,10 @@ def make_files(args):
         )
     parts.mkdir(exist_ok=True)
     known, facts = parts / "made_of.json", json.loads(json.dumps(fingerprint(args)))
-    begun = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
-    if begun != facts and any(parts.glob("*.npz")):
+    stored = json.loads(known.read_text(encoding="utf-8")) if known.exists() else None
+    if stored != facts and any(parts.glob("*.npz")):
         raise UserError(
-            f"{parts} was begun with other texts, another tokenizer or other options: remove it to "
+            f"{parts} was made with other texts, another tokenizer or other options: remove it to "
             f"start over"
         )
     write_text(known, json.dumps(facts))

@@ -84,20 +84,20 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two values are equal, of which those of tensors are compared one by one."""
+    """Whether two values are equal. The values in tensors are compared one by one."""
     return map_tensors(lambda t: t.tolist(), a) == map_tensors(lambda t: t.tolist(), b)
 
 
 def dtype_for(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor in a run in `dtype`: that of other kinds than floating-point numbers is
-    the tensor's own, but complex numbers have the precision of `dtype`."""
+    """The dtype of a tensor in a run in `dtype`: other kinds than floating-point numbers keep
+    theirs, but complex numbers have the precision of `dtype`."""
     if tensor.is_complex():
         return dtype.to_complex()
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def on_device_of(outputs: Any, targets: Any) -> Any:
-    """Move the targets to the device of the outputs, which is not that of the inputs if the model
+    """Move the targets to the device of the outputs, which differs from the inputs' if the model
     spans several devices. Does nothing if they are there already, or if the outputs hold no
     tensors, such as a torch.distributions.Normal."""
     found = tensors_of(outputs)

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from utils.errors import UserError
 
-LEFT_OVER = 86400.0  # seconds, after which a temporary file is that of a process that was killed
+LEFT_OVER = 86400.0  # seconds; an older temporary file was left by a killed process
 
 
 def write_atomically(path: Path, save: Callable[[BinaryIO], Any], remedy: str) -> None:

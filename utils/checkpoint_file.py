@@ -188,7 +188,7 @@ def _epoch_of(path):
 def keep_newest(folder: Path, count: int, epoch: int) -> None:
     """Remove the checkpoints of whole epochs, except for the newest `count` up to `epoch`.
 
-    Those of later epochs are damaged, or the run was continued from an older checkpoint on
+    Checkpoints of later epochs are damaged, or the run was continued from an older checkpoint on
     purpose. They get names that no resume looks at.
     """
     paths = sorted_by_epoch(folder)

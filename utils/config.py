@@ -1,7 +1,7 @@
 """How to train: the settings that every script and every task has. Needs no torch.distributed.
 
 Order of precedence: the defaults below, then the YAML file (--config FILE), then the flags. A task
-adds settings of its own in a subclass of Config, and a script in a subclass of BaseSettings.
+adds its settings in a subclass of Config, and a script in a subclass of BaseSettings.
 """
 
 import sys

@@ -25,7 +25,7 @@ NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 @torch.no_grad()
 def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None) -> None:
     """Try a task on a few samples, before the first epoch does. `model` is not divided or wrapped
-    yet, and stays as it is, but for the shapes of lazy modules. All ranks call it together.
+    yet, and stays as it is, except for the shapes of lazy modules. All ranks call it together.
 
     loader, val_loader: utils.data.Loader, of the training and of the validation.
     Raises UserError if the task lacks a name that every script uses, if what loss() or measure()
@@ -50,12 +50,12 @@ def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None)
         _check_summary(task, _try(task, model, loader))
         for batch in val_loader.examples([0, 0]) if val_loader else ():
             _sums(task, model, batch)
-    if val_loader:  # those of the training are compared by a hook, which knows the checkpoint
+    if val_loader:  # a hook compares the training samples, because it knows the checkpoint
         compare_samples(val_loader)
 
 
 class CompareSamples(Hook):
-    """Compares the ranks' training samples at the start, and those of a resumed run with those
+    """Compares the ranks' training samples at the start, and a resumed run's with the samples
     before. contents: what has been compared."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ class CompareSamples(Hook):
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Raises UserError, on all ranks, if a rank or the checkpoint has different samples."""
-        if not isinstance(self.loader, Loader):  # that of a user, of which nothing is known
+        if not isinstance(self.loader, Loader):  # a user's own, of which nothing is known
             return
         saved, self.contents = self.contents, compare_samples(self.loader)
         within_epoch = self.loader.start > 0
@@ -114,7 +114,7 @@ def _refuse_different(loader, contents, who, others, remedy=""):
 
 class _Contents(Dataset[list[Any]]):
     """What tells a sample from others: a summary of each tensor, and None for one that differs when
-    it is read again, such as an image whose transform has random numbers of its own."""
+    it is read again, such as an image whose transform draws its own random numbers."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -171,7 +171,7 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(model):
-    """Those that forward() can change: what it writes into a gathered DTensor is lost."""
+    """The tensors that forward() can change: what it writes into a gathered DTensor is lost."""
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
 

@@ -42,7 +42,7 @@ class BatchDataset(Dataset[Any]):
     __getitem__ is optional. Any other map-style dataset works as well.
 
     A subclass that overrides __getitem__ of a class with get_batch() must override that, too.
-    in_order: samples can only be asked for in ascending order, as those of a stream.
+    in_order: samples can only be asked for in ascending order, as from a stream.
     global_batch_size: what the run's must be, if the order of the samples depends on it.
     """
 
@@ -113,8 +113,8 @@ def _fetch(dataset, indices, collate_fn=None, seed=None):
 
 
 def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
-    """What makes a batch of the samples of a dataset, which come from these, or from those in a
-    Subset or a ConcatDataset among them."""
+    """The function that makes a batch of a dataset's samples, which come from `sources`, or from
+    the datasets in a Subset or a ConcatDataset among these."""
     parts = [part for source in sources for part in parts_of(source)]
     found = [getattr(part, "collate_fn", collate) for part in parts]
     if len({getattr(function, "__func__", function) for function in found}) > 1:
@@ -148,8 +148,8 @@ def describe_datasets(train_set: Any, val_set: Any) -> dict[str, Any]:
 
 
 def _subsets_in(dataset):
-    """The Subsets that a dataset consists of: itself, and those in the attributes of a Subset, of a
-    ConcatDataset, or of a dataset that transforms those of a different one."""
+    """The Subsets that a dataset consists of: itself, and Subsets in the attributes of a Subset, of
+    a ConcatDataset, or of a dataset that transforms the samples of a different one."""
     found = [dataset]
     for part in found:  # which grows meanwhile
         values = vars(part).values() if isinstance(part, Dataset) else []
@@ -318,7 +318,7 @@ class Loader:
             ) from None
 
     def read_apart(self, dataset: Any, keys: Sequence[Any]) -> Iterator[Any]:
-        """dataset[key] for each key, in a process of its own if the loader has any: a file that the
+        """dataset[key] for each key, in a separate process if the loader has any: a file that the
         dataset opens when it is first read would otherwise be open before these are forked, which
         would share its position, and read each other's samples."""
         return self._read(self._reader(dataset, keys, min(1, self.reader.num_workers)))
@@ -457,8 +457,8 @@ class _Batches(Dataset[Any]):
 
 
 def _as_array(indices):
-    """The indices as an array, which is passed to another process faster than a tensor, for which a
-    file in shared memory is opened; unless they are on a device."""
+    """The indices as an array, unless they are on a device. Passing a tensor to another process is
+    slower, because a file in shared memory is opened for it."""
     return indices.numpy() if indices.device.type == "cpu" else indices
 
 

@@ -190,9 +190,9 @@ def init_distributed(
     device: auto, cpu, cuda (the GPU with index LOCAL_RANK), or one device for all ranks: cuda:0.
     Other accelerators likewise.
     timeout: seconds that a collective waits for the other ranks.
-    devices: those of this process, if it uses several (utils/rungs/model_parallel.py).
+    devices: all devices of this process, if it uses several (utils/rungs/model_parallel.py).
     bound: bind the group to the device. NCCL then connects all ranks now, and messages between two
-    ranks wait for all that was sent before; otherwise, each pair has a queue of its own.
+    ranks wait for everything that was sent before; otherwise, each pair has its own queue.
     Raises UserError if the environment is incomplete or inconsistent, or the ranks cannot connect.
     """
     global _device
@@ -294,7 +294,7 @@ def cores_per_rank() -> int:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """If the body raises on one rank, raise on all: that rank raises its own error, the others
+    """Raise on all ranks if the body raises on one: that rank raises its own error, the others
     PeerError. Without it, the others would wait in their next collective until it times out.
     """
     error = None

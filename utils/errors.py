@@ -65,7 +65,7 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args, **kwargs):
-        if isinstance(sys.stdout, io.TextIOWrapper):  # not that of a notebook
+        if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
             with suppress(OSError):  # what has been printed before cannot be written
                 sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
         try:

@@ -73,9 +73,9 @@ class Hook:
         """The run is about to start or to continue. May raise UserError."""
 
     def after_step(self, checkpoint: Checkpoint) -> None:
-        """After each optimizer step. May request a save by checkpoint.request_save(), before hooks
-        that ask checkpoint.is_due(). Unless it is due, a hook may read values on the device in its
-        next call, to avoid blocking the host."""
+        """Called after each optimizer step. May request a save by checkpoint.request_save(), before
+        hooks that ask checkpoint.is_due(). Unless it is due, a hook may read values on the device
+        in its next call, to avoid blocking the host."""
 
     def before_row(self, row: dict[str, Any]) -> None:
         """An epoch has ended: add to its row, {name: value}, before it is written."""
@@ -85,7 +85,7 @@ class Hook:
         main process has those, so do not communicate."""
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
-        """Before the state is copied. between_steps: the save is within an epoch. May raise."""
+        """Called before the state is copied. between_steps: within an epoch. May raise."""
 
     def after_save(self, checkpoint: Checkpoint) -> None:
         """The state is copied, and is being written. May raise SilentExit to end the run."""

@@ -82,8 +82,8 @@ class Meter:
         self.noted |= values
 
     def restore_where(self, condition: Tensor, sums: Tensor | float) -> None:
-        """Where `condition`, a 0-dim bool tensor, is true, go back to `sums`, from an earlier
-        time. Does not wait for the device."""
+        """Go back to `sums`, from an earlier time, if `condition`, a 0-dim bool tensor, is true.
+        Does not wait for the device."""
         self.sums = torch.where(condition, sums, self.sums)
 
     def discount(self, count: float) -> None:
@@ -212,7 +212,7 @@ class MetricLogger:
     """One line per epoch: as JSON in output_dir/metrics.jsonl, and on the main process's console.
 
     start_epoch: rows of this epoch and later are dropped from the file; the run continues there.
-    hooks: Hooks that are given each row. The earlier rows are those of a History among them.
+    hooks: Hooks that are given each row. The earlier rows come from a History among them.
     """
 
     def __init__(self, cfg: Any, start_epoch: int = 0, hooks: Sequence[Any] = ()) -> None:

@@ -76,10 +76,9 @@ class CompareSetup(Hook):
 class CompareReplicas(CompareSetup):
     """Also raises UserError, on all ranks, if they no longer hold the same parameters, buffers and
     optimizer state: at the start, every cfg.check_replicas_every steps, before each save, and after
-    the last step of an epoch, because the forward passes of an evaluation would hide it that a rank
-    has buffers of its own: DistributedDataParallel broadcasts those of rank 0. After the second
-    step, in which DistributedDataParallel names parameters without a gradient, they compare
-    buffers."""
+    the last step of an epoch, because the forward passes of an evaluation would hide that a rank's
+    buffers differ: DistributedDataParallel broadcasts the buffers of rank 0. After the second step,
+    in which DistributedDataParallel names parameters without a gradient, they compare buffers."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
         super().__init__(cfg, state)
@@ -110,13 +109,13 @@ def check_replicas(
     """Raise UserError, on all ranks, if their parameters, buffers or optimizer state differ in a
     single bit. All ranks call it together. optimizer: None: compare the buffers alone.
 
-    Of a DTensor, each rank compares its shard with those of the ranks that hold the same one, if
-    there are any. between_steps: the statistics of BatchNorms are not compared. Unless these are
+    Each rank compares its shard of a DTensor with the ranks that hold the same shard, if there are
+    any. between_steps: the statistics of BatchNorms are not compared. Unless these are
     synchronized, each rank has its own until DistributedDataParallel broadcasts rank 0's.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     named = [] if alone else list(_tensors(model, optimizer, between_steps))
-    if not named:  # one process, or every rank has shards of its own
+    if not named:  # one process, or every rank has different shards
         return
     names, tensors = zip(*named, strict=True)
     shards = [_shard_number(tensor) for tensor in tensors]

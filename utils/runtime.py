@@ -47,7 +47,7 @@ def configure_torch(cfg: Any) -> None:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if cfg.compile != "none":
-        # For each bucket of DistributedDataParallel, it would make a graph of its own, so that
+        # For each bucket of DistributedDataParallel, it would make a separate graph, so that
         # communication overlaps with backward(): a loss where there is none.
         torch._dynamo.config.optimize_ddp = launched_world_size() > 1
 

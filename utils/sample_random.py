@@ -49,7 +49,7 @@ class _Step:
                     f"the draw {name!r} took {count} samples in a step of {len(self.keys)}: draw "
                     f"for all samples of the batch, in their order, and choose some afterwards"
                 )
-        # On the device of the indices: that of a dataset that lies there.
+        # On the device of the indices, which is the dataset's if it lies on one.
         self.keys = seeds.mix(indices + seeds.derive_seed(seed, epoch))
         self.thread = threading.get_ident()
         for (device, count), held in self.on_device.items():
@@ -100,14 +100,14 @@ class _Step:
 def _wrong_size(name, count, total):
     return UserError(
         f"the draw {name!r} takes {count} samples in a step of {total}: the first dimension must "
-        f"be that of the batch, and a module or name that is used several times in a step needs a "
+        f"be the batch's, and a module or name that is used several times in a step needs a "
         f"name for each: `with draws_named('second'):`"
     )
 
 
 def _is_other_thread(thread):
     is_other = not torch.compiler.is_compiling() and threading.get_ident() != thread
-    return is_other and not _is_backward()  # which has threads of its own
+    return is_other and not _is_backward()  # which has its own threads
 
 
 def _is_backward():
@@ -125,7 +125,7 @@ seeds.on_batch.append(_step.start)
 
 @contextmanager
 def draws_named(prefix: str) -> Iterator[None]:
-    """A context in which all draws have names of their own: for a second forward pass of the same
+    """A context that changes the names of all draws: for a second forward pass of the same
     modules in one step."""
     before, _step.prefix = _step.prefix, f"{_step.prefix}{prefix}/"
     try:
@@ -139,7 +139,7 @@ def uniform(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     the next of its micro-batches. name: a different one for each draw of a step.
 
     Before the first step, as where the task is checked, all samples have the same. Raises UserError
-    if the name has been used for these samples, or if a step trains and none has begun.
+    if the name has been used for these samples, or if a step trains and none has started.
     """
     name = _step.prefix + name
     keys = _step.take(name, shape[0], device)
@@ -170,7 +170,7 @@ def _philox(keys, shape):
 
 
 def _philox_of_int64(keys, shape):
-    """The same in int64 arithmetic, whose products wrap around as those of uint64."""
+    """The same in int64 arithmetic, whose products wrap around like products of uint64."""
     numbers = torch.Size(shape[1:]).numel()
     blocks = torch.arange(-(-numbers // 4), device=keys.device)
     key, counter = keys[:, :1], keys[:, 1:] + blocks
@@ -217,7 +217,7 @@ class Dropout(nn.Module):
 
 class StochasticDepth(Dropout):
     """torchvision.ops.StochasticDepth(p, "row"), by sample: sets all values of a sample to 0 with
-    probability p, and divides those of the others by 1 - p (Huang et al. 2016, arXiv 1603.09382).
+    probability p, and divides the others by 1 - p (Huang et al. 2016, arXiv 1603.09382).
 
     For the end of a residual branch, which a sample then skips. name: of the draw; each branch
     needs its own.
@@ -272,7 +272,7 @@ def _converted(name, module):
 
 
 def _has_its_dropout_compiled(module):
-    """By torch.compile(), in which modules have different names, TorchScript, or torch.export."""
+    """Whether torch.compile(), which renames modules, TorchScript, or torch.export compiled it."""
     if isinstance(module, torch.jit.ScriptModule):
         return "dropout" in str(module.inlined_graph)
     if isinstance(module, torch.fx.GraphModule):

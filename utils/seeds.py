@@ -23,7 +23,7 @@ def set_seed(seed: int) -> None:
 def derive_seed(*numbers: int) -> int:
     """A seed below 2**63, the same in every process and version of Python.
 
-    The mixing function is that of SplitMix64 (Steele et al. 2014, doi 10.1145/2714064.2660195).
+    The mixing function is SplitMix64's (Steele et al. 2014, doi 10.1145/2714064.2660195).
     """
     seed = 0
     for number in numbers:

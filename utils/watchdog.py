@@ -81,7 +81,7 @@ def _write(store, started):
 
 
 def _collectives(ignored_group):
-    """{group: the number of collectives that this rank has started in it}, but for one group."""
+    """{group: the number of collectives that this rank has started in it}, except for one group."""
     world, counts = distributed_c10d._world, {}
     for group, name in world.pg_names.items():
         if group is not ignored_group:

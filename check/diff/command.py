@@ -1,4 +1,4 @@
-"""Where do two training runs part first?
+"""Finds the first difference between two training runs.
 
     cd your/project
     python CLONE/check diff -- train.py -- torchrun --nproc_per_node=2 train_ddp.py
@@ -58,7 +58,7 @@ def parse(arguments):
         "--dtype",
         choices=["float64", "own"],
         default="float64",
-        help="own: that of the scripts; differences up to 1e-4 then count as rounding",
+        help="own: the scripts' dtype; differences up to 1e-4 then count as rounding",
     )
     for letter in "ab":
         parser.add_argument(
@@ -188,7 +188,7 @@ class Command(NamedTuple):
 
 
 def launched(command, rank_arguments=()):
-    """The Command of a command line. rank_arguments: those of the user."""
+    """The Command of a command line. rank_arguments: the user's."""
     from check.__main__ import rank_arguments_of, script_of
 
     count = 1
@@ -322,7 +322,7 @@ def outcome_of_resume(args, work, processes):
         resumed, after = run("resumed", two, most - saved, root=killed.root)
         if not after:
             raise CannotRun(_failure(resumed, "b"))
-    if len(after) > 1:  # what is passed over to come to the first step is no part of it
+    if len(after) > 1:  # samples passed over before the first step do not count
         counts = [len(samples) for samples in after[1].samples]
         after[0].samples = [
             s[max(0, len(s) - n) :] for s, n in zip(after[0].samples, counts, strict=True)
@@ -447,7 +447,7 @@ def _failure(run, letter, steps=0):
     if run.code:
         hint = "\nIf it asks for float32: --dtype own" if "float32" in output[-1000:] else ""
         return f"Run {letter.upper()} failed (exit code {run.code}){after}:\n{output}{hint}"
-    return f"Run {letter.upper()} made no step of an optimizer. Its output ends with:\n{output}"
+    return f"Run {letter.upper()} took no step of an optimizer. Its output ends with:\n{output}"
 
 
 def _write(path, value):

@@ -15,7 +15,7 @@ HALF = 3e-2  # or float16 or bfloat16
 
 @dataclass
 class Comparison:
-    """Of the tensors with the same name in two runs, a and b."""
+    """The comparison of two tensors with the same name, in runs a and b."""
 
     name: str
     difference: float  # the largest, relative to the largest value; inf: not comparable
@@ -67,7 +67,7 @@ def largest_of(tensor):
 
 
 def how_different(a, b, difference, worlds):
-    """In words, what makes a out of b."""
+    """What makes a out of b, in words."""
     factor = factor_of(a, b)
     if factor is not None and (a.numel() > 1 or _is_telling(factor, worlds)):
         return named(factor, worlds)
@@ -87,7 +87,7 @@ def how_different(a, b, difference, worlds):
 
 
 def order_of(a, b):
-    """The order that makes the rows of b those of a, if it is not that which they have; or None."""
+    """The order in which the rows of b equal a's, unless they are in it already; or None."""
     if (
         a is None
         or b is None

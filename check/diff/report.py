@@ -14,7 +14,7 @@ def headline(outcome):
     if first:
         return f"The runs part in step {first.step}, in the {first.stage}: {first.text}."
     largest = max(outcome.results, key=lambda result: result.largest)
-    rounding = f", but for rounding: {largest.largest:.0e} in the {largest.stage}"
+    rounding = f", except for rounding: {largest.largest:.0e} in the {largest.stage}"
     rounding = rounding if largest.largest > EQUAL else ""
     count = len({result.step for result in outcome.results})
     return f"The runs are equal in {count} step{'s' * (count != 1)}{rounding}."

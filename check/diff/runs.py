@@ -20,7 +20,7 @@ class Step:
             self._give_rows_of_first_stage()
 
     def _give_rows_of_first_stage(self):
-        """In a pipeline, the rows of a micro-batch are those that its first stage was given."""
+        """Give all stages of a pipeline the rows that the first stage got in a micro-batch."""
         stages = {}
         for number, rank in enumerate(self.ranks):
             for forward in rank["forwards"]:
@@ -47,7 +47,8 @@ class Step:
         return [forward["draws"][name] for forward in forwards if name in forward["draws"]]
 
     def disagreements(self, key):
-        """{name: the first rank whose tensor is not that of the first rank that has it}."""
+        """{name: the first rank whose tensor differs from the tensor of the first rank that has
+        it}."""
         found, joined = {}, self.joined(key)
         for number, rank in enumerate(self.ranks):
             for name, value in rank[key].items():
@@ -60,7 +61,7 @@ class Step:
 
     @cached_property
     def rows(self):
-        """Of each rank, a Counter of the checksums of the rows that its models were given."""
+        """A Counter per rank, of the checksums of the rows that its models were given."""
         found = []
         for rank in self.ranks:
             # Of the stages of a pipeline that one rank holds, all are given the same rows.
@@ -119,12 +120,12 @@ class Step:
 
     @cached_property
     def all_rows(self):
-        """A Counter of the rows of all ranks together, those of ranks that divide a model once."""
+        """A Counter of the rows of all ranks together. Ranks that divide a model count once."""
         return sum(distinct(self.rows), Counter())
 
     def outputs(self, ranks):
         """{(model, name, number, call): (type of the module, tensor)} of the outputs of modules, in
-        the order of execution. Rows are in the order of the checksums of those of the inputs; the
+        the order of execution. Rows are in the order of the checksums of the inputs' rows; the
         tensor is None if it is not clear which row is which."""
         found, kinds, owners = {}, {}, {}
         for number in ranks:
@@ -226,8 +227,8 @@ def _rank_of(path):
 
 
 def _samples(rank):
-    """For each step of a rank, the samples that its training loaders have handed out since the one
-    before."""
+    """Yields, per step of a rank, the samples that its training loaders have handed out since the
+    last step."""
     training = {epoch["epoch"] for epoch in rank.training}
     samples = []
     for event in rank.events:

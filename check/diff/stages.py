@@ -50,7 +50,7 @@ class Result:
 
 @dataclass
 class Outcome:
-    """What a comparison has found. steps: those of both runs; worlds: their numbers of ranks."""
+    """What a comparison has found. steps: of both runs; worlds: their numbers of ranks."""
 
     results: list
     steps: list
@@ -251,7 +251,7 @@ class Comparer:
 
     def _disagreements(self, letter, step, key):
         """{name: rank} of the tensors that should be the same on all ranks of a run, and are not.
-        Where a run is compared with itself, they are no difference."""
+        Where a run is compared with itself, none counts."""
         if self.is_same_command or step.has_stages:
             return {}
         found = step.disagreements(key)

@@ -1,5 +1,5 @@
-"""From what was observed to findings. A rule is a function that takes a Checked and yields Findings
-and NotChecked."""
+"""The rules that turn what was observed into findings. A rule is a function that takes a Checked
+and yields Findings and NotChecked."""
 
 from check.findings import Finding, NotChecked
 from check.rules import data, evaluation, files, gradients, models, output

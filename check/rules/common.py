@@ -19,7 +19,7 @@ def errors(run):
 
 
 def own_errors(run):
-    """The errors in the output of a run, without those of a rank that another one has left."""
+    """The errors in the output of a run, without the errors of a rank that another one has left."""
     return [line for line in errors(run) if not re.search("onnection|gloo|[Tt]imed out", line)]
 
 
@@ -49,7 +49,7 @@ def holds_parts(checked):
 
 
 def divides_experts(checked):
-    """\"expert parallel\" if ranks with samples of their own hold parts of one model, or None."""
+    """\"expert parallel\" if ranks with different samples hold parts of one model, or None."""
     two = checked["two"]
     return "expert parallel" if two and two.experts else None
 
@@ -66,8 +66,8 @@ def models(checked):
 
 
 def replicas(checked):
-    """The ranks of the run on several processes, if each has a model for samples of its own; of
-    those that hold a model together, the first one. None if there are no several models."""
+    """The ranks of the run on several processes, if each has a model for its own samples. Of ranks
+    that hold a model together, the first one. None if they all hold one model."""
     ranks = two_ranks(checked)
     if ranks is None or not holds_parts(checked):
         return ranks
@@ -76,7 +76,7 @@ def replicas(checked):
 
 
 def all_close(first, second):
-    """Whether two lists of numbers are equal but for rounding."""
+    """Whether two lists of numbers are equal except for rounding."""
     return len(first) == len(second) and all(
         abs(a - b) <= 1e-9 + 1e-6 * abs(a) for a, b in zip(first, second, strict=True)
     )
@@ -90,7 +90,7 @@ def first_ranks(checked, *names):
 
 def same_data(ranks, first, second):
     """Whether the epochs of two ranks read one dataset. Else an index is not the same sample on
-    both: each rank has loaded data of its own."""
+    both: each rank has loaded different data."""
     if first["base"] == first["dataset"] and first["dataset_len"] != second["dataset_len"]:
         return False
     probes = probe_of(ranks[0], first), probe_of(ranks[1], second)
@@ -126,7 +126,7 @@ def _same_probes(ours, theirs):
         return True
     if ours["repeats"] and theirs["repeats"]:
         return sum(a == b for a, b in pairs) > 0.5 * len(pairs)
-    # A dataset with random numbers of its own: its labels are what can be compared.
+    # A dataset that draws its own random numbers: its labels are what can be compared.
     for column in zip(*(zip(a, b, strict=False) for a, b in pairs), strict=False):
         equal = sum(a == b for a, b in column) > 0.9 * len(column)
         if equal and len({a for a, _ in column}) > 1:

@@ -71,7 +71,7 @@ def same_samples(checked):
 
 
 def _takes_a_slice(ranks, epoch, other):
-    """Whether each rank trains a part of its own of the batches that all of them read."""
+    """Whether each rank trains a different part of the batches that all of them read."""
     size = epoch["sizes"][1]
     if set(epoch["base_samples"][:size]) != set(other["base_samples"][:size]):
         return False
@@ -89,7 +89,7 @@ def _takes_a_slice(ranks, epoch, other):
 
 
 def _other_orders(ranks, first, second):
-    """Datasets of the ranks that hold the same samples, but each in an order of its own, so that
+    """Datasets of the ranks that hold the same samples, but each in a different order, so that
     indices that are divided do not divide the samples."""
     ours, theirs = probe_of(ranks[0], first), probe_of(ranks[1], second)
     if not ours or not theirs or not (ours["repeats"] and theirs["repeats"]):
@@ -102,9 +102,9 @@ def _other_orders(ranks, first, second):
         return  # too many are equal by themselves; or no order of one set
     likely = least**2 / ours["length"]  # in both of two random parts of the same samples
     if common < max(4, 0.2 * likely):
-        return  # each rank has loaded samples of its own
+        return  # each rank has loaded different samples
     if least < ours["length"]:
-        text = f"of {least} samples of each rank's dataset, {common} are in that of the other one"
+        text = f"of {least} samples of each rank's dataset, {common} are in the other dataset, too"
     else:
         shares = [
             {own[index] for index in epoch["base_samples"] if index in own}
@@ -169,7 +169,7 @@ def _same_inputs(ranks):
     begins = ours[:3] == theirs[:3]  # until rank 0 draws for an evaluation, for example
     if not ours or not theirs:
         trains = all(rank.steps for rank in ranks)
-        why = "the script trains without a DataLoader" if trains else "a rank makes no step"
+        why = "the script trains without a DataLoader" if trains else "a rank takes no step"
         yield NotChecked("samples per rank", why)
     elif begins or len(common) > 0.5 * len(set(ours)):
         place = where(next(iter(ranks[0].steps[0]["forwards"]), None))
@@ -252,7 +252,7 @@ def _same_order(first, second):
 
 
 def uneven_batches(checked):
-    """Ranks with different numbers of batches wait for each other for ever."""
+    """Ranks with different numbers of batches wait for each other forever."""
     ranks = replicas(checked)
     if ranks is None or ranks[0].of("join"):
         return

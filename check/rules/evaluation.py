@@ -94,7 +94,7 @@ def division(checked):
             f"only rank {evaluating[0].number} evaluates; the others wait",
         )
         return
-    # What is read before the training alone, such as a few samples to try, is no evaluation of it.
+    # What is read before the training alone, such as a few samples to try, does not evaluate it.
     start = min((epoch["epoch"] for epoch in evaluating[0].training), default=-1)
     loaders = {e["loader"] for e in evaluating[0].evaluation if e["epoch"] > start}
     for loader in sorted(loaders):
@@ -131,7 +131,7 @@ def _division(checked, ranks, shares):
         return
     is_one_set = len({share["dataset"] for share in shares}) == 1
     if is_one_set and len(counts) < (shares[0]["dataset_len"] or 0):
-        return  # nobody fills anything up: each rank evaluates samples of its own choice
+        return  # nobody fills anything up: each rank evaluates samples that it chooses
     total, distinct = sum(counts.values()), len(counts)
     values = [[value for call in own for value in call["values"] or []] for own in calls]
     sums = [sum(pair) for pair in zip(*values, strict=False)]
@@ -220,8 +220,8 @@ def _one_rank_metric(ranks, shares, events):
 
 
 def _joined_by_files(ranks, events):
-    """Whether a rank reads what each of the others has written during the evaluation, which is no
-    checkpoint."""
+    """Whether a rank reads what each of the others has written during the evaluation, which is not
+    a checkpoint."""
     written = [
         {event["path"] for event in own if event["kind"] != "collective" and "path" in event}
         - {event["path"] for event in own if event.get("model")}
@@ -236,7 +236,7 @@ def _joined_by_files(ranks, events):
 
 def one_of_several(checked):
     """A number that is printed after an evaluation, and depends on the samples of rank 0 alone,
-    where others depend on those of all ranks."""
+    where others depend on the samples of all ranks."""
     runs = [checked[name] for name in ("two", "altered-0", "altered-last", "altered-again")]
     if None in runs or not all(run.ended and run.ranks for run in runs):
         return
@@ -248,7 +248,7 @@ def one_of_several(checked):
             "metric-of-one-rank",
             place,
             f"{value} in {text.strip()[:80]!r} depends on the samples that rank 0 evaluates, "
-            "but not on those of the last rank",
+            "but not on the last rank's",
         )
         return
 

@@ -62,8 +62,8 @@ def _saves(rank, checked):
 
 
 def _is_checkpoint(event, again):
-    """Whether this is no other file: one without parameters, such as predictions, or one of pickle
-    or NumPy that a run that is started again does not read."""
+    """Whether this is a checkpoint: not a file without parameters, such as predictions, nor one of
+    pickle or NumPy that a run that is started again does not read."""
     if event["model"] is False:
         return False
     if event["kind"] == "save":
@@ -103,7 +103,7 @@ def resumed(checked):
         yield NotChecked("resuming", "the run that was started again needed more than --timeout")
         return
     if not again.ended and not again.any("step"):
-        # A rank that fails takes the others with it, whose errors only say that it has gone.
+        # When a rank fails, the others end, too: their errors only say that it is gone.
         text = (own_errors(again) or errors(again) or [f"exit code {again.code}"])[-1]
         place = failed_at(again, text)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
@@ -126,7 +126,7 @@ def resumed(checked):
         return
     before, after = killed.ranks[0], again.ranks[0]
     if not after.steps:
-        yield NotChecked("resuming", "the run that was started again makes no step")
+        yield NotChecked("resuming", "the run that was started again takes no step")
         return
     place = where(loads[0])
     first = after.steps[0]
@@ -139,7 +139,7 @@ def resumed(checked):
     if first["parameters"] not in states:
         yield NotChecked(
             "resuming",
-            "the parameters after the load are those of no step before; they may be an average",
+            "the parameters after the load equal no earlier step's; they may be an average",
         )
         return
     equal = [i for i, state in enumerate(states) if state == first["parameters"]]
@@ -207,7 +207,7 @@ def _lost_on_other_ranks(killed, again, index, place):
             continue
         found = list(_lost(before, after, index, place))
         if after.steps[0]["parameters"] != first["parameters"]:
-            text = "the parameters after the load are those of rank 0 alone"
+            text = "only rank 0's parameters are right after the load"
             found = [Finding("model-not-restored", place, text)]
         if found:
             observed = f"on rank {number}: {found[0].observed}"
@@ -428,7 +428,7 @@ def _read(rank, loader):
 
 
 def _last_read(rank, loader):
-    """For each step, the samples of the batch of a loader that was read last before it."""
+    """The samples of the last batch that was read from a loader before each step."""
     read = _read(rank, loader)
     steps = (step["number"] for step in rank.steps)
     return [next((s for n, s in reversed(read) if n < step), None) for step in steps]
@@ -472,7 +472,7 @@ def _printed_again(before, after, prints):
 
 
 def _printed_epochs(rank):
-    """For each place, and each position of such a number in its text, the numbers of epochs."""
+    """{(place, position in its text): the numbers of epochs that were printed there}."""
     found = {}
     for event in rank.of("print"):
         texts = re.findall(r"epoch\W{0,4}(\d+)", event["text"], re.IGNORECASE)

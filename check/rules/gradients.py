@@ -20,7 +20,7 @@ LOOKED_AT = 16  # steps, as inside/check_inside/own.py does
 
 
 def scale(checked):
-    """The gradient of two ranks against that of one process for the same samples."""
+    """The gradient of two ranks against the gradient of one process, for the same samples."""
     ranks = two_ranks(checked)
     parts = holds_parts(checked) or divides_experts(checked)
     two, one = checked["exact-two"], checked["exact-one"]
@@ -155,7 +155,7 @@ def whole_in_each(checked):
 
 
 def _inputs_differ(one, two):
-    """Whether the first step of one process has other inputs than those of the ranks together."""
+    """Whether the first step of one process has different inputs than all ranks together."""
     rows = [
         {
             row
@@ -170,7 +170,7 @@ def _inputs_differ(one, two):
 
 
 def _backward_of(step):
-    """Where the first backward of a step is called, close to which its loss is scaled."""
+    """The place where a step first calls backward(), close to which its loss is scaled."""
     place = step["backwards"][0][0] if step["backwards"] else None
     return tuple(place) if place else where(step)
 
@@ -347,7 +347,7 @@ def skipped(checked):
 
 
 def plateaus(checked):
-    """A schedule that each rank steers by a value of its own."""
+    """A schedule that each rank steers by a different value."""
     ranks = replicas(checked)
     for ours, theirs in zip(*(rank.of("plateau") for rank in (ranks or [])[:2]), strict=False):
         if not all_close([ours["value"]], [theirs["value"]]):
@@ -396,7 +396,7 @@ def own_gradients(checked):
             yield Finding(
                 "gradient-scale",
                 where(step_of),
-                "the gradient of a step is the sum of those of the ranks, whose losses are means",
+                "the gradient of a step is the sum over the ranks, whose losses are means",
             )
             return
 
@@ -535,7 +535,7 @@ def clipped(checked):
                     yield Finding(
                         "clip-before-unscale",
                         where(clip),
-                        "gradients are clipped while they are those of the scaled loss",
+                        "gradients are clipped while they are still scaled",
                     )
                     return
 

@@ -590,7 +590,7 @@ def test_float32_that_differs_by_rounding_is_equal(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     command = [*CHECK, "diff", "--dtype", "own", "--", *ONE, "--", *TWO]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "but for rounding" in done.stdout
+    assert done.returncode == 0 and "except for rounding" in done.stdout
 
 
 def test_padding_and_order_of_rows_are_no_difference():

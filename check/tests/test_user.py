@@ -311,7 +311,7 @@ for dataset, drawn in ([0], 100), (tensors, 100), (tensors, 33):
     print(why_not_limited(Epoch(dataset=dataset, drawn=range(drawn), is_iterable=False)))
 """
     said = output(33, source, tmp_path).splitlines()
-    assert said[0] == "a list is no map-style torch.utils.data.Dataset"
+    assert said[0] == "a list is not a map-style torch.utils.data.Dataset"
     assert said[1].startswith("the sampler of a TensorDataset yields 100 indices")
     assert said[2] == "None"
 

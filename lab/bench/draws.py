@@ -2,7 +2,7 @@
 
     python -m lab.bench.draws --write docs/results/draws.json
 
-Operations are those of a forward pass in training on the CPU, besides views and allocations, as
+Operations are counted in a forward pass in training on the CPU, without views and allocations, as
 lab.bench.operations counts them. --time adds microseconds, for a machine that does nothing else.
 """
 
@@ -74,8 +74,8 @@ def _microseconds(function, values):
 
 
 def sum_difference(dtype: torch.dtype) -> float:
-    """How much the sum of RANKS gradients differs from that in the opposite order: the root mean
-    square, relative to that of the sum."""
+    """How much the sum of RANKS gradients differs from the sum in the opposite order: the root mean
+    square of the difference, relative to the root mean square of the sum."""
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(RANKS, 10**6, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -90,7 +90,7 @@ def sum_difference(dtype: torch.dtype) -> float:
 
 def rank_difference(function: Callable) -> float:
     """How much the outputs for eight samples differ if two ranks compute half of them each, with
-    seeds of their own, as the scripts do."""
+    different seeds, as the scripts do."""
     torch.manual_seed(0)
     whole, halves = function(slice(0, 8)), []
     for rank in range(2):
@@ -155,7 +155,7 @@ def unkeyed(result: dict) -> str:
             "one `nn.LSTM` per layer, with `Dropout` between them",
         ],
         [
-            "kernels that add in an order of their own, by atomic additions",
+            "kernels whose atomic additions come in any order",
             "0 on a CPU",
             "on a GPU, `--deterministic`",
         ],

@@ -91,7 +91,7 @@ class Recorder:
         self.counting = Counting()
 
     def after_step(self, *_):
-        """For register_optimizer_step_post_hook: a step lasts from one call to the next."""
+        """A register_optimizer_step_post_hook() hook: a step lasts from one call to the next."""
         now = time.perf_counter()
         self.step += 1
         if self.step == WARM_UP:

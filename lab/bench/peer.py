@@ -15,7 +15,7 @@ accuracy of the second. lab.bench.peers runs all of them.
     fabric      Lightning Fabric
     trainer     Lightning's Trainer
 
-All but the first read images as the tutorial does, since none has a pipeline of its own.
+All but the first read images as the tutorial does, since none has its own pipeline.
 
 WORKERS: how many the DataLoader has; with a trailing !, they are restarted in each epoch, as in the
 tutorial.
@@ -117,7 +117,7 @@ class Clock:
 
 
 # Each peer: (cfg, num_classes, device, loader, precision, clock) -> training accuracy. Some also
-# take options of the optimizer: those of NAME+fused.
+# take options of the optimizer, for NAME+fused.
 
 
 def bare(cfg, num_classes, device, loader, precision, clock):

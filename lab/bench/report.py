@@ -88,7 +88,7 @@ def table_rows(result):
 
 
 def efficiency(result, speed, name, batch, world_size):
-    """The speed relative to that of one process times their number, as text."""
+    """The speed, relative to one process's speed times the number of processes, as text."""
     base = speed.get("DDP + AMP x1" if "AMP" in name else "DDP x1")
     if not base or batch != result["config"]["global_batch_size"]:
         return "not comparable"
@@ -126,8 +126,8 @@ def notes(result):
         "a different number of updates per epoch, so their efficiency is not comparable. Limits "
         "are measured interleaved with the rows: computation, data loading or all-reduce alone; "
         f'"of limit" is relative to the smallest. From the start to the end of the first step: '
-        f"{first:.1f} s ({name}).{shared} The accuracy is that after two epochs of {steps} steps, "
-        "which only shows that a row learns: so early, differences of rounding (in float32, and "
+        f"{first:.1f} s ({name}).{shared} The accuracy after two epochs of {steps} steps "
+        "only shows that a row learns: so early, differences of rounding (in float32, and "
         "more with AMP) grow fast, and with accumulation BatchNorm normalizes with a micro-batch. "
         "That the scripts train the same model is what `make verify` shows, in float64."
     )

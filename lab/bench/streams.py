@@ -6,8 +6,9 @@ The same images in tar files and the same documents in JSON lines are read in ra
 (with ShardOrder and the scripts' loader), WebDataset, datasets (streaming) and litdata, which reads
 its own format. All decode with the same function, in batches of 64, without loader processes and
 with two. Then the text task's model is trained for an epoch on batches that are padded to their
-longest document: random ones, and those of LengthBuckets. All runs are interleaved; the table shows
-medians of --repeats epochs. Needs the packages of requirements-peers.txt and requirements-dev.txt.
+longest document: random ones, and batches of LengthBuckets. All runs are interleaved; the table
+shows medians of --repeats epochs. Needs the packages of requirements-peers.txt and
+requirements-dev.txt.
 """
 
 import argparse
@@ -141,7 +142,7 @@ READERS = {
 
 
 def optimize(folder, samples):
-    """Write the samples in litdata's format, in a process of its own: it leaves a signal handler
+    """Write the samples in litdata's format, in a separate process: it leaves a signal handler
     behind."""
 
     def write():

@@ -36,7 +36,7 @@ def cells_of(row):
 
 
 def write(path, task, rows, summary):
-    """Write the log of a task, beside those of other tasks that the file holds."""
+    """Write the log of a task, beside the logs of other tasks that the file holds."""
     log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     log[task] = {
         "command": " ".join(["python -m lab.chaos", *sys.argv[1:]]),

@@ -20,7 +20,7 @@ from tasks.text import (  # noqa: F401
     tensor_parallel_plan,
 )
 
-# Those of the last entry are reached within the third epoch of five steps.
+# The weights of the last entry are reached within the third epoch of five steps.
 WEIGHTS = [
     (0, {"shards": 3, "stream": 2, "nested": 1}),
     (12, {"shards": 1, "stream": 2, "nested": 3}),

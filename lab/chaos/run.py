@@ -48,7 +48,7 @@ FLAGS = {
 KILLS = ("kill-rank", "kill-save", "kill-rename", "kill-row")  # without a launcher, nothing is left
 # What differs from run to run, and so does what ends with "seconds".
 TIMED = ("samples_per_second", "memory", "resumed_at_step", "world_size")
-SPAWN = "train_ddp_spawn.py"  # has a launcher of its own, which does not fork
+SPAWN = "train_ddp_spawn.py"  # has its own launcher, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
 IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}
 TEXT = {"context": 24, "layers": 4, "heads": 4, "width": 16}
@@ -90,8 +90,8 @@ class Row(NamedTuple):
 
 
 class ChaosRun:
-    """Trains with a script under faults. Its files are in `folder`, those of the run with faults in
-    `output`.
+    """Trains with a script under faults. Its files are in `folder`, and the files of the run with
+    faults in `output`.
 
     nproc: the number of ranks; several, in a list, take turns; None for a single process. limit,
     patience: see forked_run(). task: a name in TASK_FLAGS; shards: the images task, reading tar
@@ -282,8 +282,8 @@ class ChaosRun:
 
 
 def compare(output, straight, is_exact=True):
-    """How the result of a run differs from that of an uninterrupted one: in its bits or, unless
-    is_exact, by more than rounding in float64 on a different number of ranks."""
+    """How the result of a run differs from the result of an uninterrupted one: in its bits or,
+    unless is_exact, by more than rounding in float64 on a different number of ranks."""
     ours, theirs = parts_of(output), parts_of(straight)
     for name in ours:
         if is_exact:

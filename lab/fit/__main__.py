@@ -76,7 +76,7 @@ def published():
 
 
 def comparison(result):
-    """The published figures and those of tools.fit, as a Markdown table."""
+    """The published figures and the figures of tools.fit, as a Markdown table."""
     rows = []
     for (gpus, compiles, measured), found in zip(PUBLISHED, result["published"], strict=True):
         reserved = found["reserved"] / 2**30

@@ -146,7 +146,7 @@ def layers(model: Denoiser) -> list[tuple[Callable[[Tensor], Tensor], list[Any]]
 
 
 def tensor_parallel_plan(model: Denoiser, ranks: int) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """For parallelize_module(): each rank computes some of each block's heads and MLP columns.
+    """A plan for parallelize_module(): each rank computes some heads and MLP columns of each block.
 
     Raises UserError if the ranks cannot have the same number.
     """

@@ -1,5 +1,5 @@
 """A transformer that removes noise from images: a small DiT (Peebles and Xie 2022, arXiv
-2212.09748) with the noise level as a token of its own, called in-context conditioning there.
+2212.09748) with the noise level as a separate token, called in-context conditioning there.
 
 It predicts the image without noise (Li and He 2025, arXiv 2511.13720), on the straight path from an
 image to noise of rectified flow (Liu et al. 2022, arXiv 2209.03003).

@@ -78,7 +78,7 @@ def describe(train_set: PixelDataset, val_set: PixelDataset) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, such as those of a ResNet."""
+    """The repeated blocks of a model, such as a ResNet's."""
     from tasks.images.parts import blocks_of
 
     return blocks_of(model)

@@ -48,7 +48,7 @@ def is_writable(cache: str | Path) -> bool:
 
 
 def bad_files(paths: Sequence[str], cache: str | Path) -> set[str]:
-    """Those `paths` that cannot be decoded; the main process prints them.
+    """The `paths` that cannot be decoded; the main process prints them.
 
     Reads every file once and keeps the list in the folder `cache` until a file changes.
     """

@@ -71,7 +71,7 @@ class WithConfusion:
 
 
 def run_settings(trained: Trained, **changes: Any) -> task.Settings:
-    """The settings of the run that trained a model, as far as they are those of the images task."""
+    """The settings of the run that trained a model, as far as the images task has them."""
     known = {field.name for field in fields(task.Settings)}
     kept = {name: value for name, value in trained.config.items() if name in known}
     # As weights, the checkpoint itself says what its images must look like.
@@ -205,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tasks.images.evaluate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("checkpoint", help="such as runs/x/best.pt")
-    parser.add_argument("--data-dir", help="a folder of images (default: that of the run)")
+    parser.add_argument("--data-dir", help="a folder of images (default: the run's)")
     parser.add_argument("--split", choices=("train", "val", "test"), default="val")
     parser.add_argument("--batch-size", type=int, default=256, help="per process (default: 256)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")

@@ -52,7 +52,7 @@ class Files(NamedTuple):
 def find_images(data_dir: str | Path, split: str) -> Files:
     """The image files of a split (a key of FOLDERS), in sorted order.
 
-    Hidden files and folders are ignored; others that are no images are, too, but the main process
+    Hidden files and folders are ignored; others that are not images are, too, but the main process
     says so. Raises UserError if the split does not exist or a class has no images.
     """
     folders = [Path(data_dir) / name for name in FOLDERS[split]]
@@ -102,7 +102,7 @@ def _is_hidden(name):
 
 
 def is_image(path: Path, ignored: list[Path]) -> bool:
-    """Whether the name is that of an image. path: relative to the folder that was searched; hidden
+    """Whether the name is an image's. path: relative to the folder that was searched; hidden
     files, and files in hidden folders, do not count. Others that do not are added to `ignored`."""
     if any(map(_is_hidden, path.parts)):
         return False

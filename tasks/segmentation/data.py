@@ -229,8 +229,8 @@ def find_pairs(data_dir: str) -> list[Pair]:
     ignored += [path for path in sorted(masks.iterdir()) if path not in used]
     ignored = [str(path) for path in ignored if path.name[0] != "."]
     if ignored and is_main_process():
-        text = f"ignored {len(ignored)} files, such as {ignored[0]}: they are no image of"
-        warn(f"{text} {', '.join(EXTENSIONS)} with a mask")
+        text = f"ignored {len(ignored)} files, such as {ignored[0]}: none is an image"
+        warn(f"{text} ({', '.join(EXTENSIONS)}) with a mask")
     return pairs
 
 

@@ -156,7 +156,7 @@ def test_node_with_the_rendezvous_dies(rendezvous, tmp_path):
 
 @SLOW
 def test_both_sides_end_when_the_link_goes_down(tmp_path):
-    """torchrun alone does not: with a c10d rendezvous, the other node's agent waits for ever."""
+    """torchrun alone does not: with a c10d rendezvous, the other node's agent waits forever."""
     gate = Gate(tmp_path, 3)
     launcher = tmp_path / "impatient.py"
     launcher.write_text(

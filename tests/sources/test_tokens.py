@@ -210,7 +210,7 @@ def test_files_do_not_depend_on_processes_or_interruptions(texts, monkeypatch, c
     times = {path: path.stat().st_mtime_ns for path in parts[2:]}
     for path in parts[:2]:
         path.unlink()
-    with pytest.raises(UserError, match="begun with other"):
+    with pytest.raises(UserError, match="made with other"):
         make(texts, monkeypatch, texts / "two", 2, "--val-every", "8")
     with monkeypatch.context() as patched:
         joined, kept = tools.tokens.join, []
@@ -264,7 +264,7 @@ def test_parts_are_of_one_command_only(texts, monkeypatch):
         make(folder, patched, folder / "x", 1, "--val-every", "9")
     facts = (parts / "made_of.json").read_text()
     (parts / "made_of.json").unlink()
-    with pytest.raises(UserError, match="begun with other"):
+    with pytest.raises(UserError, match="made with other"):
         make(folder, monkeypatch, folder / "x", 1, "--val-every", "9")
     (parts / "made_of.json").write_text(facts)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

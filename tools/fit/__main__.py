@@ -83,7 +83,7 @@ class Question:
         return known.get(self.batch, self.batch.replace("_", "-"))
 
     def unit(self, gpus):
-        """By how much the batch setting grows if each replica gets one sample more."""
+        """The increase of the batch setting if each replica gets one more sample."""
         if self.batch != GLOBAL_BATCH or not self.of_ladder:
             return gpus if "global" in self.batch else 1
         flags = {"fsdp_size": candidates.value_of(self.arguments, "fsdp_size")}

@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
 
 
 def is_of_ladder(text):
-    """Whether a script names its task in one line, as those of this project do."""
+    """Whether a script names its task in one line, as this project's scripts do."""
     return TASK_LINE.search(text) is not None
 
 
@@ -54,7 +54,7 @@ def text_of(script, task, recomputes):
 
 
 def find(name, folder):
-    """The script of the ladder: the copy in the folder, or else that of this project."""
+    """The script of the ladder: the copy in the folder, or else this project's."""
     own = folder / name
     return own if own.exists() else ROOT / name
 
@@ -69,7 +69,7 @@ def replicas(script, ranks, flags):
 
 
 def own_settings(script):
-    """The names of the settings that a script has besides those of all scripts."""
+    """The names of the settings that a script has besides the settings of all scripts."""
     rung = RUNGS.get(script)
     if rung is None or not rung.settings:
         return set()
@@ -142,8 +142,8 @@ def _without_micro_batches(gpus, node):
 
 
 def arguments_for(candidate, script, arguments):
-    """The arguments of a run of a candidate, from those of a script: its own settings are dropped,
-    unless the candidate's script has them, too."""
+    """The arguments of a run of a candidate, from the arguments of a script: its own settings are
+    dropped, unless the candidate's script has them, too."""
     foreign = own_settings(script) - own_settings(candidate.script)
     kept = without(arguments, foreign | candidate.flags.keys())
     for name, value in candidate.flags.items():

@@ -14,7 +14,7 @@ What this does not know:
   nvidia-smi shows and torch.cuda.memory_reserved(). --allowance GIB changes it.
 - Workspaces: PyTorch allocates cuBLAS's (32 MiB on an H100), which is included, and so is what its
   attention kernels need. cuDNN is off: a convolution has a different workspace on a GPU.
-- Fragmentation: that of two steps is included, as the allocator is the real one; a long run with
+- Fragmentation: included for two steps, as the allocator is the real one; a long run with
   batches of varying sizes needs more.
 - Time. The bounds are arithmetic, from assumed peaks, which no run reaches:
   {bounds.ASSUMED}."""
@@ -71,7 +71,7 @@ def seconds(number):
 
 
 def place(found):
-    """Where Python was."""
+    """The place where Python was, as text."""
     module = found.get("module") or "the script's own code"
     return f"{module}, {found['phase']}" if found.get("phase") else module
 

@@ -1,4 +1,4 @@
-"""How the GPUs of a machine reach each other, its cores, and those of other nodes.
+"""How the GPUs of a machine reach each other, the machine's cores, and other nodes' GPUs.
 
     python -m tools.lib.gpus          copy between all pairs of GPUs, and print the speeds as JSON
 
@@ -205,7 +205,7 @@ def numa_findings(nodes, cores, allowed):
     for gpu, node in enumerate(nodes):
         gpus.setdefault(node, []).append(str(gpu))
     places = [f"GPU {', '.join(gpus[node])} on node {node}" for node in sorted(gpus) if node >= 0]
-    text = f"{len(cores)} NUMA nodes: {'; '.join(places) or 'those of the GPUs are unknown'}"
+    text = f"{len(cores)} NUMA nodes: {'; '.join(places) or 'the node of each GPU is unknown'}"
     far = [node for node in sorted(gpus) if node >= 0 and allowed.isdisjoint(cores[node])]
     yield check(
         not far,

@@ -92,7 +92,7 @@ def read(commit, path):
 
 
 def blobs(commits, paths):
-    """For each of the commits, {path: the id of its contents} of the paths that it has."""
+    """Yields {path: the id of its contents}, of the paths that it has, for each of the commits."""
     names = [f"{commit}:{path}" for commit in commits for path in paths]
     output = git("cat-file", "--batch-check=%(objectname)", input="\n".join(names).encode())
     ids = iter(output.decode().splitlines())

@@ -17,7 +17,7 @@ class Rung(NamedTuple):
     budget: int  # changed code lines, added and removed, without the module docstring
     adds: str
     settings: str | None = None  # the class of its own settings, if it has any
-    task: str = "images"  # that it names; any other one that has what the technique needs will do
+    task: str = "images"  # named in the script; any other that has what the technique needs will do
 
     def settings_class(self):
         """The dataclass of the script's own settings, or None."""

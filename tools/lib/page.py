@@ -156,7 +156,7 @@ def write_file(path, contents):
     path = Path(path).resolve()  # the file that a link leads to
     temporary = path.with_name(f".{path.name}.tmp")
     if isinstance(contents, str):
-        contents = contents.encode(errors="replace")  # of settings that are no valid Unicode
+        contents = contents.encode(errors="replace")  # of settings that are not valid Unicode
     try:
         if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an error
             path.write_bytes(contents)

@@ -172,7 +172,7 @@ def _is_newer(one, other):
 
 
 def family(tag):
-    """The ids of the processes whose RUN_TAG starts with `tag`: those of a run and of its runs."""
+    """The ids of the processes whose RUN_TAG starts with `tag`: a run's, and its runs'."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

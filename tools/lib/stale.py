@@ -1,7 +1,7 @@
 """What files of a copy use of the project, and what it no longer has.
 
-Python files are {path: bytes}: `after`, those of the copy after an update, its owner's included;
-`then` and `now`, those of the project before and after.
+Python files are {path: bytes}: `after`, the copy's after an update, including its owner's; `then`
+and `now`, the project's before and after.
 """
 
 import ast
@@ -135,7 +135,7 @@ def _names(text):
 
 @cache
 def _nodes(text):
-    """All nodes of its syntax tree."""
+    """All nodes of the syntax tree of a text."""
     return list(ast.walk(_parsed(text)))
 
 

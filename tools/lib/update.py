@@ -289,8 +289,8 @@ def find_commit(folder):
 
 
 def require_not_undone(folder, record):
-    """Raise CannotUpdate if files that differ from the record of a copy are those of an older
-    commit: git has brought them back, but not the record."""
+    """Raise CannotUpdate if files that differ from the record of a copy come from an older commit:
+    git has brought them back, but not the record."""
     recorded, blobs = record["commit"], {}
     for path, expected in record["files"].items():
         text = (read(Path(folder) / path) or b"").replace(b"\r\n", b"\n")
@@ -315,7 +315,7 @@ def _blob(contents):
 
 
 def _blobs(paths, commits):
-    """For each commit, {path in a copy: the id of its contents} of those that were there."""
+    """Yields {path in a copy: the id of its contents}, of existing paths, for each commit."""
     names = {SOURCES.get(path, path): path for path in paths if "\n" not in path}
     for entries in history.blobs(commits, list(names)):
         yield {names[name]: blob for name, blob in entries.items()}
@@ -336,7 +336,7 @@ def _most_alike(folder, blobs, commits):
 
 
 def _edits(folder, commit):
-    """The number of lines by which the files of a folder differ from those of a commit."""
+    """The number of lines by which the files of a folder differ from the files of a commit."""
     count = 0
     for name in files_in(folder, commit):
         mine, ours = (folder / name).read_bytes(), history.read(commit, SOURCES.get(name, name))

@@ -43,8 +43,8 @@ def find_torch():
 
 
 def find_headers(packages):
-    """The folders of CUDA's headers among the installed packages: the runtime's, which comes with
-    torch, and the compiler's, of which Triton has a copy. Raises Unsupported without them."""
+    """The folders of CUDA's headers among the installed packages: the runtime's, installed with
+    torch, and the compiler's, copied by Triton. Raises Unsupported without them."""
     folders = [*packages.glob("nvidia/*/include"), packages / "triton/backends/nvidia/include"]
     runtime = [f for f in folders if _runtime_version(f / "cuda_runtime_api.h") >= 13000]
     compiler = [f for f in folders if (f / "crt" / "host_defines.h").exists()]
@@ -93,8 +93,8 @@ def written_names():
 
 
 def generated(names):
-    """C code for functions that do nothing, and succeed. Those of cuBLAS that compute are counted
-    as kernels."""
+    """C code for functions that do nothing, and succeed. Functions of cuBLAS that compute are
+    counted as kernels."""
     lines = ["void null_kernel(const char*);", "void null_other(const char*);"]
     for name in sorted(names):
         is_setting = re.search("Create|Destroy|Set|Get|Algo|Check|Init", name)

@@ -20,12 +20,12 @@ def ordinary_step(report):
 
 
 def number(counts, kind):
-    """How many there are of a kind."""
+    """How many operations of a kind there are."""
     return sum(count for count, _ in counts.get(kind, {}).values())
 
 
 def size(counts, kind):
-    """Their bytes."""
+    """The bytes of the operations of a kind."""
     return sum(size for _, size in counts.get(kind, {}).values())
 
 
@@ -40,7 +40,7 @@ def cause(wait):
     for file, line, _ in FRAME.findall(frames):
         if not any(part in file for part in NOT_A_CAUSE):
             return call, f"{file}:{line}"
-    return call, "a thread of PyTorch, such as that of backward()"
+    return call, "a thread of PyTorch, for example of backward()"
 
 
 def short_name(kernel):
@@ -53,8 +53,8 @@ def short_name(kernel):
 
 
 def differences(reports):
-    """Where the ranks called different collectives, which would make NCCL hang or mix up data: a
-    list of texts."""
+    """Texts that say where the ranks called different collectives, which would make NCCL hang or
+    mix up data."""
     logs = {}
     for report in reports:
         for communicator, calls in report["calls"].items():

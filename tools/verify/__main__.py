@@ -70,8 +70,8 @@ def parse_arguments():
         parser.error(f"no case contains {args.only!r}: there are {names}")
     if args.flags and not args.own:
         parser.error(
-            "flags behind -- are for a script with a task of its own (--script): cases of the "
-            "project's tasks have settings of their own"
+            "flags behind -- are for a script with its own task (--script): cases of the "
+            "project's tasks have their own settings"
         )
     if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")
@@ -102,7 +102,7 @@ def main():
     if bug:
         print(f"planted in {bug.file}: {bug.effect}\n{bug.diff()}")
     if "cuda:" in args.device:
-        print(f"the ranks share {args.device}; those of {', '.join(GPU_PER_RANK)} run on the CPU")
+        print(f"the ranks share {args.device}; ranks of {', '.join(GPU_PER_RANK)} run on the CPU")
     print_head("metric" if args.own else args.suite.best[0])
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:

@@ -108,7 +108,7 @@ TO_SHARDS = {"reference": "1gpu, shards"}
 SHARDS_KILLED = Case("shards killed", SHARDS_COPY, 2, SHARDS | SAVED)
 WEIGHTED_KILLED = Case("weighted killed", "train_ddp_weighted.py", 2, SAVED)
 ONE_FILE_COPY = "train_1gpu_one_file.py"
-# The scripts of one_file/ train a task of their own, on any number of processes.
+# The scripts of one_file/ train a task defined there, on any number of processes.
 SMALL = {"clip_norm": 3.03}
 TO_SMALL = {"reference": "1gpu, one file"}
 STOPPED = Case("one_file ddp stopped", ONE_FILE[0], 2, SMALL)
@@ -596,7 +596,8 @@ WITHOUT_TORCHRUN = (*ONE_PROCESS, "train_ddp_spawn.py")
 
 
 def matrix_cases(suite, scripts=None):
-    """One Case per script (default: all that train the task), each named after its script."""
+    """One Case per script (default: all scripts that train the task), each named after its
+    script."""
     flags, reference = {
         "images": (VIT, "1gpu, ViT"),
         "text": (SAME_SHAPE, "1gpu"),

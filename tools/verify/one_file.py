@@ -52,7 +52,7 @@ def reference(folder):
 
 
 def flags_of(flags, output_dir):
-    """The flags of a run, from those of the ladder's scripts."""
+    """The flags of a run, from the flags of the ladder's scripts."""
     own = {FLAGS[name]: value for name, value in flags.items() if name in FLAGS}
     return {"workers": 0, "checkpoint": output_dir / "checkpoint.pt"} | own
 

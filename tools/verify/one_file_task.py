@@ -101,8 +101,8 @@ def build_model(cfg, train_set):
 
 
 def end_step(epoch, step):
-    """In a run that has STOPS in its environment, send one rank and its loader processes the signal
-    of that name, as torchrun does, which starts each rank as the leader of a process group."""
+    """Send one rank and its loader processes the signal that STOPS names, if it is in the
+    environment. So does torchrun, which starts each rank as the leader of a process group."""
     if "STOPS" in os.environ and (dist.get_rank(), epoch, step) == STOP:
         assert os.getpgrp() == os.getpid()
         os.killpg(os.getpgrp(), signal.Signals[os.environ["STOPS"]])

@@ -1,6 +1,6 @@
 """Your own script, with your own task: the same weights on 1, 2 and 3 processes, and resumed?
 
-All runs are compared with that of the script on one process. They take place in its folder, with a
+All runs are compared with a run of the script on one process. They take place in its folder, with a
 copy of the script whose task has few samples.
 """
 
@@ -146,7 +146,7 @@ def verify_own(script, like, task, flags, folder, report, device="cpu", only="")
         raise CannotVerify(f"{script} fails on its own ({first.name}): {evidence.error}")
     if any(name.endswith("num_batches_tracked") for name in evidence.weights):
         cases = [case for case in cases if case.script == like]
-        left_out["accumulation"] = "BatchNorm's statistics are those of a micro-batch"
+        left_out["accumulation"] = "BatchNorm's statistics come from a micro-batch"
     audit, row = evidence.audit[0], evidence.metrics[0]
     counts = {"trained": audit["samples"], "dropped": audit["dropped"]}
     suite = suite._replace(validated=row["val_samples"], **counts)
@@ -184,7 +184,7 @@ def write_overlay(script, like, task, folder):
         merged = merge(text, without(ours, record["without"]), like, ACCUMULATED)
         if merged is None:
             left_out["accumulation"] = (
-                f"your changes meet those of {ACCUMULATED}, or git is missing"
+                f"your changes overlap with {ACCUMULATED}'s, or git is missing"
             )
         else:
             (folder / ACCUMULATED).write_text(merged, encoding="utf-8")
@@ -195,7 +195,7 @@ def write_overlay(script, like, task, folder):
 
 def merge(text, files, base, other):
     """The text, a changed form of files[base], with what files[other] changes in that. None where
-    the changes meet, or without git."""
+    the changes overlap, or without git."""
     names = "yours", base, other
     try:
         merged, conflicts = update.merge(text.encode(), files[base], files[other], names)

@@ -73,10 +73,9 @@ BUGS = [
         "        outputs = model.module(inputs)",
         "ddp x2",
         (Problem.FAILED, "no longer hold the same model"),
-        "The model in the wrapper is called directly, as for a method of its own "
+        "The model in the wrapper is called directly, as for one of its methods "
         "(`model.module.generate(...)`), and DistributedDataParallel averages no gradients.",
-        "Nothing fails. Each rank trains a model of its own on 1/N of the data, and rank 0's is "
-        "saved.",
+        "Nothing fails. Each rank trains its own model on 1/N of the data, and rank 0's is saved.",
         "Call the wrapper alone, and let `forward` choose the method; the ranks compare their "
         "weights (`CompareReplicas`).",
     ),
@@ -106,7 +105,7 @@ BUGS = [
         "A subclass of BatchNorm computes more, as timm's does; `nn.SyncBatchNorm` replaces it, and"
         " the activation is gone.",
         "Nothing fails. The model trains worse than on one GPU, even on a single rank.",
-        "`convert_sync_batchnorm` refuses subclasses that have a `forward` of their own.",
+        "`convert_sync_batchnorm` refuses subclasses that override `forward`.",
     ),
     Bug(
         "scaled-gradients-clipped",
@@ -261,7 +260,7 @@ BUGS = [
         "    train, val = [], []",
         "ddp x2",
         (Problem.FAILED, "different validation samples"),
-        "Each process draws a split of its own, and a resumed run draws a new one.",
+        "Each process draws its own split, and a resumed run draws a new one.",
         "What one rank validates on, another has trained on, and there may be no labels by which "
         "to notice it. The loss is too good.",
         "A generator with a fixed seed, or NumPy's global one, which `set_seed` seeds. The ranks, "
@@ -294,7 +293,7 @@ BUGS = [
         "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
         "the means, so that each target weighs more on a rank that has fewer of them.",
         "Results change slightly with the number of GPUs. With the same number of targets on each "
-        "rank, as for images, there is no difference. Found in 2026 in pytorch/torchtitan#4167 and "
+        "rank, as for images, nothing differs. Found in 2026 in pytorch/torchtitan#4167 and "
         "#4195 (validation), vllm-project/speculators#942, modelscope/ms-swift#10165 and "
         "NVIDIA-BioNeMo/KERMT#21.",
         "Each rank divides by the mean number of targets per rank (`mean_over_replicas`).",
@@ -307,8 +306,8 @@ BUGS = [
         "    uses = (chosen * is_target).sum((0, 1), dtype=torch.float64)",
         "ddp x2",
         (Problem.WEIGHTS, ""),
-        "The loss that balances the experts of a mixture is a product of two means, of which each "
-        "rank takes those of its own share of the batch: a mean of means in disguise.",
+        "The loss that balances the experts of a mixture is a product of two means, which each "
+        "rank computes from its own share of the batch: a mean of means in disguise.",
         "The experts are balanced within each share, more strictly the more ranks there are, and "
         'specialize less (Qiu et al. 2025, "Demons in the Detail").',
         "How often each expert was chosen is added up over the ranks (`balance_loss` in "
@@ -326,7 +325,7 @@ BUGS = [
         (Problem.FAILED, "no longer hold the same model"),
         "The router counts as one of the experts, whose gradients are not averaged, although each "
         "rank has a copy of it.",
-        "Nothing fails. Each rank routes by a router of its own, trained on 1/N of the data, and "
+        "Nothing fails. Each rank routes by its own router, trained on 1/N of the data, and "
         "rank 0's is saved.",
         "Only what is divided is left out of the average; the ranks compare the rest "
         "(`CompareReplicas`).",
@@ -361,7 +360,7 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The norm of the gradients leaves out the experts of other ranks "
         "(NVIDIA/Megatron-LM#5916).",
-        "Nothing fails. Each rank clips by a factor of its own, so that the shards of a parameter "
+        "Nothing fails. Each rank clips by a different factor, so that the shards of a parameter "
         "are scaled differently, and gradients are clipped less the more ranks there are.",
         "All parameters are DTensors, of which `clip_grad_norm_` reduces the norm over the ranks.",
         "moe",
@@ -377,7 +376,7 @@ BUGS = [
         "gathered them along the wrong dimension (pytorch/torchtitan#3206).",
         "Nothing fails. Queries see keys of later positions: the loss may even be too good.",
         "Chunks from the front and from the back are put in order (`gather`), and at the start, "
-        "outputs are compared with those of the whole model.",
+        "outputs are compared with the whole model's.",
         "text",
     ),
     Bug(
@@ -387,7 +386,7 @@ BUGS = [
         "        loss = loss_sum / task.count(cp.own_part(targets))",
         "cp x2",
         (Problem.WEIGHTS, ""),
-        "The sum over all positions is divided by the number of targets among those of this rank "
+        "The sum over all positions is divided by the number of targets at this rank's positions "
         "(pytorch/torchtitan#3257).",
         "The loss is too large by the number of ranks, and a rank whose part of a sequence is "
         "padding weighs its gradients differently.",
@@ -401,7 +400,7 @@ BUGS = [
         "        loss = loss_sum / mean_over_replicas(task.count(targets)) * dist.get_world_size()",
         "cp x2",
         (Problem.WEIGHTS, ""),
-        "The number of targets, which is that of all ranks already, is divided by the number of "
+        "The number of targets, which includes all ranks already, is divided by the number of "
         "ranks of a sequence (the review of huggingface/transformers#46775).",
         "Gradients are too large by that number. With Adam, only clipping shows it.",
         "Targets are counted once, whole (`task.count(targets)`), and losses are added up over the "
@@ -435,7 +434,7 @@ BUGS = [
         "matrix.",
         "Nothing fails. The singular values of each are no longer close to 1, and which matrices "
         "share them may depend on the number of ranks.",
-        "Each matrix by itself: a batch of matrices has a dimension of its own.",
+        "Each matrix by itself: the matrices are stacked along a separate dimension.",
         "text",
     ),
     Bug(
@@ -460,7 +459,7 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "Packed documents are cut into pieces that do not overlap, each of which is the inputs "
         "and, shifted by one, the targets.",
-        "Nothing fails. The first token of each piece is never predicted, and the loss is that of "
+        "Nothing fails. The first token of each piece is never predicted, and the loss covers "
         "fewer tokens.",
         "A piece has one token more than the context; its last one is the first of the next piece "
         "(`sources/packing.py`).",
@@ -473,8 +472,8 @@ BUGS = [
         "            pass",
         "pp x2, 1F1B",
         (Problem.WEIGHTS, ""),
-        "The first and the last stage hold the same embedding, and each updates its copy with the "
-        "gradient of its own use.",
+        "The first and the last stage hold the same embedding, and each updates its copy with its "
+        "own part of the gradient.",
         "The two copies of a tied weight drift apart, and a checkpoint holds only one of them.",
         "The gradients of a parameter that several stages hold are summed over their ranks.",
         "text",
@@ -571,8 +570,8 @@ BUGS = [
         "            seeds.seed(dp_rank())",
         "ddp x2, shards",
         (Problem.FAILED, "samples more than once"),
-        "Each rank mixes the samples with random numbers of its own, and takes its share of its "
-        "own order.",
+        "Each rank mixes the samples with its own random numbers, and takes its share of its own "
+        "order.",
         "Nothing fails. In every epoch, some samples are used by several ranks, and others by "
         "none.",
         "The order depends on (seed, epoch) alone.",
@@ -663,7 +662,7 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The number of the step alone seeds the noise.",
         "Nothing fails. All ranks and micro-batches get the same noise, and a resumed run starts "
-        "with that of the first steps again.",
+        "with the noise of the first steps again.",
         "The key of a sample contains the seed, the epoch and its index "
         "(`utils/sample_random.py`).",
         "diffusion",
@@ -676,7 +675,7 @@ BUGS = [
         "    keys = torch.stack([keys, torch.full_like(keys, _step.draws << 30)], -1)",
         "accum x2",
         (Problem.WEIGHTS, ""),
-        "Draws are told apart by the order in which they happen, as those of a generator are, and "
+        "Draws are told apart by the order in which they happen, like draws from a generator, and "
         "not by their names.",
         "Nothing fails. The numbers depend on how many micro-batches there are, and on what has "
         "drawn before: an evaluation in between changes the training.",
@@ -762,7 +761,7 @@ BUGS = [
 
 
 def _in_one_file(name, line, replacement, row, problem, effect, script="train_ddp.py"):
-    """A Bug in a script of one_file/. docs/traps.md has its symptom with those of the ladder."""
+    """A Bug in a script of one_file/. docs/traps.md has its symptom with the ladder's symptoms."""
     return Bug(
         f"one-file-{name}",
         f"one_file/{script}",
@@ -808,7 +807,7 @@ ONE_FILE_BUGS = [
         "                    outputs = model.module(images)",
         "ddp x2",
         (Problem.WEIGHTS, ""),
-        "DistributedDataParallel is bypassed, so that each rank trains a model of its own.",
+        "DistributedDataParallel is bypassed, so that each rank trains its own model.",
     ),
     _in_one_file(
         "micro-batches-counted-once",

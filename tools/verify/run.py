@@ -87,9 +87,9 @@ class Verifier:
 
     root: the folder of the scripts; default: a copy of the project's, with the suite's task.
     scripts: {the name of a script: the path of a copy to run in its place}. device: of all
-    processes; with "cuda:0" they share one GPU, over gloo, but for those of GPU_PER_RANK. cores,
-    references: shared with other Verifiers. clean: the folder of the references; default: such a
-    copy, too. paths: folders from which modules are imported before those of `root`. start: what
+    processes; with "cuda:0" they share one GPU, over gloo, except for the scripts in GPU_PER_RANK.
+    cores, references: shared with other Verifiers. clean: the folder of the references; default:
+    such a copy, too. paths: folders from which modules are imported before `root`. start: what
     starts a run, as tools.lib.runs.start_run() does.
     """
 
@@ -119,9 +119,9 @@ class Verifier:
         killed = {case.resumes.name: case.resumes for case in cases if case.resumes}
         self._write_data(cases)
         with ThreadPoolExecutor(self.cores.count) as pool:
-            begun = {name: pool.submit(self._kill, case) for name, case in killed.items()}
+            started = {name: pool.submit(self._kill, case) for name, case in killed.items()}
             self.run_references(cases)
-            rows = [pool.submit(self._row, case, report, begun) for case in cases]
+            rows = [pool.submit(self._row, case, report, started) for case in cases]
             return [row.result() for row in rows]
 
     def run_references(self, cases):
@@ -158,12 +158,12 @@ class Verifier:
         if self.suite.base.get("text_file") == "FILE" and not text.exists():
             write_text(text)
 
-    def _row(self, case, report, begun):
-        """Run a case. begun: {name: the future output_dir of a killed run}."""
+    def _row(self, case, report, started):
+        """Run a case. started: {name: the future output_dir of a killed run}."""
         output_dir = self._output_dir(case)
         try:
             if case.resumes:
-                shutil.copytree(begun[case.resumes.name].result(), output_dir)
+                shutil.copytree(started[case.resumes.name].result(), output_dir)
             evidence = self._train(case, output_dir, self.root, self._script(case))
             row = judge(self.suite, case, evidence, self.references.get(case.reference))
         except AssertionError as error:  # it did not end or save, or left processes behind
@@ -442,7 +442,7 @@ def apply_recipe(page, folder):
 
 def change_by_recipe(script, recipe, task):
     """Apply a page to a script, in a copy of the project, that trains the task. The page may change
-    the line of the task, from that of the images."""
+    the script's line that names a task: it expects the images."""
     _set_task(script, "images")
     apply_recipe(script.parent / "docs" / "recipes" / f"{recipe}.md", script.parent)
     _set_task(script, task)
@@ -471,11 +471,11 @@ def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES, start=s
     rows = first.run(cases, report)
     second = Verifier(folder / "second", suite, references=first.references, **shared)
     pairs = []
-    for begun in cases:
+    for first_case in cases:
         for case in cases:
-            pair = case._replace(name=f"{begun.name} then {case.name}")
+            pair = case._replace(name=f"{first_case.name} then {case.name}")
             copy = second._output_dir(pair)
-            shutil.copytree(first._output_dir(begun), copy)
+            shutil.copytree(first._output_dir(first_case), copy)
             for path in [*copy.glob("epoch-0002*"), copy / "last.pt", copy / "best.pt"]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             shutil.copyfile(copy / "epoch-0001.pt", copy / "best.pt")

@@ -61,7 +61,7 @@ class Logger:
 
 
 class TensorBoard(Logger):
-    """In output_dir/tensorboard (https://docs.pytorch.org/docs/stable/tensorboard.html)."""
+    """Logs to output_dir/tensorboard (https://docs.pytorch.org/docs/stable/tensorboard.html)."""
 
     package = "tensorboard"
 
@@ -104,7 +104,7 @@ class Wandb(Logger):
 
 
 class Trackio(Logger):
-    """In the project "runs", below TRACKIO_DIR (https://huggingface.co/docs/trackio)."""
+    """Logs to the project "runs", below TRACKIO_DIR (https://huggingface.co/docs/trackio)."""
 
     package = "trackio"
 
@@ -208,7 +208,7 @@ class Loggers(Hook):
             thread.begin(rows)
 
     def _note_length_of_epochs(self, epoch):
-        """From this epoch on, epochs may have other lengths: the steps continue from the last."""
+        """Note a new length of epochs, from this one on: the steps continue from the last."""
         length = len(self.loader)
         lengths = self.known.pop("lengths", [[0, 0, length]])  # of epochs, after that many steps
         entries = [max(entry["epoch"], entry["step"]) for entry in self.known.values()]
@@ -274,7 +274,7 @@ class _Thread(threading.Thread):
         self.backlog = []
 
     def begin(self, rows):
-        """Log those of a killed run's rows that the logger has not got: any number."""
+        """Log the rows of a killed run that the logger has not got: any number."""
         self.entry = self.hook.known.get(self.title, self.entry)
         self.backlog = [row for row in rows if row[2] > self.entry[row[0]]]
         if self.backlog:

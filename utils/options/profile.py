@@ -88,7 +88,7 @@ def summary(profiler: torch.profiler.profile, steps: int) -> str:
         head += f"{shares['communicating']:.0%} communicating only, {shares['idle']:.0%} idle; per "
         head += f"step, {len(kernels) / steps:.0f} kernels and {launches / steps:.0f} launches"
     else:
-        head = "on the CPU, in the main thread and in those of communication"
+        head = "on the CPU, in the main thread and in the threads of communication"
     times = [
         (event.self_device_time_total if kernels else event.self_cpu_time_total, event)
         for event in profiler.key_averages()

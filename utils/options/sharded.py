@@ -180,7 +180,7 @@ def _parts_of(path):
 def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint as a flat dict, and the checkpoint without them.
 
-    The tensors are those of "model", {name: tensor}, and of "optimizer", whose "state" is
+    The tensors come from "model", {name: tensor}, and from "optimizer", whose "state" is
     {parameter name: {key: tensor or number}}. What a get_extra_state() of the model has returned is
     not split, unless it is a tensor.
     """

@@ -1,11 +1,11 @@
 """--log-steps: rows within an epoch, one after every N optimizer steps, in output_dir/steps.jsonl.
 
-Each row has "epoch", "step" and "samples", those of the epoch so far, skipped ones included; and
-for the steps since the last row, or since the start of the epoch, over all ranks: what the task
-summarizes, with the "loss"; "samples_per_second"; "data_seconds", for which a rank has waited for
-data, on average.
-"gradient_norm" is that of the row's last step, before it was clipped: of runs with --clip-norm, and
-of steps whose gradients were finite. "lr" is that of the next step, and "memory" the most bytes
+Each row has "epoch", "step" and "samples", both counted from the epoch's start, skipped ones
+included; and for the steps since the last row, or since the start of the epoch, over all ranks:
+what the task summarizes, with the "loss"; "samples_per_second"; "data_seconds", for which a rank
+has waited for data, on average.
+"gradient_norm" belongs to the row's last step, before it was clipped: of runs with --clip-norm, and
+of steps whose gradients were finite. "lr" is for the next step, and "memory" the most bytes
 that rank 0 has used so far, on its GPU, or as a process that trains on a CPU.
 """
 

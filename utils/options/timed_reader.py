@@ -8,8 +8,8 @@ from typing import Any
 class TimedReader:
     """Yields what `reader` yields, and has its attributes.
 
-    waited: seconds for which this epoch's batches were waited for; computed: those of them in
-    which this thread itself was computing, to make the batches.
+    waited: seconds for which this epoch's batches were waited for; computed: how many of these
+    seconds this thread itself was computing, to make the batches.
     """
 
     def __init__(self, reader: Any) -> None:

@@ -20,7 +20,7 @@ class AccumulationSettings(BaseSettings):
     micro_batches: int = setting(
         1,
         "micro-batches per step of a process; changes numerics with BatchNorm, whose statistics "
-        "are then those of a micro-batch (models with the suffix _gn have none), and with "
+        "then come from a micro-batch (models with the suffix _gn have none), and with "
         "whatever else forward updates in each call",
         low=1,
     )

@@ -109,7 +109,7 @@ class ContextParallel(Wrapper):
             if not isinstance(expected, Tensor):
                 raise UserError(
                     f"context parallelism divides outputs that are one tensor, (n, length, ...), "
-                    f"but those of the {type(model).__name__} are {describe(expected)}"
+                    f"but the outputs of the {type(model).__name__} are {describe(expected)}"
                 )
             blocks[0].register_forward_pre_hook(lambda _, args: (own_part(args[0]), *args[1:]))
             outputs, expected = self(inputs), own_part(expected)
@@ -141,7 +141,7 @@ class _GatheredAttention(TorchFunctionMode):
 def _attend(queries, keys, values, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
     if attn_mask is not None or dropout_p:
         raise UserError(
-            "context parallelism cannot divide attention with a mask of its own, or with dropout: "
+            "context parallelism cannot divide attention with an explicit mask, or with dropout: "
             "use is_causal=True, or no mask, or train_tp.py, which divides heads"
         )
     keys, values = gather(torch.stack([keys, values]), dim=-2)
@@ -158,15 +158,16 @@ def _attend(queries, keys, values, attn_mask=None, dropout_p=0.0, is_causal=Fals
 
 
 def sum_over_ranks(loss_sum: Tensor) -> Tensor:
-    """The sum over all ranks' positions, on every rank. Its gradient is that of this rank's part
-    times the number of ranks, because DistributedDataParallel averages what is to be added up."""
+    """The sum over all ranks' positions, on every rank. The gradient of this rank's part is
+    multiplied by the number of ranks, because DistributedDataParallel averages instead of adding
+    up."""
     total = loss_sum.detach().clone()
     dist.all_reduce(total)
     return total + dist.get_world_size() * (loss_sum - loss_sum.detach())
 
 
 class SumsOfAllRanks:
-    """A task whose loss and metrics are those of all positions. outputs: of this rank's positions;
+    """A task whose loss and metrics include all positions. outputs: of this rank's positions;
     targets: of all, (n, length, ...)."""
 
     def __init__(self, task: Any) -> None:

@@ -25,7 +25,7 @@ def init_mesh(cfg: FsdpSettings) -> DeviceMesh:
         raise UserError("train_ep.py divides experts among all ranks: leave --fsdp-size out")
     if cfg.fsdp_offload:
         raise UserError("train_ep.py keeps experts on the device: leave --fsdp-offload out")
-    mesh: DeviceMesh = fsdp_kwargs(cfg)["mesh"]  # that of the parameters which FSDP shards
+    mesh: DeviceMesh = fsdp_kwargs(cfg)["mesh"]  # the mesh of the parameters which FSDP shards
     return mesh
 
 
@@ -56,7 +56,7 @@ def divide_experts(task: Any, model: nn.Module, mesh: DeviceMesh) -> set[nn.Para
 
 
 class ExpertParallel(ParallelStyle):
-    """For parallelize_module(): a module of experts, called with the tokens of all of them, sorted
+    """A module of experts, for parallelize_module(); called with the tokens of all of them, sorted
     by expert, and with their numbers (docs/own-task.md). Tokens go to the rank that holds their
     expert, and its outputs come back."""
 
@@ -85,7 +85,7 @@ def _exchange(compute, tokens, counts, mesh):
     """compute(tokens, counts) for this rank's experts: of the tokens of all ranks. Returns what the
     ranks of this rank's tokens have computed, in their order.
 
-    tokens: (n, width), those of the first expert first. counts: int64 (experts,), how many.
+    tokens: (n, width), the first expert's tokens first. counts: int64 (experts,), how many.
     """
     group, ranks = mesh.get_group(), mesh.size()
     arriving = torch.empty_like(counts)  # by sender, then by expert

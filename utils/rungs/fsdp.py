@@ -147,7 +147,7 @@ def _mesh_of_all(device_type, size):
 
 
 def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
-    """With cfg.fsdp_dtype, shard the BatchNorms separately, in float32, which they need.
+    """Shard the BatchNorms separately, in float32, which they need, if cfg.fsdp_dtype is set.
 
     They are gathered together: one by one, each would cost a message, for a few numbers. Raises
     UserError for BatchNorms whose statistics would differ between the ranks.
@@ -166,10 +166,10 @@ class CompareShards(Hook):
     """Raises UserError, on all ranks, if these have run different blocks in a step, or the same in
     a different order, or if different parameters have a gradient.
 
-    FSDP matches what the ranks send by its order alone: it would average the gradient of one
-    rank's parameter with that of a different parameter of another rank, or wait for ever. The ranks
-    compare a step during the next one, and before they save. On CPUs, where gloo would abort the
-    process, they also compare each block before they gather it.
+    FSDP matches what the ranks send by its order alone: it would average the gradients of different
+    parameters of two ranks, or wait forever. The ranks compare a step during the next one, and
+    before they save. On CPUs, where gloo would abort the process, they also compare each block
+    before they gather it.
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class CompareShards(Hook):
 
 
 class OffloadBuffers(FileForm):
-    """With fsdp_offload, the buffers are on the CPU, as the shards are, while a file is read or
+    """Keeps the buffers on the CPU, as fsdp_offload does the shards, while a file is read or
     written: PyTorch distributes the tensors of a file only to a model on one device."""
 
     @contextmanager

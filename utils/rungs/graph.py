@@ -47,7 +47,7 @@ class GraphSettings(BaseSettings):
         """See utils.settings. Raises ConfigError if values contradict each other."""
         if self.compile in ("reduce-overhead", "max-autotune"):
             raise ConfigError(
-                f"compile {self.compile} makes CUDA graphs of its own, which cannot be captured in "
+                f"compile {self.compile} makes its own CUDA graphs, which cannot be captured in "
                 f"another: pass --compile default"
             )
         return super().resolved()
@@ -64,7 +64,7 @@ class GraphedStep:
 
     A replay repeats the same kernels on the same memory. So the batch is copied into the tensors
     that were captured, and the optimizer (a fused one) reads its learning rates from tensors, into
-    which those of its param_groups are copied: they stay numbers for the scheduler and for
+    which the rates of its param_groups are copied: these stay numbers for the scheduler and for
     checkpoints. Dropout draws other numbers in each replay, from the seed that is current then.
     """
 
@@ -116,7 +116,7 @@ class GraphedStep:
 
     def _capture(self, inputs, targets):
         self.batch = map_tensors(torch.clone, (inputs, targets))
-        self.optimizer.zero_grad()  # the graph allocates the gradients, in memory of its own
+        self.optimizer.zero_grad()  # the graph allocates the gradients, in its own memory
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that pins batches for the loader may allocate memory meanwhile.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 CPUINFO = Path("/proc/cpuinfo")
-INSTRUCTIONS = {  # by the names in CPUINFO: those of x86, then of ARM
+INSTRUCTIONS = {  # by the names in CPUINFO: of x86, then of ARM
     "bfloat16": {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "avx_ne_convert", "asimdhp"},
 }

@@ -67,7 +67,7 @@ def set_single_replica() -> None:
 def check_layers(model: nn.Module, layers: Layers, inputs: Tensor) -> None:
     """Raise UserError if the layers, one after another, do not compute what the model computes.
 
-    A class with a forward() of its own may look like a sequence, and be none.
+    A class that overrides forward() may look like a sequence without being one.
     """
     with trial(model), _without_zeros(model):
         expected, outputs, reason = model(inputs), inputs, ""
@@ -249,7 +249,7 @@ class Pipeline(Wrapper):
                 stages[0] if cfg.schedule in ONE_STAGE_PER_RANK else stages,
                 cfg.micro_batches,
                 loss_fn=lambda outputs, targets: self.loss_fn(outputs, targets),
-                scale_grads=False,  # the losses add up to that of the batch
+                scale_grads=False,  # the losses add up to the batch's
             )
         except ValueError as error:
             message = f"--schedule {cfg.schedule} on {self.ranks} ranks: {error}"
@@ -277,7 +277,7 @@ class Pipeline(Wrapper):
             return loss / count
 
         self._run(self.schedule.step, inputs, targets, loss_fn)
-        for parameter, group in self.shared.items():  # each rank has the gradient of its own use
+        for parameter, group in self.shared.items():  # each rank has its part of the gradient
             dist.all_reduce(parameter.grad, group=group)
         # PyTorch may have called loss_fn once before, to infer the shapes of gradients.
         return self._share(measured[-self.micro_batches :])
@@ -335,7 +335,7 @@ class Pipeline(Wrapper):
             for parameter, gradient in gradients.items()
             if parameter not in self.shared or dist.get_rank(self.shared[parameter]) == 0
         ]
-        # One dtype on all ranks: that of the norm of no gradients would be float32.
+        # One dtype on all ranks: the norm of no gradients would be float32.
         squared = nn.utils.get_total_norm(own).to(self.device, torch.float64).square()
         dist.all_reduce(squared)
         norm = squared.sqrt().to(next(self.parameters()).dtype.to_real())

@@ -119,9 +119,9 @@ def dropout_mask(
 
 
 def update_by_mesh(optimizer: Optimizer) -> None:
-    """In each step, let the optimizer update the tensors of each mesh together, and those that are
-    not divided: its kernels take many tensors, but not of several meshes. Between steps, and so in
-    a checkpoint, its groups of parameters are as they were."""
+    """Let the optimizer update the tensors of each mesh together in each step, and the undivided
+    ones: its kernels take many tensors, but not of several meshes. Between steps, and so in a
+    checkpoint, its groups of parameters are as they were."""
     whole = []
 
     def divide(optimizer, *_):

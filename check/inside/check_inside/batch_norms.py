@@ -1,4 +1,4 @@
-"""For check/diff: SyncBatchNorm on CPUs, which that of PyTorch refuses."""
+"""SyncBatchNorm on CPUs, for check/diff: PyTorch's refuses CPUs."""
 
 import sys
 
@@ -6,8 +6,8 @@ from check_inside.record import PLAN
 
 
 def install(name, torch):
-    """Join the statistics of the ranks. The observer of `devices`, which takes those of one rank,
-    comes before."""
+    """Join the statistics of the ranks. The observer of `devices`, which uses one rank's
+    statistics, comes before."""
     if PLAN.get("diff") and PLAN["device"] == "mapped":
         torch.nn.SyncBatchNorm.forward = forward
 

@@ -1,4 +1,4 @@
-"""For check/diff: writes the tensors of the first steps, for a comparison with another run.
+"""Writes the tensors of the first steps, for check/diff to compare them with another run.
 
 The file step-S-rank-R.pt of PLAN["diff"] holds what one rank had in step S, by the names that the
 model gives to modules and parameters. Tensors that are divided among ranks are gathered.
@@ -225,7 +225,7 @@ def _number_of(module):
 
 
 def plain(name):
-    """A name without those of wrappers."""
+    """A name without the names of wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(f".{wrapper}", ".").removeprefix(wrapper)
         name = "" if name == wrapper[:-1] else name.removesuffix(f".{wrapper[:-1]}")
@@ -355,8 +355,8 @@ def _before_step(optimizer, args, kwargs):
 
 
 def _first_call(closure, optimizer):
-    """A closure whose first call is what the step is compared by: LBFGS calls it with weights that
-    are already those of a next step."""
+    """A closure whose first call is what the step is compared by: LBFGS then calls it with the
+    weights of a next step."""
 
     def observed():
         result = closure()

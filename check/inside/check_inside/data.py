@@ -138,7 +138,7 @@ def is_iterable(loader):
 
 
 def _has_length(loader):
-    """Whether the loader ends: a sampler without a length may yield indices for ever."""
+    """Whether the loader ends: a sampler without a length may yield indices forever."""
     try:
         len(loader)
     except TypeError:
@@ -374,7 +374,7 @@ def generator_states():
 
 
 def contents(batch, size):
-    """For each tensor of a batch, a checksum of each sample."""
+    """A checksum of each sample, for each tensor of a batch."""
     count = min(size, SAMPLES_PER_EVENT)
     return [[checksum(x[i]) for i in range(count)] for x in _tensors(batch) if len(x) == size]
 

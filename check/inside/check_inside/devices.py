@@ -130,13 +130,13 @@ def _map_tensors(torch):
 
 
 def _device_or_index(device):
-    """As PyTorch does, a number stands for the accelerator with that index."""
+    """Map a device. A number stands for the accelerator with that index, as in PyTorch."""
     return _device("cuda") if type(device) is int else _device(device)
 
 
 def _map_attributes(torch):
-    """Where a tensor is, for lines of the script that demand a GPU. Lines that choose between
-    kernels see the CPU, as PyTorch and other libraries do: those of a GPU are not there."""
+    """Map what says where a tensor is, for lines of the script that demand a GPU. Lines that choose
+    between kernels see the CPU, as PyTorch and other libraries do: there are no GPU kernels."""
     tensor = torch.Tensor
     base = {name: getattr(tensor, name) for name in ("device", "is_cuda", "get_device", "type")}
 

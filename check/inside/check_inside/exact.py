@@ -1,9 +1,9 @@
-"""For the comparison of gradients: one process that trains the batches of several ranks.
+"""Trains the batches of several ranks in one process, to compare gradients.
 
 In the run "exact-two" each rank writes its first batches; in "exact-one" a single process gets the
 batches of all ranks, concatenated. Dropout, clipping, loss scaling and BatchNorm's batch statistics
-are off in both, so that the gradients of the first step are the same but for rounding. (The
-statistics are on if the script joins those of all ranks itself.)
+are off in both, so that the gradients of the first step are the same except for rounding. (The
+statistics are on if the script itself joins all ranks' statistics.)
 """
 
 import os
@@ -77,7 +77,7 @@ def _replace(module, name, make):
 
 
 def clip(original, *args, **kwargs):
-    """Clip the gradients, but for exact runs, in which a clipped gradient would hide its scale."""
+    """Clip the gradients, except in exact runs, where clipping would hide their scale."""
     if not IS_EXACT:
         return original(*args, **kwargs)
     import torch

@@ -213,7 +213,7 @@ def _folder(original, name, datasets):
 
 
 def _image(kind, name):
-    """A picture for a file of a folder; those of one folder are equally bright."""
+    """A picture for a file of a folder; pictures of one folder are equally bright."""
     import numpy
     from PIL import Image
 

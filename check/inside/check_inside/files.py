@@ -49,7 +49,7 @@ def install(name, module):
 def _path(target):
     """The path of a file, as the script would find it from its own folder."""
     if not isinstance(target, str | os.PathLike):
-        target = getattr(target, "name", None)  # of an open file; that of a Path is its last part
+        target = getattr(target, "name", None)  # of an open file; a Path's is its last part
         if not isinstance(target, str | os.PathLike):
             return None
     return os.path.realpath(target)
@@ -174,7 +174,7 @@ def _observe_distributed(original, kind):
 
 
 def _write_buffered(path):
-    """A file is opened: that of the bytes into which a checkpoint was saved some lines before?"""
+    """A file is opened. Records a save if a checkpoint was saved into bytes some lines before."""
     global _buffered
     file, line = place() or (None, 0)
     event, _buffered = _buffered, None
@@ -223,7 +223,7 @@ _operations = 0
 def _operation(what, path, begin=lambda: None):
     """A file of the script's folder is about to change: a point at which the check may kill.
 
-    begin: leaves the file as it is when the change has begun.
+    begin: leaves the file as it is when the change has started.
     """
     global _operations
     if not STATE.steps or not path.startswith(ROOT + os.sep):

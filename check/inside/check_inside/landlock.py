@@ -1,4 +1,4 @@
-"""Keeps a process, and all that it starts, from writing anywhere but in a few folders.
+"""Keeps a process, and everything that it starts, from writing anywhere but in a few folders.
 
 Landlock is a part of Linux: its rules hold for native code and for other programs too, need no
 privileges, and cannot be taken back. https://docs.kernel.org/userspace-api/landlock.html
@@ -26,14 +26,14 @@ class _Rule(ctypes.Structure):
 
 
 def is_available():
-    """Whether this kernel has all that is needed here."""
+    """Whether this kernel has everything that is needed here."""
     with contextlib.suppress(OSError, AttributeError):
         return _call(CREATE_RULESET, None, 0, ASK_FOR_VERSION) >= OLDEST_VERSION
     return False
 
 
 def restrict(writable):
-    """From now on, this process and its children write only in these folders, or these files."""
+    """Let this process and its children write only in these folders, or these files."""
     handled = ctypes.c_uint64(ALL_WRITES)
     rules = _call(CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0)
     for path in writable:

@@ -84,5 +84,5 @@ def why_not_limited(epoch):
         return None
     name = type(dataset).__name__
     if not hasattr(getattr(type(dataset), "__len__", None), "_check_limits"):
-        return f"a {name} is no map-style torch.utils.data.Dataset"
+        return f"a {name} is not a map-style torch.utils.data.Dataset"
     return f"the sampler of a {name} yields {drawn} indices, whatever len() of the dataset is"

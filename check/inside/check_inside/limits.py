@@ -55,7 +55,7 @@ def may_end(frame):
 def before_backward():
     """Ends the run if enough epochs were trained: this is the first batch of one more.
 
-    Not when a loader starts, which may be that of the evaluation after the last epoch.
+    Not when a loader starts: the evaluation after the last epoch may start it.
     """
     if STATE.training_epochs >= PLAN["epochs"]:
         STATE.active.clear()  # without a backward it would look like an evaluation

@@ -42,7 +42,7 @@ def _averaging(mesh=None, dp_mesh_dims=None, **kwargs):
 
 @guarded
 def _checksums(model):
-    """Of the parameters that are not sharded yet."""
+    """Checksums of the parameters that are not sharded yet."""
     return [
         checksum(parameter)
         for parameter in list(model.parameters())[:3000]

@@ -50,7 +50,7 @@ class State:
     keywords: dict = field(default_factory=dict)  # of the outermost of them, arguments with a name
     fetching: bool = False  # inside of dataset[i]
     is_stage: bool = False  # this process holds a stage of a pipeline
-    calibrating: bool = False  # inside of update_bn, which is no evaluation
+    calibrating: bool = False  # inside of update_bn, which is not an evaluation
     active: list = field(default_factory=list)  # the epochs of loaders that are being iterated
     reader: int | None = None  # the number of the epoch that has handed out the last batch
     backwards: list = field(default_factory=list)  # since the last step: [place, loss is a mean]
@@ -64,7 +64,7 @@ class State:
     generators: list = field(default_factory=list)  # weak references to those that the script makes
     random_states: object = None  # of a run that is killed or resumed, after the last batch
     clips: list = field(default_factory=list)
-    is_scaled: bool = False  # the gradients are those of a scaled loss
+    is_scaled: bool = False  # the gradients belong to a scaled loss
     scaler: object = None
 
 

@@ -156,7 +156,7 @@ def _root_forward(module, inputs):
             STATE.noise.append(generator_states())
         forward["inputs"] = fingerprints((inputs, STATE.keywords))
     STATE.forwards.append(forward)
-    weights = id(next(module.parameters()))  # a wrapper has those of what it wraps
+    weights = id(next(module.parameters()))  # a wrapper has the weights of what it wraps
     if forward["grad"]:
         STATE.trained.add(weights)
     for epoch in STATE.active:
@@ -164,9 +164,10 @@ def _root_forward(module, inputs):
 
 
 def _is_frozen(norm):
-    """Whether a BatchNorm learns statistics, and its weights are still those of its first forward.
+    """Whether a BatchNorm learns statistics, and its weights have not changed since its first
+    forward.
 
-    The weights of a momentum encoder need no gradient either, but they follow those of another.
+    The weights of a momentum encoder need no gradient either, but they follow another encoder's.
     """
     if not norm.training or not norm.track_running_stats:
         return False
@@ -438,8 +439,8 @@ def _unwrapped(parameters):
 
 
 def _others():
-    """[id, checksum] of tensors with the shape of a parameter that are no parameters, gradients, or
-    states of an optimizer: an average of the weights, or a second model, is among them."""
+    """[id, checksum] of tensors with the shape of a parameter that are not parameters, gradients,
+    or states of an optimizer: an average of the weights, or a second model, is among them."""
     import torch
 
     shapes = {tuple(p.shape) for p in STATE.parameters}
@@ -496,7 +497,7 @@ def _start_step():
 
 
 def _is_initialization():
-    """Whether PyTorch makes a step with a rate of 0, so that there is a state to load into."""
+    """Whether PyTorch takes a step with a rate of 0, so that there is a state to load into."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
@@ -574,7 +575,7 @@ def _record_metric(metrics):
 
 
 def _new_scheduler(kind, *args, **kwargs):
-    """Not all schedules call the __init__ of their base."""
+    """Record each new schedule here: not all call the __init__ of their base."""
     scheduler = object.__new__(kind)
     STATE.schedulers.append(weakref.ref(scheduler))
     return scheduler

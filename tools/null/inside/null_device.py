@@ -142,7 +142,7 @@ class _Changes(importlib.abc.MetaPathFinder):
 
 
 def _change_torch(torch, counter):
-    """No cuDNN, whose graphs the null device does not emulate; new memory is zero; a count of
+    """Switch off cuDNN, whose graphs the null device does not emulate; clear new memory; count
     steps."""
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -189,7 +189,7 @@ def _change_checkpoint(checkpoint, counter):
 
 
 def _change_metrics(metrics, counter):
-    """At an epoch's end, all samples count, and every sum is 1: the run continues."""
+    """Count all samples at an epoch's end, and make every sum 1, so that the run continues."""
     if not hasattr(metrics, "Meter"):  # as above
         return
     compute, reduce, samples = metrics.Meter.compute, metrics.all_reduce, []

@@ -79,7 +79,7 @@ def send_objects_over_gloo(dist):
         return groups[key]
 
     def ranks_of(values, peer):
-        """The ranks that take part in a call: those of the group, or a sender and a receiver."""
+        """The ranks that take part in a call: the group's ranks, or a sender and a receiver."""
         group = values["group"] or dist.group.WORLD
         if peer is None:
             return dist.get_process_group_ranks(group)

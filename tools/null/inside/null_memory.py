@@ -264,8 +264,8 @@ class Memory:
         return count, first.value
 
     def report(self):
-        """What tools.fit reads: peaks of each step, and what makes up those of the start and of the
-        last step. A run that has ended within a step reports that one, too."""
+        """What tools.fit reads: peaks of each step, and what makes up the peaks of the start and of
+        the last step. A run that has ended within a step reports that one, too."""
         if not self.is_started:
             return None
         self.end_step()
@@ -317,7 +317,7 @@ def _blocks(events, marks, device):
 
 
 def _peak_of(blocks, ends, names, start, end):
-    """When the blocks take most, from event `start` to `end`: their bytes by kind, and what Python
+    """The blocks' bytes by kind when they take most, from event `start` to `end`, and what Python
     was doing."""
     before = {n for n in blocks if n < start and ends.get(n, end) >= start}
     changes = [(n, blocks[n][0]) for n in blocks if start <= n < end]

@@ -447,7 +447,7 @@ API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMod
   auto* stream = stream_of(handle);
   const bool is_default = (uintptr_t)handle <= 2;
   if (is_default || stream->capture) return fail(cudaErrorStreamCaptureUnsupported);
-  stream->capture = new Capture{stream};  // events may refer to it for ever
+  stream->capture = new Capture{stream};  // events may refer to it forever
   active_captures++;
   return cudaSuccess;
 }

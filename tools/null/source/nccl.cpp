@@ -140,7 +140,7 @@ API int ncclCommCuDevice(Communicator* communicator, int* device) {
   return 0;
 }
 
-// Collectives. Bytes are those of this rank's own part.
+// Collectives. Bytes count this rank's own part.
 
 API int ncclAllReduce(const void* from, void*, size_t n, int type, int, Communicator* c,
                       cudaStream_t s) {
