@@ -28,7 +28,6 @@ SMALL = {
     "epochs": 2,
     "global_batch_size": 12,
     "lr": 0.01,
-    "timeout": 60,
     "device": "cpu",
 }
 

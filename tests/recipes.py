@@ -26,7 +26,6 @@ TEXT = {
     "global_batch_size": 12,
     "lr": 0.01,
     "save_steps": 0,
-    "timeout": 60,
     "device": "cpu",
 }
 

@@ -15,7 +15,7 @@ from tools.lib.ladder import ROOT
 from tools.verify.run import write_text
 from utils.checkpoint import Checkpointer
 
-BASE = {"epochs": 1, "global_batch_size": 12, "optimizer": "adamw", "lr": 0.001, "timeout": 60}
+BASE = {"epochs": 1, "global_batch_size": 12, "optimizer": "adamw", "lr": 0.001}
 TASKS = {
     "tasks.images": {"model": "vit_tiny", "dataset": "synthetic", "image_size": 16}
     | {"synthetic_samples": 48},

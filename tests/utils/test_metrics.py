@@ -263,7 +263,8 @@ COUNTS_NUMBERS.summarize = lambda sums: {
 
 
 def fake_loader(train=True):
-    return SimpleNamespace(counts=True, samples=0, train=train, started=time.perf_counter())
+    values = {"dataset": range(6), "counts": True, "samples": 0, "train": train}
+    return SimpleNamespace(**values, started=time.perf_counter())
 
 
 def fill(meter, *losses, samples=2):
@@ -587,6 +588,7 @@ def test_sums_of_different_names_are_not_added():
 def test_epoch_without_targets_is_named():
     task = make_task(lambda outputs, _: outputs.sum(), lambda targets: torch.tensor(0))
     meter = Meter(task, fake_loader(train=False))
+    meter.loader.samples = 6
     meter.update(torch.tensor(0.0), torch.zeros(2), torch.zeros(2))
     with pytest.raises(UserError, match=r"validation loss .*nan: count\(\) .*no targets"):
         meter.compute()

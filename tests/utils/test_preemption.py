@@ -120,7 +120,7 @@ def test_signal_to_all_processes_of_a_job(script, nproc, number, tmp_path):
     flags |= {} if nproc else {"spawn_processes": 1}
     process = start_script(script, nproc, **flags)
     try:
-        wait_until((tmp_path / "run" / "last.pt").exists, seconds=180)
+        wait_until((tmp_path / "run" / "last.pt").exists, seconds=600)
         for pid in family(process.run_tag):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -143,9 +143,9 @@ class NumberedStage(PipelineStage):
 def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a micro-batch, a 0-dim tensor; and with it what the task measures, as float64."""
     loss = task.loss(outputs, targets)
-    values = {"loss": loss.detach(), **task.measure(outputs.detach(), targets)}
-    sums = {}
-    for name, value in values.items():
+    outputs = outputs.detach()
+    sums = {"loss": loss.detach(), **task.measure(outputs, targets)}
+    for name, value in sums.items():
         sums[name] = torch.as_tensor(value, dtype=torch.float64, device=outputs.device)
     return loss, sums
 
@@ -177,9 +177,11 @@ class Pipeline(Wrapper):
             )
         check_layers(model, layers, inputs)
         self.module = model.to(memory_format=torch.contiguous_format)  # its gradients are sent, too
-        self.device, self.batch_size = device, cfg.global_batch_size
+        self.device = device
+        self.batch_size = cfg.global_batch_size
         self.micro_batches = cfg.micro_batches
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         self.loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
         self.input_shape: torch.Size | None = None  # known after the first batch
         self.shapes: dict[str, torch.Size] | None = None  # of the sums, likewise
@@ -288,7 +290,8 @@ class Pipeline(Wrapper):
         inputs: at most a batch; some are repeated to fill it, and their outputs are left out.
         """
         rows = torch.arange(self.batch_size, device=self.device) % len(inputs)
-        measured, left = [], len(inputs)
+        measured = []
+        left = len(inputs)
 
         def loss_fn(outputs: Tensor, part: Tensor) -> Tensor:
             nonlocal left
@@ -306,7 +309,8 @@ class Pipeline(Wrapper):
                 f"a pipeline needs batches of one shape, but {tuple(inputs.shape)} follows "
                 f"{tuple(self.input_shape)}: pad them to one size (--padding context, for text)"
             )
-        self.input_shape, self.loss_fn = inputs.shape, loss_fn
+        self.input_shape = inputs.shape
+        self.loss_fn = loss_fn
         arguments = [inputs] if self.rank == 0 else []
         target = targets if self.rank == self.ranks - 1 else None
         with part_of_batch(0, 1):  # of a pass that infers shapes, outside of NumberedStage
@@ -316,15 +320,18 @@ class Pipeline(Wrapper):
     def _share(self, measured):
         """The sums of the last rank's micro-batches, on all ranks."""
         if self.shapes is None:
-            shapes = {name: value.shape for name, value in (measured or [{}])[0].items()}
+            first = measured[0] if measured else {}
+            shapes = {name: value.shape for name, value in first.items()}
             self.shapes = all_gather_object(shapes)[-1]
         sizes = [shape.numel() for shape in self.shapes.values()]
         total = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
         for sums in measured:
             total += torch.cat([value.reshape(-1) for value in sums.values()])
         dist.broadcast(total, self.ranks - 1)
-        pieces = zip(self.shapes, total.split(sizes), self.shapes.values(), strict=True)
-        return {name: piece.reshape(shape) for name, piece, shape in pieces}
+        result = {}
+        for name, piece in zip(self.shapes, total.split(sizes), strict=True):
+            result[name] = piece.reshape(self.shapes[name])
+        return result
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
