@@ -124,6 +124,24 @@ def kill_session(leader):
         time.sleep(0.01)
 
 
+# Rows of text in which the scripts do what they do in the rows of images.
+AS_WITH_IMAGES = [
+    f"text: {row}"
+    for row in (
+        "1gpu_graph",
+        "dp",
+        "ddp x1",
+        "ddp x2",
+        "amp x2, float16",
+        "accum x1",
+        "spawn x2",
+        "mp, 2 stages",
+        "fsdp x2",
+        "pp x2, 1F1B",
+    )
+]
+
+
 def parametrize(names, fast):
     """A test per case or bug, whose name is its id. fast: those that are part of `make test`."""
     return pytest.mark.parametrize(
@@ -135,7 +153,7 @@ def marks_of(name, fast):
     if name in fast:
         return ()
     is_rare = name.startswith(("segmentation: ", "moe: ", "diffusion: ")) and "resumed" not in name
-    is_rare = is_rare and not name.startswith("moe: ep ")
+    is_rare = (is_rare and not name.startswith("moe: ep ")) or name in AS_WITH_IMAGES
     return (pytest.mark.slow, pytest.mark.rare) if is_rare else pytest.mark.slow
 
 

@@ -73,6 +73,8 @@ TOGETHER = [
     ["compiled: buffers lost"],
     ["divided stream: a counter of the loss lost"],
 ]
+# The same rules, in scripts of a different form: python -m check.tests.corpus runs all of them.
+REPEATED = ("spawn: no sampler", "lora: mean of means", "no_sync: gradients left over")
 
 
 def run_check(folder, *options, arguments=("train.py",)):
@@ -542,7 +544,13 @@ def test_finds_several_bugs_in_one_script_and_leaves_its_folder_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", TOGETHER[1:], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, marks=[pytest.mark.rare] * (names[0] in REPEATED), id=names[0])
+        for names in TOGETHER[1:]
+    ],
+)
 def test_finds(names, tmp_path):
     script, source, rules = together(names)
     found, _ = check_source(tmp_path, source, script)

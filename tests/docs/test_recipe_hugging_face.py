@@ -105,8 +105,15 @@ def test_the_loss_of_the_model_is_a_mean(project):
     assert task.count(targets) == 6 and own.item() == pytest.approx(mean.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("compiled", ["none", pytest.param("default", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize(
+    ("script", "compiled"),
+    [
+        ("train_ddp.py", "none"),
+        ("train_fsdp.py", "none"),
+        pytest.param("train_ddp.py", "default", marks=(pytest.mark.slow, pytest.mark.rare)),
+        pytest.param("train_fsdp.py", "default", marks=pytest.mark.slow),
+    ],
+)
 def test_activation_checkpointing(script, compiled, project, one_process, tmp_path):
     def before():
         task, compile_module = project[1], nn.Module.compile

@@ -191,7 +191,9 @@ def compile_without_inductor():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+@pytest.mark.parametrize(
+    "script", [pytest.param("train_ddp.py", marks=pytest.mark.rare), "train_fsdp.py"]
+)
 def test_activation_checkpointing(script, tmp_path):
     folder = applied("activation-checkpointing", tmp_path / "copy")
     train = partial(run_to_end, model="vit_tiny")

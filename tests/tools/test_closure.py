@@ -53,8 +53,18 @@ def test_default_command_is_that_of_the_docstring():
     assert default_command(ROOT / "train_tp.py") == ["--model", "vit_tiny"]
 
 
+# The others import nothing that is not imported by one of these.
+OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [rung.script for rung in LADDER])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(rung.script, marks=[pytest.mark.rare] * (rung.script not in OFTEN))
+        for rung in LADDER
+    ],
+)
 def test_published_files_are_those_of_a_default_run(script):
     """docs/results/loaded.json, from which the README's table is made."""
     published = json.loads((ROOT / "docs" / "results" / "loaded.json").read_text())[script]

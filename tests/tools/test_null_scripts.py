@@ -96,7 +96,13 @@ NOT_CAPTURED = [script for script in RUNS if script != "train_1gpu_graph.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", NOT_CAPTURED)
+@pytest.mark.parametrize(
+    "script",
+    [  # what train_tp.py does, train_fsdp_tp.py does, too
+        pytest.param(script, marks=[pytest.mark.rare] * (script == "train_tp.py"))
+        for script in NOT_CAPTURED
+    ],
+)
 def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
     """PyTorch's sanitizer, which it enables when it is imported."""
     nproc, arguments, flags = RUNS[script]

@@ -47,6 +47,7 @@ def test_own_task_trains_the_same_weights(own):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_run_of_few_samples_is_killed_within_its_epoch(own):
     """Of three steps, each of a few milliseconds."""
     task = own.with_name("my_task.py")
