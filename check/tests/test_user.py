@@ -351,7 +351,7 @@ def test_module_in_a_folder_with_a_space(tmp_path):
     folder = project(tmp_path / "a folder", source, "package/train.py")
     code, stdout, stderr = check(folder, "--sarif", "out.sarif", "--", "-m", "package.train")
     assert code == 0, stdout + stderr
-    assert "several ranks: the script joins no process group" in stdout
+    assert "several ranks: " in stdout and "no process group" in stdout
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     assert names == ["out.sarif", "package", "package/train.py"]
 

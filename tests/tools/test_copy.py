@@ -117,7 +117,7 @@ def test_copy_keeps_its_task(tmp_path):
 
 def test_scripts_that_need_no_copy_are_refused(tmp_path):
     refused = copy("one_file/train_ddp.py", tmp_path / "mine")
-    assert refused.returncode == 2 and "one_file/train_ddp.py needs no " in refused.stderr
+    assert refused.returncode == 2 and "one_file/train_ddp.py needs no other" in refused.stderr
     assert not (tmp_path / "mine").exists()
     refused = copy("--update", tmp_path / "nothing")
     assert refused.returncode == 1 and f"no folder {tmp_path / 'nothing'}" in refused.stderr
