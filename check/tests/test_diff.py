@@ -94,12 +94,12 @@ def test_runs_that_agree_are_equal_in_each_stage(tmp_path):
 @pytest.mark.parametrize(
     ("bug", "step", "stage", "words"),
     [
-        ("samples", 1, "samples", "All ranks of B train on the same samples"),
+        ("samples", 1, "samples", "All ranks of B "),
         ("seeds", 1, "initial weights", "Rank 1 of B"),
         ("noise", 1, "inputs", "8 are the same"),
         ("dropout", 1, "outputs of modules", "2, a Dropout"),
         ("undivided", 1, "loss", "B is 2 times A"),
-        ("scale", 1, "loss", "the ratio of the numbers of ranks"),
+        ("scale", 1, "loss", "B is 2 times A: "),
         ("bypass", 1, "gradients", "rank 1"),
         ("one", 1, "gradients", "3.weight: B is 2 times A"),
         ("rate", 2, "settings of the optimizer", "lr is 0.2 in B, 0.1 in A"),
@@ -216,8 +216,8 @@ NOISE = torch.tensor([[1, -1], [0.5, 1], [-1, 1], [1, 0.3]]).double()
 @pytest.mark.parametrize(
     ("b", "words"),
     [
-        (A * 2, "ratio of the numbers of ranks"),
-        (A / 2, "divided once too often"),
+        (A * 2, "a sum over ranks"),
+        (A / 2, "divided once"),
         (A * -1, "opposite sign"),
         (A * 3, "3 times"),
         (A * 0, "zero in B"),
@@ -249,7 +249,7 @@ def test_names_can_be_mapped_and_parameters_joined():
     result = comparer._gradients("gradients", a, b, "gradients")
     assert result.is_equal and result.compared == 2 and not result.skipped
     result = Comparer((1, 1))._gradients("gradients", a, b, "gradients")
-    assert "no name in common" in result.skipped
+    assert "--rename" in result.skipped
 
 
 def test_parameters_of_one_module_are_named_together():
@@ -301,7 +301,7 @@ def test_parts_of_sequences_are_put_together():
     a, b = step(tokens), step(tokens[:, :2], tokens[:, 2:])
     result, *_ = Comparer((1, 2))._inputs(a, b)
     assert result.is_equal and result.compared == 3
-    assert "each rank of B has a part of the sequences" in result.skipped
+    assert "rank of B has a part" in result.skipped
     result, *_ = Comparer((1, 2))._inputs(a, step(tokens[:, :2], tokens[:, :2]))
     assert not result.is_equal
 
@@ -496,7 +496,7 @@ def test_commit_that_changed_the_numbers_is_found(tmp_path):
         text=True,
     )
     assert done.returncode == 1, done.stderr
-    assert "is the first bad commit" in done.stdout and "number 5" in done.stdout
+    assert "first bad commit" in done.stdout and "number 5" in done.stdout
     assert "8 times" in done.stdout and "number 3: skip" in done.stderr
     assert (tmp_path / "train.py").read_text() == "not yet finished"
     (tmp_path / "page.html").unlink()
@@ -507,12 +507,12 @@ def test_commit_that_changed_the_numbers_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("line", "replacement", "stage", "words"),
     [
-        ("torch.manual_seed(0)", "", "initial weights", "A is not the same when it runs again"),
+        ("torch.manual_seed(0)", "", "initial weights", "A is not the same"),
         (
             "Dropout(0.0)",
             "Dropout(0.5)",
             "outputs of modules",
-            "It draws random numbers in B alone",
+            "random numbers in B",
         ),
     ],
 )

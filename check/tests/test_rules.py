@@ -84,6 +84,14 @@ def run_check(folder, *options, arguments=("train.py",)):
     return done.returncode, done.stdout, done.stderr
 
 
+def found_in(folder, source, processes=2):
+    """The rules of the findings on a script, what they observed, and what was not checked."""
+    (folder / "train.py").write_text(source)
+    report = json.loads(run_check(folder, "--processes", str(processes), "--json", "-")[1])
+    rules, observed = ([each[key] for each in report["findings"]] for key in ("rule", "observed"))
+    return rules, str(observed), str(report["not_checked"])
+
+
 def check_source(folder, source, script, *more):
     """The rules that a check of this script reports, and those that are more than notes."""
     (folder / "train.py").write_text(source)
@@ -193,7 +201,7 @@ def test_wrong_command_is_one_line(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as error:
         parse(["--", "no_such.py"])
     assert error.value.code == 2
-    assert "there is no file no_such.py" in capsys.readouterr().err
+    assert "no file no_such.py" in capsys.readouterr().err
 
 
 READ_FAKE_DATA = """
@@ -253,10 +261,9 @@ def test_fake_text_asks_for_columns_that_are_not_known(tmp_path):
     pytest.importorskip("datasets")
     columns = {"ids": "int30[8]", "label": "class3", "train": "20"}
     done = read_fake_data(tmp_path, READ_FAKE_TEXT, {"my/own": columns})
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == (
-        "--fake-data: what columns does the dataset unknown have? "
-        "Tell: --fake-data 'unknown=text:str,label:class2'"
-    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("--fake-data: ")
+    assert last.endswith(" --fake-data 'unknown=text:str,label:class2'")
 
 
 def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
@@ -338,10 +345,9 @@ def test_samples_in_no_share_are_not_counted_in_subsets_that_may_differ():
     shares = [list(range(0, 40)), list(range(20, 60))]
     epoch = {"sizes": [3, 16], "whole": True}
     (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=90)
-    assert finding.observed.startswith("20 samples are in the shares of")
-    assert finding.observed.endswith(", and 30 of 90 in neither")
+    assert "20 samples" in finding.observed and "30 of 90" in finding.observed
     (finding,) = findings_of_two_ranks(same_samples, shares, **epoch, dataset_len=50, dataset=1)
-    assert finding.observed == "20 samples are in the shares of rank 0 and of rank 1"
+    assert "20 samples" in finding.observed and "50" not in finding.observed
 
 
 @pytest.mark.parametrize(("trained_from", "rules"), [(2, []), (0, ["evaluation-repeated"])])
@@ -445,10 +451,10 @@ def test_order_after_a_restart_that_skips_batches(tmp_path):
     """Scripts that read and skip what was trained on, to find the position again."""
     of_epoch_0 = [("set_epoch", 1), ("batch", [0]), ("batch", [1])]
     ((rule, observed),) = restarted(tmp_path, of_epoch_0)
-    assert rule == "order-after-resume" and "step 2, of the first epoch" in observed
+    assert rule == "order-after-resume" and "trains on" in observed and "step 2, " in observed
     skips_it = [("set_epoch", 1), ("batch", [3]), ("batch", [4]), ("batch", [5])]
     ((rule, observed),) = restarted(tmp_path, skips_it)
-    assert rule == "order-after-resume" and "skips the batch of step 5" in observed
+    assert rule == "order-after-resume" and "skips " in observed and "step 5" in observed
     ((rule, observed),) = restarted(tmp_path, [("set_epoch", 2), ("batch", [7])], saved=3)
     assert rule == "order-after-resume" and "epoch is skipped" in observed
     random = [("set_epoch", 1), ("batch", [8]), ("batch", [9])]  # no seed: nothing to compare with
@@ -478,7 +484,7 @@ def test_all_processes_that_fail_before_they_join_a_group_are_a_finding(tmp_path
     (finding,) = rules(codes=[1, 1])
     assert finding.rule == "fails-on-two" and "a batch of 7" in finding.observed
     (not_checked,) = rules(codes=[1, -9])  # ended by the check: one may have met the other
-    assert "joins no process group" in not_checked.why and "a batch of 7" in not_checked.why
+    assert "no process group" in not_checked.why and "a batch of 7" in not_checked.why
 
 
 def test_slow_ranks_are_not_checked_and_those_that_wait_for_others_hang(tmp_path):
@@ -520,10 +526,10 @@ def test_sarif_has_rules_and_places():
 
 
 def test_script_that_crashes_is_reported_with_its_traceback(tmp_path):
-    (tmp_path / "train.py").write_text("import torch\nraise KeyError('a mistake of its own')\n")
+    (tmp_path / "train.py").write_text("import torch\nraise KeyError('mine')\n")
     code, stdout, stderr = run_check(tmp_path)
     assert (code, stdout) == (2, "")
-    assert "a mistake of its own" in stderr and 'train.py", line 2' in stderr
+    assert "KeyError: 'mine'" in stderr and 'train.py", line 2' in stderr
 
 
 def together(names):
@@ -646,18 +652,12 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_models_that_several_ranks_hold_are_compared_as_a_whole(tmp_path):
     """Four ranks: two models, each divided between two ranks, and sharded between the two pairs."""
-
-    def found(source):
-        (tmp_path / "train.py").write_text(source)
-        report = json.loads(run_check(tmp_path, "--processes", "4", "--json", "-")[1])
-        return [each["rule"] for each in report["findings"]], str(report["not_checked"])
-
-    rules, not_checked = found(TWO_DIMENSIONS)
+    rules, _, not_checked = found_in(tmp_path, TWO_DIMENSIONS, 4)
     assert rules == [] and "gradient" not in not_checked
     over_all = TWO_DIMENSIONS.replace('mesh["dp"].size(), mesh["dp"].get_local_rank()', "")
-    assert "different-samples" in found(over_all)[0]
+    assert "different-samples" in found_in(tmp_path, over_all, 4)[0]
     scaled = TWO_DIMENSIONS.replace(".backward()", ".div(2 if world_size > 1 else 1).backward()")
-    assert found(scaled)[0] == ["gradient-scale"]
+    assert found_in(tmp_path, scaled, 4)[0] == ["gradient-scale"]
 
 
 EXPERTS = """
@@ -727,23 +727,15 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_experts_are_compared_as_whole_tensors(tmp_path):
     """The ranks have samples of their own, though each holds a part of the experts."""
-
-    def found(source, processes):
-        (tmp_path / "train.py").write_text(source)
-        options = ("--processes", str(processes), "--json", "-")
-        report = json.loads(run_check(tmp_path, *options)[1])
-        return report["findings"], str(report["not_checked"])
-
-    findings, not_checked = found(EXPERTS, 4)
-    assert not findings and "gradient" not in not_checked and "samples" not in not_checked
-    (finding,) = found(EXPERTS.replace("gradient / mesh.size()", "gradient"), 2)[0]
-    assert finding["rule"] == "divided-model-differs"
+    rules, _, not_checked = found_in(tmp_path, EXPERTS, 4)
+    assert rules == [] and "gradient" not in not_checked and "samples" not in not_checked
+    summed = EXPERTS.replace("gradient / mesh.size()", "gradient")
+    assert found_in(tmp_path, summed)[0] == ["divided-model-differs"]
     average = "        dist.all_reduce(part.div_(copies.size()), group=copies.get_group())\n"
-    findings = found(EXPERTS.replace(average, ""), 4)[0]
-    assert {finding["rule"] for finding in findings} == {"divided-model-differs"}
-    assert any("rank 0 and rank 2" in finding["observed"] for finding in findings)
+    rules, observed, _ = found_in(tmp_path, EXPERTS.replace(average, ""), 4)
+    assert set(rules) == {"divided-model-differs"} and "rank 0 and rank 2" in observed
     same = EXPERTS.replace("DistributedSampler(data)", "DistributedSampler(data, 1, 0)")
-    assert "same-samples" in [finding["rule"] for finding in found(same, 2)[0]]
+    assert "same-samples" in found_in(tmp_path, same)[0]
 
 
 CONTEXT = """
@@ -787,22 +779,13 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_ranks_with_parts_of_the_positions_read_the_same(tmp_path):
-    def found(source):
-        (tmp_path / "train.py").write_text(source)
-        report = json.loads(run_check(tmp_path, "--json", "-")[1])
-        return [each["rule"] for each in report["findings"]], str(report["not_checked"])
-
-    rules, not_checked = found(CONTEXT)
+    rules, _, not_checked = found_in(tmp_path, CONTEXT)
     assert rules == [] and "gradient" not in not_checked
-    assert found(CONTEXT.replace(".backward()", ".div(size).backward()"))[0] == ["gradient-scale"]
-    assert (
-        "same-samples"
-        in found(
-            CONTEXT.replace("x.chunk(size, 1)[part]", "x")
-            .replace("y.chunk(size, 1)[part]", "y")
-            .replace("torch.cat(all_gather(self.key(own)), 1)", "self.key(own)")
-        )[0]
-    )
+    divided = CONTEXT.replace(".backward()", ".div(size).backward()")
+    assert found_in(tmp_path, divided)[0] == ["gradient-scale"]
+    whole = CONTEXT.replace("x.chunk(size, 1)[part]", "x").replace("y.chunk(size, 1)[part]", "y")
+    whole = whole.replace("torch.cat(all_gather(self.key(own)), 1)", "self.key(own)")
+    assert "same-samples" in found_in(tmp_path, whole)[0]
 
 
 NEEDS_TWO = """
@@ -895,4 +878,4 @@ def test_needs_two_processes_data_and_the_folder_above(tmp_path):
     report = json.loads(stdout)
     found = [(finding["rule"], finding["file"]) for finding in report["findings"]]
     assert found == [("no-set-epoch", "scripts/train.py")]
-    assert "on several processes only" in str(report["not_checked"])
+    assert "several processes" in str(report["not_checked"])

@@ -217,7 +217,7 @@ def test_separate_forward_passes_of_batch_norm(tmp_path, monkeypatch):
     assert largest_difference(*ends) < ROUNDING  # with sync_bn, which is on by default
     flags = RUN | FLAGS | {"sync_bn": False, "output_dir": tmp_path / "unsynchronized"}
     run = fork_script(project.script, 2, with_batch_norm, **flags)
-    assert run.code == 0 or "modified by an inplace operation" in run.stderr  # by version of torch
+    assert run.code == 0 or "inplace operation" in run.stderr  # by version of torch
 
 
 def test_buffers_that_are_not_broadcast(tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def test_unused_parameters(tmp_path):
     process = start_run(script, 2, flags, environment)
     failed = finish_run(process, tmp_path / "failed")
     assert failed.code == 1
-    assert "Expected to have finished reduction" in failed.stderr
+    assert "finished reduction" in failed.stderr
     assert "experts.1.weight" in failed.stderr
     script = with_task(plain / "train_1gpu.py", EXPERTS)
     _, one = run_to_end(script, None, tmp_path / "one")

@@ -332,7 +332,7 @@ def test_timing_divides_the_time_of_the_gpu(script, tmp_path):
         assert sum(seconds.values()) == pytest.approx(row["time"]["total"])
         # Steps of a small model with 12 images: the GPU computes, and waits for its host.
         assert seconds["computing"] > 0 and seconds["host"] > 0 and seconds["cores"] == 0
-    assert "GPUs wait for the host" in run.rows[-1]["limited_by"]
+    assert "wait for the host" in run.rows[-1]["limited_by"]
 
 
 def test_profile_shows_kernels(tmp_path):

@@ -25,7 +25,7 @@ def test_shared_samples_are_noticed(monkeypatch):
     monkeypatch.setattr(
         scale, "DistributedSampler", lambda data, n, rank, **kw: real(data, n, rank // 2, **kw)
     )
-    with pytest.raises(AssertionError, match="samples are shared or missing"):
+    with pytest.raises(AssertionError, match="shared or missing"):
         scale.check_partition(8)
 
 

@@ -90,7 +90,7 @@ def test_output_disk_of_its_own_on_every_node(one_machine, tmp_path):
         ]
         runs = finish(resumed)
     assert all(run.code for run in runs)
-    assert any("all nodes must share output_dir" in run.stderr for run in runs)
+    assert any("share output_dir" in run.stderr for run in runs)
 
 
 # Faults
@@ -213,7 +213,7 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
 @pytest.mark.parametrize(
     ("interface", "reason"),
     [
-        ("eth9", "Unable to find address for: eth9"),
+        ("eth9", "address for: eth9"),
         ("lo", "connectFullMesh failed"),
     ],
 )
@@ -230,7 +230,7 @@ def test_wrong_interface_is_named(interface, reason, tmp_path):
         assert line.endswith("one of eth0")
     # Both nodes show the error of the first rank to fail. If the other rank still waits for a
     # connection (with lo), its node refers to node0.
-    referring = [line for line in lines if "error: the rendezvous at node0:29500 has" in line]
+    referring = [line for line in lines if "rendezvous at node0:29500 has" in line]
     assert named and len(named + referring) == 2
 
 

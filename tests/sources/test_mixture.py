@@ -360,29 +360,29 @@ def test_bad_mixtures_are_refused_in_a_line():
         (({"a": a}, {"a": math.nan}), {}, "weight of a .* nan"),
         (({"a": a}, {"a": 0}), {}, "all 0"),
         (({"a": a}, [(5, {"a": 1})]), {}, r"steps \[5\]: begin with 0"),
-        (({"a": a}, [(0, {"a": 1}), (9, {"a": 1})]), {"at_end": "stop"}, "one set of weights"),
-        (({"a": a}, None), {"at_end": "end"}, "choose repeat, stop, drop"),
+        (({"a": a}, [(0, {"a": 1}), (9, {"a": 1})]), {"at_end": "stop"}, "at_end='stop'.* one set"),
+        (({"a": a}, None), {"at_end": "end"}, "'end': .*repeat, stop, drop"),
         (({"a": a}, None), {"orders": {"b": a}}, "orders .* unknown b"),
         (({"a": a}, None), {"tokens": {"b": 3}}, "tokens .* unknown b"),
         (({"a": a}, {"a": "half"}), {}, "weight of a .* half"),
         (({"a": a}, {"a": None}), {}, "weight of a .* None"),
         (({"a": a}, {"a": math.inf}), {}, "weight of a .* inf"),
         (({"a": a}, None), {"tokens": {"a": 0}}, "source a .* 0 tokens"),
-        (({"a": a}, None), {"tokens": {"a": math.nan}}, "number of tokens of a .* nan"),
-        (([a], None), {}, "sources of a mixture are {name: dataset}"),
+        (({"a": a}, None), {"tokens": {"a": math.nan}}, "tokens of a .* nan"),
+        (([a], None), {}, "{name: dataset}, not "),
         (({"a": a, "b": None}, None), {}, "source b .* no length"),
         (({"a": a, "b": "b.jsonl"}, None), {}, "source b .* is 'b.jsonl', not a dataset"),
         (({"a": a}, [(0, {"a": 1}), (9, {"a": 1}), (5, {"a": 1})]), {}, r"\[0, 9, 5\]: .* ascend"),
         (({"a": a}, {}), {}, "weights .* none for a"),
-        (({"a": a}, None), {"samples": 3}, "fewer samples than a global batch of 4"),
+        (({"a": a}, None), {"samples": 3}, "fewer samples .* batch of 4"),
         (({}, None), {}, "no sources"),
-        (({"a": a}, [0.5, 0.5]), {}, "weights of a mixture are .*not .0.5"),
-        (({"a": a}, [(0.5, {"a": 1})]), {}, "weights of a mixture are "),
+        (({"a": a}, [0.5, 0.5]), {}, "weights .*{name: weight}.*not .0.5"),
+        (({"a": a}, [(0.5, {"a": 1})]), {}, "weights .*{name: weight}.*not "),
         (({"a": a, "b": b}, {"a": 1, "b": 1e-300}), {}, "differ too much"),
-        (({"a": a}, None), {"samples": 1e2}, "whole numbers above 0, not 100.0"),
+        (({"a": a}, None), {"samples": 1e2}, "samples .* above 0, not 100.0"),
         (({"a": a, "b": Subset(Whole(1, 9), [1])}, None), {}, "source b .* choose .* Whole itself"),
         (({"a": Whole(1, 9)}, None), {"collate_fn": list}, "leave collate_fn out"),
-        (({0: a, 1: b}, None), {}, "names of the sources .* strings, not 0"),
+        (({0: a, 1: b}, None), {}, "names .* strings, not 0"),
         (({"a": a}, {"a": 1, 0: 1}), {}, "weights .* unknown 0"),
         (({"a": a, "b": b}, {"a": 1, "b": 0}), {"at_end": "drop"}, "weight of b .* is 0"),
         (({"a": a}, None), {"orders": {"a": iter([0])}}, "order of a .* no length"),
@@ -396,14 +396,14 @@ def test_bad_mixtures_are_refused_in_a_line():
     with pytest.raises(UserError, match=r"cannot be joined: float64 \(2, 4\), \(\{'row'"):
         mixture.on_device(mixture.get_batch(torch.arange(4), 0, 0), torch.float64)
     b.collate_fn = list
-    with pytest.raises(UserError, match="in a Mixture have different methods collate_fn"):
+    with pytest.raises(UserError, match=r"Mixture .*different .*collate_fn"):
         Mixture({"a": a, "b": b}, batch_size=4)
     del b.collate_fn
-    with pytest.raises(UserError, match="whole numbers above 0, not -1"):
+    with pytest.raises(UserError, match=r"batch_size .* above 0, not -1"):
         Mixture({"a": a}, batch_size=-1)
     assert Mixture({"a": a}, batch_size=numpy.int64(4)).global_batch_size == 4
     cfg = load_config(argv=["--global-batch-size=8"])
-    with pytest.raises(UserError, match=r"is 8, but the Mixture was made for .* of 6: make"):
+    with pytest.raises(UserError, match=r"is 8, .*Mixture .* of 6: "):
         build_loader(two(), range(60), 8, torch.device("cpu"), cfg, train=True)
 
 

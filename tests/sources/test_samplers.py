@@ -88,7 +88,7 @@ def test_sampler_that_cannot_be_resumed_is_refused():
 def test_sampler_of_batches_is_refused():
     batches = BatchSampler(SequentialSampler(range(9)), 3, drop_last=True)
     for sampler in (batches, list(batches), [0.5, 1.5]):
-        with pytest.raises(UserError, match=r"one at a time, .*BatchSampler"):
+        with pytest.raises(UserError, match=r"indices, one .*BatchSampler"):
             DistributedSamplerWrapper(sampler, seed=0).draw()
 
 

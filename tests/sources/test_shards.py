@@ -288,7 +288,7 @@ def test_many_files_are_read_by_several_processes(tmp_path):
     assert dataset.shard_sizes == [5] * 7
     assert [int(sample["__key__"][-4:]) for sample in dataset] == list(range(35))
     (tmp_path / "train-3.tar").write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"train-3.tar is damaged at offset 0") as error:
+    with pytest.raises(UserError, match=r"train-3\.tar .*damaged.* offset 0 ") as error:
         Shards(sorted(tmp_path.glob("*.tar")))
     assert "Traceback" not in str(error.value)
 
@@ -302,11 +302,11 @@ def test_the_cache_must_be_writable(tmp_path):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "there are no shards"),
+        ([], "no shards: .*pattern"),
         (["a.tar.gz"], "not compressed"),
-        (["a.tar", "a.txt"], "all of one kind"),
+        (["a.tar", "a.txt"], r"one kind, .*not \.tar, \.txt"),
         (["a.tar", "a.tar"], "named twice"),
-        (["empty.txt"], "there are no samples"),
+        (["empty.txt"], r"no samples in .*empty\.txt"),
     ],
 )
 def test_wrong_files(names, message, tmp_path):
@@ -358,7 +358,7 @@ def test_damaged_tar(how, tmp_path, capsys):
     path = write_tar(tmp_path / "bad.tar", samples)
     offset, left = damage(path, how)
     paths = [path, *write_tars(tmp_path)]
-    with pytest.raises(UserError, match=rf"bad.tar is damaged at offset {offset} \("):
+    with pytest.raises(UserError, match=rf"bad\.tar .*damaged.* offset {offset} \("):
         Shards(paths)
     dataset = Shards(paths, on_bad="skip")
     assert dataset.shard_sizes == [left, 5, 5, 5]
@@ -375,7 +375,7 @@ def test_how_much_is_lost(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[: 12 * 1024 + 600])
     assert len(Shards([path], on_bad="skip")) == 11  # the twelfth may be incomplete
     said = capsys.readouterr().err
-    assert f"{path} is damaged at offset 12288 (truncated" in said
+    assert f"{path} " in said and " offset 12288 (truncated" in said
     assert "skipping 600 bytes; 11 samples" in said
 
 
@@ -502,7 +502,7 @@ def test_damage_that_leaves_size_and_time_is_noticed(tmp_path):
         file.write(bytes(3000))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     for index, place in ((3, offset), (4, int(dataset.index["offset"][4]))):
-        with pytest.raises(UserError, match=f"x.tar is damaged at offset {place} "):
+        with pytest.raises(UserError, match=rf"x\.tar .*damaged.* offset {place} "):
             dataset[index]
     assert dataset[2]["cls"] == b"2"
 
@@ -516,7 +516,7 @@ def test_the_members_of_a_sample_have_one_key(form, tmp_path):
     before = os.stat(path)
     write_tar(path, {f"1.cls{long}": b"1", f"2.jpg{long}": b"2"}, format=form)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=r"x\.tar .*offset 0 .* not of the sample 1"):
+    with pytest.raises(UserError, match=r"x\.tar .*offset 0 .*sample 1"):
         dataset[0]
 
 
@@ -708,5 +708,5 @@ def test_a_file_that_changes_ends_the_run(workers, scripts, tmp_path):
     flags = RUN | {"num_workers": workers, "data_dir": data}
     run = fork_script(scripts[0], 2, before, output_dir=tmp_path / "run", **flags)
     assert run.code == 1
-    assert "train-003.jsonl has changed" in run.stderr and "start the run again" in run.stderr
+    assert "train-003.jsonl has changed" in run.stderr and "run again" in run.stderr
     assert "Traceback" not in run.stderr

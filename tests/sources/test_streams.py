@@ -109,7 +109,7 @@ def test_random_numbers_depend_on_seed_and_epoch_and_not_on_the_process():
 
 
 def test_wrong_uses_are_refused():
-    with pytest.raises(UserError, match="a generator can be read only once"):
+    with pytest.raises(UserError, match=r"generator .* once, .*__iter__"):
         Streamed((number for number in range(3)), 3)
     with pytest.raises(UserError, match=r"ascending order: .*shuffle=False, "):
         batch(Streamed(Counting(20), 20), 4, 1)
@@ -187,7 +187,8 @@ def test_a_stream_that_divides_itself_among_workers_is_refused(workers):
     if workers == 1:  # which has all of it
         assert [len(each) for each in result] == [4] * 10
     else:
-        assert "it divides itself among them" in str(result[0])
+        assert "DividedAmongWorkers" in str(result[0])
+        assert "--num-workers 0" in str(result[0])
 
 
 def test_several_workers_yield_the_same_batches():

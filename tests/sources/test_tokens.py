@@ -110,15 +110,15 @@ def test_other_contents_have_another_description(tmp_path):
 
 def test_bad_files_are_refused_in_a_line(tmp_path):
     bad = [
-        (b"\0\0\0", None, "3 bytes, which uint16 tokens do not fill"),
+        (b"\0\0\0", None, r"a\.bin .*3 bytes, .*uint16"),
         (b"\0\0", None, "nothing to predict"),
-        (b"\0" * 8, b"other", "not an index of Megatron-LM"),
-        (b"\0" * 8, b"", "not an index of Megatron-LM"),
-        (b"\0" * 8, index_of([4], [0, 1])[:30], "not an index of Megatron-LM"),
+        (b"\0" * 8, b"other", r"a\.idx .*Megatron-LM"),
+        (b"\0" * 8, b"", r"a\.idx .*Megatron-LM"),
+        (b"\0" * 8, index_of([4], [0, 1])[:30], r"a\.idx .*Megatron-LM"),
         (b"\0" * 8, index_of([4], [0, 1], code=7), "version 1 and type 7"),
         (b"\0" * 8, index_of([4], [0, 1], version=2), "version 2"),
-        (b"\0" * 8, index_of([4], [0, 1])[:-1], "61 bytes, where 1 sequences and 2 .* take 62"),
-        (b"\0" * 8, index_of([4], [0, 1]) + b"\1", "63 bytes, .* of a multimodal dataset"),
+        (b"\0" * 8, index_of([4], [0, 1])[:-1], "61 bytes, .*1 sequences and 2 .* 62"),
+        (b"\0" * 8, index_of([4], [0, 1]) + b"\1", "63 bytes, .* multimodal"),
         (b"\0" * 6, index_of([4], [0, 1]), r"a\.idx tells of 8 bytes in .*a\.bin, which has 6"),
         (b"\0" * 8, index_of([2, 2], [0, 1], places=[0, 2]), "a different dataset"),
     ]
@@ -131,7 +131,7 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
             TokenFiles([path], 4)
     with pytest.raises(UserError, match=r"cannot read .*missing\.bin"):
         TokenFiles([tmp_path / "missing.bin"], 4)
-    with pytest.raises(UserError, match="no files of tokens"):
+    with pytest.raises(UserError, match=r"no files .*path"):
         TokenFiles([], 4)
     for name in ("train.bin", "val.bin"):
         write(tmp_path / name, [1, 2, 3])
@@ -250,7 +250,7 @@ def test_a_killed_process_or_a_full_disk_ends_the_command_in_a_line(texts, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(tools.tokens, "write_index", full)
-        with pytest.raises(UserError, match=r"No space left .*\.idx.* the same command continues"):
+        with pytest.raises(UserError, match=r"No space left .*\.idx.* same command"):
             make(folder, patched, folder / "x", 2, "--val-every", "9")
     make(folder, monkeypatch, folder / "x", 2, "--val-every", "9")
 
@@ -300,7 +300,7 @@ def test_all_tokens_are_written_if_the_tokenizer_truncates_and_pads(texts, monke
 def test_a_line_that_cannot_be_read_is_to_be_corrected(texts, monkeypatch):
     """Here, nothing can leave it out."""
     (texts[0] / "b.jsonl").write_text('{"other": "text"}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl .*correct the file\. In a task of your own, "):
+    with pytest.raises(UserError, match=r"b\.jsonl .*restore or correct .*on_bad=\"skip\""):
         make(texts[0], monkeypatch, texts[0] / "x", 1)
 
 
@@ -323,4 +323,4 @@ def test_text_task_trains_on_tokens(texts, monkeypatch, tmp_path):
     end = last(2, "killed")
     assert largest_difference(end["model"], one["model"]) < ROUNDING
     run = fork_script(script, 1, settings=settings | {"vocabulary": 300}, output_dir=tmp_path / "x")
-    assert run.code == 1 and "pass the size of the tokenizer's vocabulary" in run.stderr
+    assert run.code == 1 and "the token 300" in run.stderr and "vocabulary" in run.stderr

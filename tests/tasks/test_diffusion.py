@@ -103,7 +103,7 @@ def test_every_parameter_takes_part():
     task.loss(model(torch.randn(4, 3, 8, 8).double()), torch.zeros(4, 3, 8, 8)).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
     assert len(task.blocks(model)) == 2
-    with pytest.raises(UserError, match="2 attention heads and 64 MLP columns cannot both be"):
+    with pytest.raises(UserError, match=r"2 attention .*64 MLP .* 3 ranks"):
         task.tensor_parallel_plan(model, 3)
 
 
@@ -153,12 +153,12 @@ def test_picture_is_written_by_a_command(trained, tmp_path):
     done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert Image.open(picture).size == (3 * 10 + 2, 2 * 10 + 2)  # images with a border of 2
-    with pytest.raises(UserError, match="there is no file"):
+    with pytest.raises(UserError, match=r"no file .*missing\.pt: .*checkpoint"):
         load_denoiser(tmp_path / "missing.pt")
 
 
 def test_checkpoint_of_another_task_is_refused(tmp_path):
     run = fork_script("train_1gpu.py", output_dir=tmp_path / "run", epochs=1)
     assert run.code == 0
-    with pytest.raises(UserError, match="not a checkpoint of the diffusion task"):
+    with pytest.raises(UserError, match=r"last\.pt .*not .*diffusion task"):
         load_denoiser(tmp_path / "run" / "last.pt")

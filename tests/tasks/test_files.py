@@ -39,7 +39,7 @@ def test_wrong_folders_are_reported(tmp_path):
     with pytest.raises(UserError, match=r"no train images.*trainset.*--data-dir"):
         find_images(tmp_path, "train")
     (tmp_path / "train").mkdir()
-    with pytest.raises(UserError, match="has no class folders"):
+    with pytest.raises(UserError, match=r"/train .*class folders .*train/<class>/\*\.jpg"):
         find_images(tmp_path, "train")
     photo(tmp_path / "train" / "cat" / "a.jpg")
     (tmp_path / "train" / "empty").mkdir()
@@ -211,7 +211,7 @@ def test_impossible_splits_are_refused(tmp_path, capfd):
     with pytest.raises(SystemExit):
         config(tmp_path, "--val-fraction=1")
     error = capfd.readouterr().err
-    assert "val_fraction=1.0 " in error and "nothing to train on" in error
+    assert "val_fraction=1.0 " in error and "nothing to train" in error
     (tmp_path / "val").mkdir()
     with pytest.raises(UserError, match="pass --val-fraction 0"):
         build_datasets(split_config(tmp_path))

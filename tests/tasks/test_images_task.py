@@ -40,7 +40,7 @@ def test_settings_have_help_texts_and_fit_together():
         ({"augment": "resized_crop"}, "^augment=resized_crop .*dataset=imagefolder or shards"),
         ({"dataset": "imagefolder", "val_fraction": 1.0}, "^val_fraction=1.0 .*nothing to train"),
         ({"augment": "resized_crop", "loader": "device"}, "use loader=workers"),
-        ({"weights": "/no/file"}, "'/no/file' is not a file"),
+        ({"weights": "/no/file"}, "'/no/file' .*not a file"),
     ):
         with pytest.raises(ConfigError, match=pattern):
             task.Settings(**values).resolved()
@@ -230,7 +230,7 @@ def test_layers_of_a_sequential_are_its_children():
 def test_layers_in_an_unknown_order_are_refused(name):
     with torch.device("meta"):
         model = make(name)
-    with pytest.raises(UserError, match=rf"order of the layers of a {type(model).__name__} is unk"):
+    with pytest.raises(UserError, match=rf"order .* {type(model).__name__} .*: .*layers\(\)"):
         task.layers(model)
 
 

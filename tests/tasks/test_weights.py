@@ -99,7 +99,7 @@ def test_wrong_names_and_files_are_reported(tmp_path):
         with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save"):
             find_weights("resnet50", str(tmp_path / "junk.pth"))
     torch.save(torch.ones(2), tmp_path / "junk.pth")
-    with pytest.raises(UserError, match="it holds a Tensor"):
+    with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save.* Tensor"):
         find_weights("resnet50", str(tmp_path / "junk.pth"))
 
 
@@ -149,8 +149,8 @@ def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
         assert torch.equal(model.conv1.weight, saved["conv1.weight"])
     for name, pattern in (
         ("resnet18_cifar", r"conv1\.weight .*\(64, 3, 3, 3\) .*model .*\(64, 3, 7, 7\) .*file"),
-        ("resnet18_gn", r"suffixes.*bn1\.running_mean .*missing in the model"),
-        ("resnet34", r"layer1\.2\.conv1\.weight .*missing in the file.* more"),
+        ("resnet18_gn", r"suffixes.*bn1\.running_mean .*in the model"),
+        ("resnet34", r"layer1\.2\.conv1\.weight .*in the file.* more"),
     ):
         with pytest.raises(UserError, match=pattern):
             model_from(f"--weights={path}", f"--model={name}")
@@ -215,7 +215,7 @@ def test_failed_download_names_the_file_and_its_place(server, hub, monkeypatch):
         monkeypatch.setattr(RESNET18.value, "url", url)
         first, second = weights_on_ranks(2)
     assert isinstance(first, UserError) and isinstance(second, PeerError)
-    for part in (server[1], str(hub), "could not be downloaded", "--weights"):
+    for part in (f" {server[1]} ", str(hub), "be downloaded", url, "--weights"):
         assert part in str(first)
 
 
@@ -223,7 +223,8 @@ def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
     with open(tmp_path / "site" / server[1], "ab") as file:
         file.write(b"x")
     first, _ = weights_on_ranks(2)
-    assert "could not be downloaded" in str(first) and list(hub.iterdir()) == []
+    assert f" {server[1]} " in str(first) and "invalid hash" in str(first)
+    assert "be downloaded" in str(first) and list(hub.iterdir()) == []
 
 
 # The frozen backbone
@@ -268,7 +269,7 @@ def test_resumed_run_does_not_need_the_file(tmp_path):
     assert same_bits(ours["model"], theirs["model"])
     assert ours["data"] == theirs["data"] and "mean" in ours["data"]
     fresh = fork_script("train_1gpu.py", None, output_dir=tmp_path / "none", **flags)
-    assert fresh.code == 2 and "is not a file" in fresh.stderr
+    assert fresh.code == 2 and "--weights" in fresh.stderr and "not a file" in fresh.stderr
 
 
 @pytest.mark.slow

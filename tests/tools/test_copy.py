@@ -100,7 +100,7 @@ def test_files_of_others_are_not_overwritten(tmp_path):
     assert copy("train_1gpu.py", tmp_path, "--force").returncode == 0
     assert not (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
     unknown = copy("train_1gpu.py", tmp_path / "other", "--with", "nonsense")
-    assert unknown.returncode == 2 and "unknown option nonsense: choose from" in unknown.stderr
+    assert unknown.returncode == 2 and "option nonsense: choose" in unknown.stderr
 
 
 def test_copy_keeps_its_task(tmp_path):
@@ -117,10 +117,10 @@ def test_copy_keeps_its_task(tmp_path):
 
 def test_scripts_that_need_no_copy_are_refused(tmp_path):
     refused = copy("one_file/train_ddp.py", tmp_path / "mine")
-    assert refused.returncode == 2 and "one_file/train_ddp.py needs no other file" in refused.stderr
+    assert refused.returncode == 2 and "one_file/train_ddp.py needs no other" in refused.stderr
     assert not (tmp_path / "mine").exists()
     refused = copy("--update", tmp_path / "nothing")
-    assert refused.returncode == 1 and "there is no folder" in refused.stderr
+    assert refused.returncode == 1 and f"no folder {tmp_path / 'nothing'}" in refused.stderr
 
 
 def test_files_that_modules_would_hide_are_refused(tmp_path):

@@ -103,7 +103,7 @@ def launch(tmp_path_factory):
         ("user", 1, "error (rank 0): the folder data/ is empty: pass --data-dir"),
         ("bug", 1, "ValueError: not a number"),
         ("kill", 1, "error (rank 0): Signal 9 (SIGKILL) received by PID"),
-        ("exit", 7, "error (rank 0): exit code 7; see the output above"),
+        ("exit", 7, "error (rank 0): exit code 7; see the output"),
     ],
 )
 def test_last_line_and_exit_code_are_those_of_the_error(mode, code, last, launch):

@@ -148,9 +148,9 @@ def test_capture_refuses_what_cuda_refuses(null_device, tmp_path):
     run, seen = run_text(null_device, tmp_path, CAPTURE)
     assert seen.pop("kernels") == seen.pop("joined") == "captured"
     for name in ("item", "synchronize"):
-        assert "not permitted when stream is capturing" in seen[name], name
+        assert "stream is capturing" in seen[name], name
     assert "during CUDA graph capture" in seen["pageable copy"]  # PyTorch's own message
-    assert "event last recorded in a capturing stream" in seen["event"]
+    assert "event last recorded" in seen["event"]
     assert "unjoined" in seen["unjoined"]
     assert run.reports[0]["end"]["graph"]["launched, of 2 kernels"][0] == 1
 

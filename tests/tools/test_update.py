@@ -369,11 +369,12 @@ def test_copy_that_is_updated(clone, tmp_path):
         listed = shown.stderr if is_diff else shown.stdout
         assert re.search(r"^merged +utils/optim.py", listed, re.M)
         assert re.search(r"^deleted .* utils/watchdog.py$", listed, re.M)
-        assert "is up to date" not in listed
+        assert "up to date" not in listed
         assert not is_diff or (shown.stdout[:4] == "--- " and "+# new" in shown.stdout)
     nothing = tools_copy(clone, "--update", copy, "--dry-run")
     assert nothing.returncode == 0, nothing.stderr  # it does not list what was deleted long ago
-    assert nothing.stdout == f"{copy} is up to date with {record['commit'][:12]}\n"
+    assert nothing.stdout.count("\n") == 1 and "up to date" in nothing.stdout
+    assert str(copy) in nothing.stdout and record["commit"][:12] in nothing.stdout
     assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
     assert refused.returncode == 1 and "--update" in refused.stderr
@@ -385,7 +386,7 @@ def test_copy_that_is_updated(clone, tmp_path):
     assert not (copy / "utils" / "watchdog.py").exists()
     assert (copy / "utils" / "options" / "audit.py").exists()
     older = tools_copy(clone, "--update", copy)  # the commit is not there, or not yet pulled
-    assert older.returncode == 1 and "not in this clone" in older.stderr
+    assert older.returncode == 1 and "this clone" in older.stderr
     git(newer, "checkout", "--quiet", "HEAD~1")
     older = tools_copy(newer, "--update", copy)
     assert older.returncode == 1 and "git pull" in older.stderr

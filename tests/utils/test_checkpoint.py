@@ -605,7 +605,7 @@ def test_truncated_file_is_passed_over(part, tmp_path, capsys):
     os.truncate(tmp_path / "last.pt", int(part * (tmp_path / "last.pt").stat().st_size))
     assert checkpointer(tmp_path, state).load() == 1
     assert "last.pt cannot be read" in (text := capsys.readouterr().err)
-    assert "trying the checkpoint before it" in text
+    assert text.startswith("warning: ") and "checkpoint before" in text
     os.truncate(tmp_path / "epoch-0001.pt", 10)
     with pytest.raises(UserError, match="pass --resume never"):
         checkpointer(tmp_path, state).load()
@@ -692,11 +692,11 @@ def test_order_of_the_samples_stays_within_an_epoch(step, tmp_path):
 
 def test_another_model_is_named_by_its_tensors(tmp_path):
     save(tmp_path, make_state())
-    with pytest.raises(UserError, match=r"holds a different model: .*0\.weight.*3, 2.*4, 2"):
+    with pytest.raises(UserError, match=r"last\.pt .*different model: .*0\.weight.*3, 2.*4, 2"):
         checkpointer(tmp_path, make_state(width=4)).load()
     state = make_state() | {"model": nn.Linear(2, 3)}
     state["optimizer"] = torch.optim.SGD(state["model"].parameters())
-    with pytest.raises(UserError, match=r"different model: missing: bias, weight"):
+    with pytest.raises(UserError, match=r"last\.pt .*different model: .*missing.* bias, weight"):
         checkpointer(tmp_path, state).load()
 
 
@@ -714,7 +714,7 @@ def test_all_ranks_raise_and_nodes_must_share_the_folder(tmp_path):
 
     apart = run_ranks(body, 2, False)
     assert [kind for kind, _ in apart] == [PeerError, UserError]
-    assert "all nodes must share output_dir" in apart[1][1]
+    assert "last.pt " in apart[1][1] and "share output_dir" in apart[1][1]
     assert [kind for kind, _ in run_ranks(body, 2, True)] == [UserError, UserError]
 
 
@@ -730,7 +730,7 @@ def test_ranks_that_read_different_files_of_one_name_are_told(tmp_path):
     for kind, text in run_ranks(body, 2, "01"):
         assert kind is UserError
         assert "last.pt " in text and "epoch 1 on rank 0" in text
-        assert "rank 1" in text and "start the run again" in text
+        assert "rank 1" in text and "run again" in text
     assert [text for _, text in run_ranks(body, 2, "00")] == ["", ""]
 
 
@@ -770,7 +770,8 @@ def test_values_that_are_not_finite_are_never_saved(place, value, name, tmp_path
         return outcome(lambda: writer.save(1))
 
     for kind, text in run_ranks(body, 2):
-        assert kind is UserError and f"finite: {name} is the first of 1 tensors" in text
+        assert kind is UserError and f"no longer finite: {name} " in text
+        assert " 1 tensors " in text and "--lr" in text and "--clip-norm" in text
     assert not list(tmp_path.glob("*.pt"))
 
 
@@ -1061,7 +1062,7 @@ def test_failed_save_raises_on_all_ranks_at_the_next_one(tmp_path, monkeypatch):
     results = run_ranks(body, 2)
     assert [kind for kind, _ in results] == [UserError, PeerError]
     text = results[0][1]
-    assert "No space left on device" in text and str(tmp_path / "epoch-0002.pt") in text
+    assert "No space left" in text and str(tmp_path / "epoch-0002.pt") in text
     assert sorted(os.listdir(tmp_path)) == ["epoch-0001.pt", "last.pt"]
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
 

@@ -48,8 +48,8 @@ class Malicious:
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     for content, message in (
         ({"format": FORMAT, "x": Malicious(tmp_path / "ran")}, "cannot be read"),
-        ([1], f"is not a checkpoint of format {FORMAT}"),
-        ({"format": 2}, f"is not a checkpoint of format {FORMAT}"),
+        ([1], rf"x\.pt .* format {FORMAT}"),
+        ({"format": 2}, rf"x\.pt .* format {FORMAT}"),
     ):
         torch.save(content, tmp_path / "x.pt")
         with pytest.raises(UserError, match=message):

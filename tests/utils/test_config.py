@@ -99,7 +99,7 @@ def test_unset_settings_of_images_are_filled_in(tmp_path, capfd):
     assert load_config(IMAGES, argv=[f"--data-dir={tmp_path}"]).dataset == "cifar10"
     for flags, parts in (
         (["--freeze=backbone"], ["--freeze backbone", "--weights"]),
-        (["--val-fraction=1"], ["val_fraction=1.0", "nothing to train on"]),
+        (["--val-fraction=1"], ["val_fraction=1.0", "nothing to train"]),
         (["--augment=resized_crop", "--loader=device"], ["resized_crop", "loader=workers"]),
         (
             ["--dataset=fake"],

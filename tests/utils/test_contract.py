@@ -76,9 +76,9 @@ def test_losses_that_are_not_means_pass():
         ),
         ({"loss": lambda o, t: 1.0}, r"^loss\(\) .* tensor .* not float$"),
         ({"measure": lambda o, t: {"count": o.sum()}}, "returns count, which"),
-        ({"measure": lambda o, t: {"mse": (o.sum(1) - 9).mean()}}, "'mse' is the same for"),
-        ({"count": lambda t: None}, r"^count\(\) .* one number, not NoneType"),
-        ({"count": lambda t: t == 0}, r"^count\(\) .* one number, not bool \(2,\)"),
+        ({"measure": lambda o, t: {"mse": (o.sum(1) - 9).mean()}}, "'mse' .*same.* summarize"),
+        ({"count": lambda t: None}, r"^count\(\) .* number, not NoneType"),
+        ({"count": lambda t: t == 0}, r"^count\(\) .* number, not bool \(2,\)"),
         ({"measure": lambda o, t: None}, r"^measure\(\) .* a dict, .* not NoneType"),
         ({"measure": lambda o, t: {"best": "cat"}}, r"^measure\(\) .*tensors, not {'best': str"),
         ({"summarize": lambda sums: None}, r"^summarize\(\) .*number}, not NoneType"),
@@ -88,8 +88,8 @@ def test_losses_that_are_not_means_pass():
         ({"BEST": (0, max)}, r"^BEST .*\(0, .* max or min"),
         ({"BEST": ("loss", "min")}, r"^BEST .*\('loss', 'min'\).* max or min"),
         ({"BEST": "accuracy"}, "^BEST .* accuracy.* max or min"),
-        ({"summarize": None, "BEST": None}, "does not define summarize, BEST"),
-        ({"describe": None}, "does not define describe"),
+        ({"summarize": None, "BEST": None}, "define summarize, BEST$"),
+        ({"describe": None}, "define describe$"),
     ],
 )
 def test_what_a_task_lacks_is_named(changes, text):
@@ -200,7 +200,7 @@ def test_list_of_samples_is_no_pair():
     task = task_with(loss=lambda outputs, batch: outputs.sum(), measure=lambda *_: {})
     model = nn.Linear(3, 4)
     model.forward = lambda batch: torch.stack([inputs for inputs, _ in batch])
-    with pytest.raises(UserError, match="an entry per sample"):
+    with pytest.raises(UserError, match=r"collate_fn\(\) .*list.*tuple.*dict"):
         check_task(task, model, make_loader(Lists(PAIRS)))
 
 
@@ -268,7 +268,7 @@ def test_samples_that_cannot_be_combined_are_alone_in_their_batches():
 
 
 def test_error_in_the_model_tells_its_inputs():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
         check_task(SimpleNamespace(**GOOD), nn.Linear(5, 4), make_loader(PAIRS))
     (note,) = caught.value.__notes__
     assert "inputs" in note and "float32 (1, 3)" in note

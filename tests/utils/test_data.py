@@ -718,7 +718,7 @@ def test_full_shared_memory_is_an_error(monkeypatch):
     assert next(iter(loader))[0].sum() == 2**14  # 64 KiB are sent without shared memory
     end_workers(loader)
     loader = build_loader(Ready(2**14 + 1), [0], BATCH, CPU, config("--num-workers=1"))
-    with pytest.raises(UserError, match=r"^a loader process cannot .* No space .* --shm-size"):
+    with pytest.raises(UserError, match=r"^a loader process .* No space .* --shm-size"):
         next(iter(loader))
     end_workers(loader)
 
@@ -772,7 +772,7 @@ def raise_error_of_local_class():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: lambda: None, "cannot pass its batch on .*pickle.* --num-workers 0"),
+        (lambda: lambda: None, "batch.*pickle.* --num-workers 0"),
         (stop, "the dataset raised StopIteration"),
         (raise_error_of_local_class, "NoSuchKey: 7.jpg"),
         (lambda: torch.ones(2, requires_grad=True) * 2, r"requires_grad.* detach\(\)"),
@@ -805,7 +805,7 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused():
         build_loader(PAIRS, sampler, 64, CPU, config("--global-batch-size=64"), train=True)
     with pytest.raises(UserError, match=r"12 training samples .* 64: .*--global-batch-size"):
         build_loader(PAIRS, range(12), 64, CPU, config("--global-batch-size=64"), train=True)
-    with pytest.raises(UserError, match="there are no validation samples"):
+    with pytest.raises(UserError, match=r"no validation samples.*build_datasets\(\)"):
         build_loader([], range(0), 64, CPU, config("--global-batch-size=64"))
     cfg = config("--global-batch-size=64")  # an evaluation may end with a part of a batch
     assert len(build_loader(PAIRS, sampler, 64, CPU, cfg)) == 1

@@ -115,7 +115,7 @@ def test_contradictory_environment_is_refused(wrong, environment):
 
 def test_unreachable_master_is_reported(environment):
     environment(RANK="1", WORLD_SIZE="2", MASTER_PORT=str(free_port()))
-    with pytest.raises(UserError, match="cannot reach the other ranks"):
+    with pytest.raises(UserError, match=r"MASTER_ADDR=.* GLOO_SOCKET_IFNAME"):
         init_distributed("cpu", timeout=1)
 
 
@@ -395,7 +395,7 @@ def test_rank_whose_launcher_is_dead_does_not_wait_for_it(monkeypatch):
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in (environment | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="the launcher has ended"):
+    with pytest.raises(UserError, match=f"launcher .*{environment['MASTER_PORT']}"):
         init_distributed("cpu", timeout=300)
 
 

@@ -84,7 +84,7 @@ def test_model_without_blocks_is_gathered_as_a_whole_and_says_so(capfd):
     assert run_ranks(body, 2) == [2, 2]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: ")
-    assert "no blocks of the Sequential" in line and "memory" in line
+    assert "no blocks" in line and "Sequential" in line and "memory" in line
 
 
 def test_ranks_with_other_weights_are_refused():
@@ -332,9 +332,9 @@ def test_parameters_that_only_some_ranks_use_are_refused():
 def test_blocks_that_the_ranks_run_differently_are_refused_before_they_are_gathered(compiles):
     """gloo would combine parts of equal size, and abort the process for others."""
     cases = [
-        ([BOTH, FIRST, BOTH], None, ""),
-        ([BOTH, ([0, 1], [1, 0]), BOTH], 2, "heads.0 on rank 0 but heads.1 on rank 1"),
-        ([BOTH, ([0, 1], [0]), BOTH], 2, "heads.1 on rank 0 but the end of forward on rank 1"),
+        ([BOTH, FIRST, BOTH], None, []),
+        ([BOTH, ([0, 1], [1, 0]), BOTH], 2, ["heads.0 on rank 0", "heads.1 on rank 1"]),
+        ([BOTH, ([0, 1], [0]), BOTH], 2, ["heads.1 on rank 0", "end of forward on rank 1"]),
     ]
 
     def body(rank):
@@ -342,7 +342,7 @@ def test_blocks_that_the_ranks_run_differently_are_refused_before_they_are_gathe
 
     for returned in run_ranks(body, 2):
         for (step, text), (_, expected, words) in zip(returned, cases, strict=True):
-            assert step == expected and words in text
+            assert step == expected and all(each in text for each in words)
 
 
 def test_blocks_are_compared_after_each_step():
@@ -358,7 +358,7 @@ def test_blocks_are_compared_after_each_step():
         return outcome(lambda: hook.before_save(None, between_steps=True))
 
     for kind, text in run_ranks(body, 2):
-        assert kind is UserError and "b on rank 0 but a on rank 1" in text
+        assert kind is UserError and "b on rank 0 " in text and " a on rank 1" in text
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_resumed_run_continues_its_curves(tmp_path):
     [
         (Failing, "ConnectionError: no network"),
         (Exiting, "SystemExit: 1"),
-        (Hanging, "not finished in time"),
+        (Hanging, "in time"),
     ],
 )
 def test_logger_that_fails_costs_a_warning(kind, reason, tmp_path):
@@ -130,7 +130,8 @@ def test_slow_logger_holds_a_limited_number_of_rows(tmp_path, monkeypatch, capsy
     for step in range(10):
         thread.add("step", {"loss": 1.0}, step)
     released.set()
-    assert capsys.readouterr().err.count("it has not accepted 3 rows") == 1
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "--logger slow " in warning and warning.endswith(" 3 rows")
 
 
 def test_rows_that_a_killed_run_has_not_passed_on_are_logged_by_the_next(tmp_path):
@@ -217,7 +218,7 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
     run = fork_script("train_1gpu.py", output_dir=tmp_path, logger="mlflow", **FLAGS)
     assert run.code == 1
     assert run.stderr.startswith("error: --logger mlflow ") and run.stderr.count("\n") == 1
-    assert "the package mlflow: install" in run.stderr
+    assert "package mlflow" in run.stderr and "install" in run.stderr
 
 
 def test_tensorboard_files_have_the_curves(tmp_path):

@@ -382,8 +382,8 @@ def test_plain_counts_that_differ_between_the_ranks_are_refused():
         refused = [text for text in outcomes if isinstance(text, str)]
         assert outcomes == [3, 3, refused[0], 3, 3, 3, refused[1], 3]
         for text in refused:
-            assert "count() returns a plain number" in text
-            assert text.endswith("return a tensor")
+            assert "count()" in text and "plain number" in text and "ranks" in text
+            assert text.endswith(" a tensor")
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])

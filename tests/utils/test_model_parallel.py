@@ -202,7 +202,7 @@ def test_each_process_gets_gpus_of_its_own(monkeypatch, four_gpus):
         assert four_gpus[-1] == expected[0]
     assert get_devices("cpu,cpu") == [CPU, CPU]
     assert get_devices("cuda:0,cuda:1") == cuda[:2]  # shared by the processes, as requested
-    with pytest.raises(UserError, match="2 processes needs 6 GPUs, but 4 "):
+    with pytest.raises(UserError, match=r"(cuda,?){3} .* 2 processes .* 6 .* 4 .*--devices cpu"):
         get_devices("cuda,cuda,cuda")
 
 
@@ -210,7 +210,7 @@ def test_task_takes_the_gpus_that_it_alone_sees(monkeypatch, four_gpus):
     """As under srun --gpus-per-task=4."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(UserError, match="2 processes needs 8 GPUs, but 4 "):
+    with pytest.raises(UserError, match=r"(cuda,?){4} .* 2 processes .* 8 .* 4 .*--devices cpu"):
         get_devices("cuda,cuda,cuda,cuda")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     assert get_devices("cuda,cuda,cuda,cuda") == [torch.device("cuda", i) for i in range(4)]
@@ -241,7 +241,8 @@ def test_stages_of_two_kinds_are_refused_under_ddp(tmp_path):
 
     assert len(body(0)) == 12
     (error,) = run_ranks(body, 1)
-    assert isinstance(error, UserError) and "stages on GPUs only, or on CPUs only" in str(error)
+    assert isinstance(error, UserError)
+    assert "DistributedDataParallel" in str(error) and "on GPUs only" in str(error)
 
 
 def test_one_process_runs_micro_batches(tmp_path):
@@ -254,8 +255,8 @@ def test_one_process_runs_micro_batches(tmp_path):
 @pytest.mark.parametrize(
     ("script", "nproc", "flags", "message"),
     [
-        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "needs 4 GPUs, but 0 are visible"),
-        ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 must be 2 positive numbers"),
+        ("train_ddp_mp.py", 2, {"devices": "cuda,cuda"}, "4 GPUs, but 0 "),
+        ("train_mp.py", None, {"split": "1,1"}, "--split 1,1 "),
     ],
     ids=str,
 )

@@ -93,7 +93,7 @@ def test_optimizer_of_complex_parameters_steps(optimizer):
 def test_layers_with_sparse_gradients_are_refused(layer):
     """Fused SGD, DDP's first pass and FSDP fail with messages that do not name them."""
     build_optimizer(torch.nn.ModuleDict({"words": layer(5, 2)}), Config())
-    with pytest.raises(UserError, match=r"words has sparse gradients.*sparse=False"):
+    with pytest.raises(UserError, match=r"words .*sparse=False"):
         build_optimizer(torch.nn.ModuleDict({"words": layer(5, 2, sparse=True)}), Config())
 
 

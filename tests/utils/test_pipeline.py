@@ -126,7 +126,7 @@ def test_model_with_a_forward_of_its_own_is_refused(make):
     model = make()
     layers, images = tasks.images.layers(model), torch.randn(2, 3, 8, 8)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(UserError, match=f"the layers of the {type(model).__name__}, one after"):
+    with pytest.raises(UserError, match=rf" {type(model).__name__}, .*forward\(\).* layers\(\)"):
         check_layers(model, layers, images)
     assert same_bits(before, dict(model.state_dict())) and model.training
 
@@ -143,7 +143,7 @@ def test_only_tensors_pass_from_stage_to_stage():
     last = nn.Flatten()
     last.forward = lambda pair: pair[0]
     model = nn.Sequential(first, last)
-    with pytest.raises(UserError, match="'tuple' object has no attribute 'contiguous'"):
+    with pytest.raises(UserError, match=r"\('tuple' .* 'contiguous'\).* layers\(\)"):
         check_layers(model, tasks.images.layers(model), torch.zeros(2, 3))
 
 

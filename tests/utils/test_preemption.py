@@ -102,7 +102,7 @@ def test_stop_of_a_run_that_started_over_says_how_to_continue(tmp_path):
     flags = FLAGS | {"output_dir": tmp_path / "run", "resume": "never"}
     run = fork_script("train_1gpu.py", None, signalled(signal.SIGTERM, 0, 1, 0), **flags)
     assert run.code == 75
-    assert "the same command, without --resume never" in run.stderr.splitlines()[-1]
+    assert "same command, without --resume never" in run.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

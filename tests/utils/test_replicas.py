@@ -129,7 +129,7 @@ def test_differing_tensor_and_its_rank_are_named():
         for messages in run_ranks(body, world_size, world_size):
             for name, message in zip(cases, messages, strict=True):
                 assert f"rank {odd} differs" in message
-                assert f" {name}, the first of 1 tensors" in message
+                assert f" {name}, " in message and " 1 tensors" in message
 
 
 def test_copies_of_a_shard_are_compared():
@@ -161,7 +161,7 @@ def test_copies_of_a_shard_are_compared():
         assert same == own == (None, "")
         for name, (kind, text) in (("copied", copied), ("sliced", sliced)):
             assert kind is UserError
-            assert "rank 3 differs" in text and f" {name}, the first of 1 tensors" in text
+            assert "rank 3 differs" in text and f" {name}, " in text and " 1 tensors" in text
 
 
 def test_statistics_of_batchnorms_may_differ_between_steps():
@@ -400,8 +400,10 @@ def test_ranks_with_different_numbers_of_steps_or_versions_are_refused(monkeypat
         return outcomes
 
     steps, version = run_ranks(body, 2)[0]
-    assert steps[0] is UserError and steps[1].startswith("rank 1 has steps per epoch 7, not 5")
-    assert version[0] is UserError and version[1].startswith("rank 1 has torch '2.11.0', not")
+    assert steps[0] is UserError and steps[1].startswith("rank 1 ")
+    assert "steps per epoch 7, not 5" in steps[1]
+    assert version[0] is UserError and version[1].startswith("rank 1 ")
+    assert "torch '2.11.0', not" in version[1]
 
 
 FILES = ("train.py", "my_task.py", "models/net.py", ".venv/lib/site-packages/numbers.py")

@@ -93,12 +93,10 @@ def test_draw_for_some_of_the_samples_is_refused():
     start_batch(0, 1, INDICES)
     with torch.no_grad():
         uniform("chosen", (4, 3), CPU)
-    with pytest.raises(
-        UserError, match="the draw 'chosen' took 4 samples in a step of 6: draw for"
-    ):
+    with pytest.raises(UserError, match=r"'chosen' took 4 .* 6: .*all samples.*afterwards"):
         start_batch(0, 1, INDICES)
     start_batch(0, 1, INDICES)
-    with part_of_batch(0, 2), pytest.raises(UserError, match="takes 4 samples in a step of 6"):
+    with part_of_batch(0, 2), pytest.raises(UserError, match=r"'part' takes 4 .* 6: .*draws_named"):
         uniform("part", (2, 3), CPU)
 
 
@@ -108,7 +106,7 @@ def test_draw_without_samples_is_refused():
     with torch.no_grad():
         numbers = uniform("draw", (2, 3), CPU)
     assert torch.equal(numbers[0], numbers[1])
-    with pytest.raises(UserError, match=r"'draw' needs to know its samples: .*start_batch"):
+    with pytest.raises(UserError, match=r"'draw' .*Loader.* start_batch\("):
         uniform("draw", (2, 3), CPU)
 
 
@@ -192,7 +190,7 @@ def test_stochastic_depth_is_that_of_torchvision():
         (rows[:, 0] == 0).float().mean() - 0.2
     ) < 0.1
     assert layer.eval()(values) is values
-    with pytest.raises(UserError, match="cannot belong to samples"):
+    with pytest.raises(UserError, match=r"StochasticDepth.* random numbers .*dropout to 0"):
         convert_dropout(ops.StochasticDepth(0.2, "batch"))
 
 
@@ -232,9 +230,7 @@ def with_dropout_as_a_call():
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_model_that_has_been_compiled_with_its_dropout_is_refused(compiled):
-    with pytest.raises(
-        UserError, match=r"0, a .* has been compiled with its dropout: call convert_"
-    ):
+    with pytest.raises(UserError, match=r"^0, a .* compiled .*convert_dropout\(\) first"):
         convert_dropout(nn.Sequential(compiled()))
     graph = convert_dropout(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout())))
     assert isinstance(graph.get_submodule("0"), Dropout)  # a graph of modules can be converted

@@ -51,14 +51,14 @@ def test_failed_save_is_a_warning_and_the_next_one_is_tried(tmp_path, full_disk,
     checkpoint.save(1)
     checkpoint.wait()
     text = capsys.readouterr().err
-    assert text.startswith(f"warning: cannot save {tmp_path}/epoch-0001.pt: No space left on ")
-    assert "MB are needed" in text and "MB are free); the run continues" in text
+    assert text.startswith(f"warning: cannot save {tmp_path}/epoch-0001.pt: No space left ")
+    assert "MB are needed" in text and "MB are free" in text and "run continues" in text
     full_disk.clear()
     checkpoint.save(2)
     checkpoint.wait()
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
     full_disk.append(True)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match="No space left"):
         checkpoint.save(3)  # the last one
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
 
@@ -71,9 +71,9 @@ def test_save_before_a_stop_must_succeed(tmp_path, full_disk, capsys):
     checkpoint.save(0, between_steps=True)
     stop.agreed = 15
     checkpoint.request_save(ends_run=True)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match="No space left"):
         checkpoint.save(0, between_steps=True)
-    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert capsys.readouterr().err.count("No space left") == 1
 
 
 def test_stop_is_saved_in_spite_of_a_failed_save_before(tmp_path, full_disk, capsys):

@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import re
 import zlib
 from pathlib import Path
 
@@ -265,7 +266,7 @@ def test_full_disk_ends_all_ranks_and_keeps_the_checkpoint_before(tmp_path, monk
 
     for error in run_ranks(body, 2):
         assert isinstance(error, UserError)
-        assert "No space left" in str(error) and "checkpoint before it is still" in str(error)
+        assert "No space left" in str(error) and "checkpoint before" in str(error)
     assert read(tmp_path / "last.pt")["epoch"] == 3
     assert len(list(tmp_path.glob("*.parts"))) == 1  # nothing is left to keep the disk full
 
@@ -357,7 +358,7 @@ def test_index_cannot_name_what_pytorch_unpickles(planted):
 def test_parts_of_a_checkpoint_are_beside_it(planted, name):
     path, replace, _ = planted
     replace(".metadata", b"", folder=name)
-    with pytest.raises(UserError, match=f"names {name}, which is not in its folder"):
+    with pytest.raises(UserError, match=f" {re.escape(name)}, .*not trust"):
         read_checkpoint(path)
 
 
@@ -367,4 +368,4 @@ def test_index_cannot_lead_to_other_files(planted):
     for place in index.storage_data.values():
         place.relative_path = str(path)
     replace(".metadata", pickle.dumps(index))
-    assert all("it names other files" in text for text in outcomes(path))
+    assert all("other files" in text and str(path) in text for text in outcomes(path))

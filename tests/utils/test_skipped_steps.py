@@ -64,7 +64,7 @@ def test_skipped_step_changes_nothing(one_process):
     assert run.stderr.count("\n") == 2
     first, second = run.stderr.splitlines()
     assert first.startswith("warning: step 2 of epoch 0 ") and "not finite" in first
-    assert "the loss on rank 0, of samples [" in first
+    assert "loss on rank 0" in first and "samples [" in first
     assert second.startswith("warning: step 5 of epoch 1 ")
     checkpoint = read_checkpoint(run.output_dir / "last.pt")
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
@@ -92,9 +92,9 @@ def test_all_scripts_skip_the_same_steps(script, nproc, reference, flags, tmp_pa
     places = poisoned((0, 2), (1, 5), rank=replicas - 1)
     run = fork_script(script, nproc, places, output_dir=tmp_path / "run", **SKIP | flags)
     assert run.code == 0, run.stderr
-    assert run.stderr.count("was skipped, as the loss on rank") == 2
+    assert run.stderr.count(" skipped") == 2
     named = replicas if reference == "resnet" else 1  # synchronized BatchNorm spreads it to all
-    assert run.stderr.count("of samples [") == 2 * named
+    assert run.stderr.count("loss on rank ") == run.stderr.count("samples [") == 2 * named
     theirs = one_process[reference]
     paths = run.output_dir / "last.pt", theirs.output_dir / "last.pt"
     ours, expected = (read_checkpoint(path)["model"] for path in paths)
@@ -119,7 +119,7 @@ def test_too_many_skipped_steps_end_the_run(tmp_path):
     error, warning = sorted(run.stderr.splitlines())
     assert warning.startswith("warning: step 4 of epoch 0 ")
     assert "step 3 of epoch 1 " in error
-    assert "the loss on rank 1, of samples [" in error
+    assert "loss on rank 1" in error and "samples [" in error
     assert " 2 steps" in error and "--max-skipped-steps is 1" in error
     assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 1
     again = fork_script("train_ddp.py", 2, places, output_dir=tmp_path / "run", **flags)
@@ -156,7 +156,7 @@ def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
     run = fork_script("train_fsdp.py", 2, before, output_dir=tmp_path / "run", **SKIP | VIT)
     assert run.code == 0, run.stderr
     assert run.stderr.startswith("warning: step 3 of epoch 0 ") and run.stderr.count("\n") == 1
-    assert "a gradient is not finite" in run.stderr
+    assert "a gradient " in run.stderr and "loss" not in run.stderr
     assert [row["train_samples"] for row in run.rows] == [48, 60]
 
 

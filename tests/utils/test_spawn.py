@@ -116,7 +116,7 @@ def test_exception_of_one_rank_is_shown_once(tmp_path):
         raise ZeroDivisionError("in rank 1")
 
     code, text = Launcher(tmp_path, body).end()
-    assert code == 1 and text.count("Traceback (most recent call last)") == 1
+    assert code == 1 and text.count("Traceback") == 1
     assert text.endswith("ZeroDivisionError: in rank 1\n")
 
 

@@ -206,9 +206,8 @@ def test_mistake_is_one_message(model, tmp_path, monkeypatch):
     monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)
     run = fork_script("train_tp.py", 3, output_dir=tmp_path / "run", model=model)
     assert run.code == 1 and run.stderr.count("error") == 1 and "Traceback" not in run.stderr
-    assert {"resnet20": "has no transformer blocks", "vit_tiny": "among 3 ranks"}[
-        model
-    ] in run.stderr
+    text = {"resnet20": "--model vit_tiny", "vit_tiny": "among 3 ranks"}[model]
+    assert text in run.stderr
 
 
 def test_run_says_what_the_ranks_do(tmp_path):
