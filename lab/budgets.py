@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -67,6 +68,8 @@ COMPILED = {
 # A step with what a user might choose instead (lab/bench/peer.py), on one GPU: the same model,
 # images and global batch. Each peer also with the fused optimizer, its best setting here.
 PEER_FLAGS = FLAGS | {"image_size": 224, "model": "vit_b_16", "device": "cuda"}
+PEER_FLAGS |= {"synthetic_samples": 320}  # 80 steps in two epochs
+ROUNDS = 5  # of all peers: a machine that is busy for a while slows all of them
 OURS = "train_1gpu.py"
 PEERS = "tutorial", "tuned", "accelerate", "accelerate+fused", "fabric", "fabric+fused", OURS
 OF_ALL = "global_batch_size", "num_workers", "epochs", "timeout"  # of FLAGS
@@ -95,14 +98,21 @@ def measure(script):
 
 def counts_of_run(command, name, result):
     """counts_of() the first rank of a run, which writes its counts to the file `result`."""
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return counts_of(report.ordinary_step(report_of_run(command, name, result)))
+
+
+def report_of_run(command, name, result, **variables):
+    """What the first rank of a run has reported in the file `result`."""
+    env = os.environ | variables
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if run.returncode:
         sys.exit(f"error: {name} on the null device:\n{run.stderr}")
-    return counts_of(report.ordinary_step(json.loads(result.read_text(encoding="utf-8"))[0]))
+    return json.loads(result.read_text(encoding="utf-8"))[0]
 
 
 def measure_peer(name):
-    """counts_of() a run of a peer, or of OURS."""
+    """counts_of() a run of a peer, or of OURS, and the median of the processor's seconds that a
+    step takes of the thread that launches."""
     with tempfile.TemporaryDirectory(prefix="null-budgets-") as folder:
         result = Path(folder) / "counts.json"
         command = [sys.executable, "-m", "tools.null", "--gpus=1", f"--json={result}"]
@@ -112,7 +122,25 @@ def measure_peer(name):
         else:
             command += [sys.executable, "-m", "lab.bench.peer", folder, name, "1", "float32"]
             command += flag_list(PEER_FLAGS)
-        return counts_of_run(command, name, result)
+        found = report_of_run(command, name, result, NULL_TIMES="1")
+    return counts_of(report.ordinary_step(found)), median(found["seconds"])
+
+
+def measure_peers():
+    """The counts of each peer, and its host's time in relation to that of the first one: the
+    median of ROUNDS, the lowest and the highest."""
+    counts, seconds = {}, {name: [] for name in PEERS}
+    for _ in range(ROUNDS):
+        for name in PEERS:
+            counts[name], time = measure_peer(name)
+            seconds[name].append(time)
+            print(f"{name}: {counts[name]}, {1e3 * time:.2f} ms", flush=True)
+    peers, base = {}, seconds[PEERS[0]]
+    for name in PEERS:
+        ratios = [own / first for own, first in zip(seconds[name], base, strict=True)]
+        values = median(ratios), min(ratios), max(ratios)
+        peers[name] = counts[name] | {"host": [round(value, 3) for value in values]}
+    return peers
 
 
 def peers_table(result):
@@ -120,8 +148,11 @@ def peers_table(result):
     rows = []
     for name, counts in result["peers"].items():
         cells = [f"{counts[kind]:,}" for kind in ("kernel", "copy", "wait", "collective")]
+        middle, low, high = counts["host"]
+        cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})" if name != PEERS[0] else "1")
         rows.append([name.replace("+", ", "), *cells])
-    return markdown_table(["loop", "kernels", "copies", "waits", "collectives"], rows)
+    head = ["loop", "kernels", "copies", "waits", "collectives", "host's time, ratio"]
+    return markdown_table(head, rows)
 
 
 def measure_task(task, mode):
@@ -176,11 +207,7 @@ def table(result):
 def main():
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     if sys.argv[1:] == ["--peers"]:
-        result["peers"] = {}
-        for name in PEERS:
-            result["peers"][name] = measure_peer(name)
-            print(name, result["peers"][name], flush=True)
-        write(result)
+        write(result | {"peers": measure_peers()})
         return
     scripts = {}
     for script in RUNS:

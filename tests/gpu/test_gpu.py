@@ -12,15 +12,15 @@ import torchvision
 
 import tasks.images as task
 import train_ddp_amp
+import utils.checkpoint
 from lab.chaos.run import sha256
 from tests.processes import planted, run_script
 from tools.lib.runs import ROOT, finish_run, start_run
 from tools.verify.cases import LINEAR
 from utils.checkpoint import Checkpointer
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint_file import read_checkpoint, save_atomically
 from utils.config import Config, load_config
 from utils.data import build_loader
-from utils.hooks import Hook
 from utils.metrics import Meter, read_metrics
 from utils.rungs.graph import GraphedStep
 from utils.sampler import EpochSampler
@@ -29,7 +29,10 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device: make test-gpu"
 )
 
-ON_NULL = "NULL_REPORT" in os.environ  # of tests/tools/test_null_gpu.py: see tools/null/inside
+# On the null device, where tests/tools/test_null_gpu.py runs these tests, kernels compute nothing:
+# what has been computed is not compared there, and tests that do nothing else are left out.
+ON_NULL = "NULL_REPORT" in os.environ
+needs_values = pytest.mark.skipif(ON_NULL, reason="needs what a GPU computes, or measures")
 NAMES = ("train_loss", "val_loss", "val_accuracy")
 TWO = "cuda:0,cuda:0"
 RUNS = {  # script, processes of torchrun, flags; two processes share the GPU over gloo
@@ -79,7 +82,9 @@ def test_run_is_resumed_on_another_device(devices, on_cpu, tmp_path):
     begun = run_script("train_1gpu.py", dtype="float64", device=first, output_dir=tmp_path)
     for name in ("last.pt", "best.pt", "epoch-0002.pt"):
         (tmp_path / name).unlink()
-    run = run_script("train_1gpu.py", dtype="float64", device=second, output_dir=tmp_path)
+    # On the null device, the samples that lie on it are all zeros: different ones.
+    flags = {"device": second, "allow_config_change": ON_NULL}
+    run = run_script("train_1gpu.py", dtype="float64", output_dir=tmp_path, **flags)
     assert run.rows[0] == begun.rows[0] and len(run.rows) == 2
     assert numbers(run) == pytest.approx(numbers(on_cpu), rel=1e-7)
 
@@ -92,7 +97,8 @@ def test_batches_match_the_cpu_bit_for_bit():
         sampler = EpochSampler(train_set, seed=0)
         loaders.append(build_loader(train_set, sampler, 30, torch.device(device), cfg, train=True))
     for ours, theirs in zip(*loaders, strict=True):
-        assert all(torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True))
+        equal = [torch.equal(a, b.cpu()) for a, b in zip(ours, theirs, strict=True)]
+        assert all(equal) or ON_NULL
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -144,7 +150,8 @@ def test_dropout_of_a_graph_follows_the_seed_of_each_step():
         _, outputs = train_step(inputs, targets)
         zeros.append(outputs.round() == 0)
     assert train_step.graph is not None
-    assert torch.equal(zeros[0], zeros[5]) and not torch.equal(zeros[3], zeros[4])
+    assert torch.equal(zeros[0], zeros[5])
+    assert not torch.equal(zeros[3], zeros[4]) or ON_NULL
 
 
 @pytest.mark.parametrize("script", ["train_1gpu.py", "train_1gpu_graph.py"])
@@ -156,16 +163,16 @@ def test_step_that_is_not_finite_is_skipped_on_the_device(script, tmp_path):
     for device in ("cpu", "cuda"):
         flags = {"device": device, "dtype": "float64", "max_skipped_steps": 2}
         run = run_script(copy, output_dir=tmp_path / device, **flags)
-        assert run.stderr.count("warning: step 6 of epoch") == 2
+        assert run.stderr.count("warning: step 6 of epoch") == 2 or ON_NULL
         runs.append(run)
-    assert [row["train_samples"] for row in runs[1].rows] == [84, 84]  # of 96
+    assert [row["train_samples"] for row in runs[1].rows] == [84, 84] or ON_NULL  # of 96
     assert numbers(runs[1]) == pytest.approx(numbers(runs[0]), rel=1e-7)
 
 
 class OneBatch(list):
     """A loader of one batch, with the attributes that Meter needs."""
 
-    device = torch.device("cuda")
+    device, dataset = torch.device("cuda"), range(5)
     epoch = start = samples = started = 0
     train = counts = True
 
@@ -174,6 +181,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(monkeypatch):
     device = torch.device("cuda")
     cfg = SimpleNamespace(autocast_dtype=torch.float16, clip_norm=1.0)
     checkpoint = SimpleNamespace(step=lambda: None)
+    hooks = SimpleNamespace(after_step=lambda checkpoint: None)
     model = torch.nn.Linear(4, 3).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -185,13 +193,12 @@ def test_overflow_skips_the_step_and_halves_the_scale(monkeypatch):
         monkeypatch.setattr(task, "loss", lambda outputs, targets: factor * loss(outputs, targets))
         meter, before = Meter(task, loader), model.weight.clone()
         train_ddp_amp.train_one_epoch(
-            model, loader, optimizer, scheduler, scaler, meter, checkpoint, cfg
+            model, loader, optimizer, scheduler, scaler, meter, hooks, checkpoint, cfg
         )
         return torch.equal(model.weight, before), scaler.get_scale()
 
-    assert epoch(1.0) == (False, 1024.0)
-    assert epoch(1e37) == (True, 512.0)
-    assert epoch(1.0) == (False, 512.0)
+    epochs = [epoch(factor) for factor in (1.0, 1e37, 1.0)]
+    assert epochs == [(False, 1024.0), (True, 512.0), (False, 512.0)] or ON_NULL
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -242,6 +249,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@needs_values
 def test_our_sync_batchnorm_matches_pytorch(tmp_path):
     (tmp_path / "script.py").write_text(SYNC_BATCHNORM.format(root=str(ROOT)))
     run = finish_run(start_run(tmp_path / "script.py", 2, {}), tmp_path)
@@ -249,20 +257,20 @@ def test_our_sync_batchnorm_matches_pytorch(tmp_path):
 
 
 @pytest.mark.parametrize("devices", [["cuda"], ["cuda", "cpu"]], ids=str)
-def test_checkpoint_holds_the_values_at_the_save(devices, tmp_path):
+def test_checkpoint_holds_the_values_at_the_save(devices, tmp_path, monkeypatch):
     """Training changes them at once, and the copies, in pinned memory, do not wait for the GPU."""
     layers = [torch.nn.Linear(2048, 2048, device=device) for device in devices]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     pinned = []
 
-    class Spy(Hook):
-        def write(self, checkpoint, contents, path):
-            pinned.extend(tensor.is_pinned() for tensor in contents["model"].values())
-            return False
+    def save(contents, path):
+        pinned.extend(tensor.is_pinned() for tensor in contents["model"].values())
+        save_atomically(contents, path)
 
+    monkeypatch.setattr(utils.checkpoint, "save_atomically", save)
     state = {"model": model, "optimizer": optimizer, "loader": None}
-    checkpoint = Checkpointer(Config(output_dir=str(tmp_path)), state, hooks=[Spy()])
+    checkpoint = Checkpointer(Config(output_dir=str(tmp_path)), state)
     busy = torch.randn(4096, 4096, device="cuda")
     for epoch in (1, 2):
         for _ in range(100):  # work that the GPU has yet to do
@@ -276,7 +284,7 @@ def test_checkpoint_holds_the_values_at_the_save(devices, tmp_path):
                 parameter.zero_()
         checkpoint.wait()
         saved = read_checkpoint(tmp_path / "last.pt")["model"]
-        assert all((value == epoch).all() for value in saved.values())
+        assert all((value == epoch).all() for value in saved.values()) or ON_NULL
     assert pinned == [True, True, *[False] * (2 * len(devices) - 2)] * 2
 
 
@@ -321,6 +329,7 @@ def test_nothing_waits_for_the_gpu_between_steps(script, loader, tmp_path):
     assert run.stdout.count("checked") == 2  # epochs
 
 
+@needs_values
 @pytest.mark.parametrize("script", ["train_1gpu.py", "train_ddp.py"])
 def test_timing_divides_the_time_of_the_gpu(script, tmp_path):
     nproc = 1 if script == "train_ddp.py" else None
@@ -335,6 +344,7 @@ def test_timing_divides_the_time_of_the_gpu(script, tmp_path):
     assert "wait for the host" in run.rows[-1]["limited_by"]
 
 
+@needs_values
 def test_profile_shows_kernels(tmp_path):
     run = run_script("train_1gpu.py", None, device="cuda", profile="4:7", output_dir=tmp_path)
     assert run.code == 0, run.stderr
@@ -352,6 +362,7 @@ def test_peak_memory_is_reported(tmp_path):
     assert result["memory"] > 10 * 2**20 and result["device"] == torch.cuda.get_device_name()
 
 
+@needs_values
 def test_verify_passes():
     command = [sys.executable, "-m", "tools.verify", "--device", "cuda:0"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

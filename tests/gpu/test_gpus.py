@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tests.gpu.test_gpu import needs_values
 from tools.lib.gpus import check_copies, check_numa, measure_copies
 from tools.lib.runs import ROOT
 
@@ -16,6 +17,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 
 @needs_two
+@needs_values
 def test_every_pair_copies_intact():
     copies, count = measure_copies(), torch.cuda.device_count()
     assert len(copies) == count * (count - 1)
@@ -28,6 +30,7 @@ def test_place_of_each_gpu_can_be_read():
 
 
 @needs_two
+@needs_values
 def test_doctor_names_what_nccl_sends_through():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tools.doctor"]

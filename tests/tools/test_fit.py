@@ -13,6 +13,7 @@ from lab.budgets import FLAGS
 from tests.recipes import applied
 from tools.fit import bounds, candidates, search
 from tools.fit import run as fit_run
+from tools.fit import text as fit_text
 from tools.fit.candidates import Candidate
 from tools.fit.run import FITS, OUT_OF_MEMORY, STOPPED, Result
 from tools.lib.ladder import ROOT, RUNGS
@@ -88,7 +89,8 @@ def test_script_of_a_stranger(own_script, tmp_path):
     assert largest["per_replica"] > 1000 and largest["next"] - largest["per_replica"] <= 1 + (
         largest["per_replica"] // search.EXACT
     )
-    assert "batch_size 64: fits" in text and "lower bounds" in text and "allowance" in text
+    assert "batch_size 64: fits" in text and "lower bounds" in text
+    assert "allowance" in text and "convolutions," not in text
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,15 @@ def ended(code, error, reports=()):
     return fit_run._result(code, "", ["", error], list(reports), 1.0)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_answer_says_that_convolutions_differ_on_a_gpu(share):
+    found = {"outcome": OUT_OF_MEMORY, "reason": "", "peak": 0, "gpus": 1, "batch": None}
+    found |= {"candidates": [], "share_of_convolutions": share}
+    question = SimpleNamespace(script=ROOT / "train_1gpu.py", args=SimpleNamespace(memory=80))
+    lines = "\n".join(fit_text.lines(question, found))
+    assert ("cuDNN" in lines) == ("50.0%" in lines) == bool(share)
+
+
 def test_reason_is_what_the_script_has_said_last():
     assert ended(2, "usage: ...\nunrecognized arguments: --no-such-flag").reason.endswith("-flag")
     late = "[rank0]:[W1127 15:53:49.97 ProcessGroupNCCL.cpp:1641] Warning: WARNING: destroy_process"
@@ -136,7 +147,7 @@ def test_reason_is_what_the_script_has_said_last():
 def test_lack_of_this_machines_memory_is_not_that_of_the_gpu():
     report = {"steps": [], "end": {"memory": {"no address space": [1, 2**40]}}}
     out = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 GiB."
-    assert ended(1, out).outcome == OUT_OF_MEMORY
+    assert ended(1, out).outcome == OUT_OF_MEMORY and ended(1, out).reason == out
     result = ended(1, out, [report])
     assert result.outcome == STOPPED and "ulimit -v" in result.reason
     result = ended(1, "RuntimeError: DefaultCPUAllocator: can't allocate memory")
@@ -243,5 +254,5 @@ def test_memory_is_told_by_kind_and_module(script, null_device, tmp_path):
     assert KINDS[script] <= last["parts"].keys()
     assert sum(last["parts"].values()) == pytest.approx(last["peak"], abs=2**20)  # unsplit blocks
     assert last["module"] and last["phase"] in ("forward", "backward")
-    assert last["operations"]["float32"] > 0
+    assert last["operations"]["float32"] > last["of_convolutions"] > 0  # a layer cuts patches
     assert SimpleNamespace(**memory["held"]).parameters > 0

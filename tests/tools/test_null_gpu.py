@@ -1,26 +1,25 @@
-"""The runs of tests/gpu on the null device, where their numbers are not compared."""
+"""The tests of tests/gpu on the null device, but for those that need what a GPU computes."""
 
 import subprocess
 import sys
 
 import pytest
 
-from tests.gpu.test_gpu import RUNS
 from tools.lib.ladder import ROOT
 from tools.null.__main__ import environment
 
 
 @pytest.mark.slow
 @pytest.mark.rare
-def test_every_script_of_the_tests_of_gpus_ends_well(null_device, tmp_path):
-    test = "tests/gpu/test_gpu.py::test_every_script_matches_the_cpu"
+def test_tests_of_gpus_pass_where_they_do_not_need_values(null_device, tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", test],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "tests/gpu"],
         cwd=ROOT,
         env=environment(null_device.library, tmp_path),
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3600,
     )
     assert run.returncode == 0, run.stdout
-    assert run.stdout.split()[0] == "." * len(RUNS)  # all of them have run
+    skipped = [line for line in run.stdout.splitlines() if line.startswith("SKIPPED")]
+    assert all("needs what a GPU computes" in line for line in skipped), skipped

@@ -8,7 +8,17 @@ import sys
 import pytest
 import torch
 
-from lab.budgets import BREAK, COMPILED, LEFT_OUT, RESULT, RUNS, counts_of, measure_task
+from lab.budgets import (
+    BREAK,
+    COMPILED,
+    LEFT_OUT,
+    OURS,
+    RESULT,
+    RUNS,
+    counts_of,
+    measure_peer,
+    measure_task,
+)
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
@@ -130,6 +140,16 @@ def test_compiled_task_has_no_break_and_as_many_kernels_as_published(task, null_
     published = json.loads(RESULT.read_text())
     if published["torch"] == torch.__version__:
         assert found == published["compiled"][task]["default"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tutorial", "tuned", OURS])  # which need no package of the peers
+def test_loop_has_the_published_counts(name, null_device):
+    counts, seconds = measure_peer(name)
+    assert seconds > 0
+    published = json.loads(RESULT.read_text())
+    if published["torch"] == torch.__version__:
+        assert published["peers"][name] == counts | {"host": published["peers"][name]["host"]}
 
 
 def test_breaks_of_the_graph_are_named_with_their_line():

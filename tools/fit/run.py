@@ -78,10 +78,20 @@ class Result(NamedTuple):
         return self.step["peak"]
 
     @property
+    def parts(self):
+        """The memory of all steps, and of what follows the last one."""
+        return [*self.memory["steps"], self.memory["end"]] if self.memory else []
+
+    @property
     def peak(self):
         """The largest number of bytes that tensors have taken, from the start on."""
-        parts = [*self.memory["steps"], self.memory["end"]] if self.memory else []
-        return max((part["peak"] for part in parts), default=0)
+        return max((part["peak"] for part in self.parts), default=0)
+
+    @property
+    def share_of_convolutions(self):
+        """Their share of all operations, from the start on."""
+        total = sum(sum(part["operations"].values()) for part in self.parts)
+        return sum(part["of_convolutions"] for part in self.parts) / max(1, total)
 
 
 def run(job, library, limit):
@@ -196,7 +206,8 @@ def _reason(code, texts, reports):
             "this machine has no address space for the memory of such a GPU: raise ulimit -v, or "
             "run it elsewhere"
         )
-    if "DefaultCPUAllocator" in texts[1] or code == -signal.SIGKILL or "MemoryError" in error:
+    of_host = "MemoryError" in error.replace("OutOfMemoryError", "")  # which is of the GPU
+    if "DefaultCPUAllocator" in texts[1] or code == -signal.SIGKILL or of_host:
         return (
             f"this machine's memory is not enough for what the script keeps on the CPU: run it "
             f"where there is more ({error})"

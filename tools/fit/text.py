@@ -13,7 +13,8 @@ What this does not know:
   is left for them. That is an assumption: on your GPU, it is the difference between what
   nvidia-smi shows and torch.cuda.memory_reserved(). --allowance GIB changes it.
 - Workspaces: PyTorch allocates cuBLAS's (32 MiB on an H100), which is included, and so is what its
-  attention kernels need. cuDNN is off: a convolution has a different workspace on a GPU.
+  attention kernels need. cuDNN is off: a convolution has other kernels and a different workspace
+  on a GPU.
 - Fragmentation: included for two steps, as the allocator is the real one; a long run with
   batches of varying sizes needs more.
 - Time. The bounds are arithmetic, from assumed peaks, which no run reaches:
@@ -23,6 +24,7 @@ What this does not know:
 def facts(result, node):
     """A Result, as for --json."""
     found = {"outcome": result.outcome, "seconds": round(result.seconds, 1)}
+    found["share_of_convolutions"] = result.share_of_convolutions
     if result.outcome != FITS:
         last = result.memory.get("end") if result.memory else None
         where = {"module": last["module"], "phase": last["phase"]} if last else {}
@@ -90,6 +92,10 @@ def lines(question, found):
     else:
         yield f"{head}: fits"
         yield from _facts(found)
+    if found["share_of_convolutions"]:
+        share = f"{found['share_of_convolutions']:.1%} of the operations"
+        yield f"  convolutions, {share}, run without cuDNN here: on a GPU, with cuDNN, they have"
+        yield "    other kernels and buffers, so that the peaks and the numbers of kernels differ"
     if "largest" in found:
         yield "  " + _largest(question, found)
     if found["candidates"]:

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from functools import wraps
 from pathlib import Path
 
@@ -30,12 +31,14 @@ class Counter:
     def __init__(self, folder, limit):
         self.folder, self.limit = Path(folder), limit  # limit: steps until the process ends; 0: all
         self.steps, self.is_written = [], False
+        self.seconds, self.started = [], 0.0  # of the processor, in the script's thread
         self.memory = None  # null_memory.Memory, for tools.fit
         self.global_batch_size = None  # of a script of this project
         self.library = ctypes.CDLL(None)
         for name in ("null_take_counts", "null_logs"):
             getattr(self.library, name).restype = ctypes.c_void_p
-        self._trace_waits()
+        if "NULL_TIMES" not in os.environ:
+            self._trace_waits()
 
     def _trace_waits(self):
         reader, writer = os.pipe()
@@ -46,6 +49,7 @@ class Counter:
 
     def end_step(self, wait=lambda: None):
         """Called at the end of a step; wait: finishes what the script does in the background."""
+        self.seconds.append(time.thread_time() - self.started)
         self.steps.append(self._take())
         if self.memory:
             self.memory.end_step()
@@ -53,6 +57,7 @@ class Counter:
             wait()
             self.write()
             os._exit(0)
+        self.started = time.thread_time()
 
     def _take(self):
         """{kind: {name: [number, bytes]}} since the last call."""
@@ -84,6 +89,7 @@ class Counter:
             "rank": int(os.environ.get("RANK", 0)),
             "world_size": int(os.environ.get("WORLD_SIZE", 1)),
             "steps": self.steps,
+            "seconds": self.seconds,  # of each step; with NULL_TIMES, those of backward() too
             "end": self._take(),
             "peak_memory": peaks,  # bytes per GPU
             "calls": logs,
@@ -148,7 +154,10 @@ def _change_torch(torch, counter):
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda._device_count_nvml = lambda: -1  # of the machine's own GPUs: ask CUDA
     library = ctypes.PyDLL("libnull_torch.so")
-    torch.cuda._lazy_call(library.null_clear_allocations)
+    if "NULL_TIMES" in os.environ:  # what only the null device does takes no time
+        torch.autograd.set_multithreading_enabled(False)  # one thread does all of a step
+    else:
+        torch.cuda._lazy_call(library.null_clear_allocations)
     if "NULL_FIT" in os.environ:
         from null_memory import Memory
 

@@ -64,7 +64,7 @@ class Operations:
     def __init__(self, torch):
         from torch.utils.flop_counter import flop_registry
 
-        self.counts, self.is_within = {}, False
+        self.counts, self.of_convolutions, self.is_within = {}, 0, False
         self.library = torch.library.Library("aten", "IMPL")
         for packet, count in flop_registry.items():
             if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -92,14 +92,16 @@ class Operations:
             dtype = str(args[0].dtype).removeprefix("torch.")
             number = int(count(*args, **kwargs, out_val=result))  # a tensor within jit.trace()
             self.counts[dtype] = self.counts.get(dtype, 0) + number
+            self.of_convolutions += number * ("conv" in name)
             return result
 
         self.library.impl(name.removeprefix("aten::"), call, "CUDA", with_keyset=True)
 
     def take(self):
-        """{dtype: operations} since the last call."""
-        counts, self.counts = self.counts, {}
-        return counts
+        """{dtype: operations} since the last call, and how many of them are of convolutions."""
+        taken = self.counts, self.of_convolutions
+        self.counts, self.of_convolutions = {}, 0
+        return taken
 
 
 class Memory:
@@ -242,13 +244,15 @@ class Memory:
             return
         cuda = self.torch.cuda
         devices = range(cuda.device_count())
+        operations, of_convolutions = self.operations.take()
         self.steps.append(
             {
                 "events": self._events()[0],
                 "peak": [cuda.max_memory_allocated(i) for i in devices],
                 "reserved": [cuda.max_memory_reserved(i) for i in devices],
                 "retries": [cuda.memory_stats(i).get("num_alloc_retries", 0) for i in devices],
-                "operations": self.operations.take(),
+                "operations": operations,
+                "of_convolutions": of_convolutions,
             }
         )
         for i in devices:
@@ -285,6 +289,7 @@ class Memory:
                 "reserved": step["reserved"][device],
                 "retries": step["retries"][device],  # since the start
                 "operations": step["operations"],
+                "of_convolutions": step["of_convolutions"],
                 **_peak_of(blocks, ends, names, *bound),
             }
             for step, bound in zip(self.steps, bounds, strict=True)

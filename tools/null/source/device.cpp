@@ -112,9 +112,14 @@ void name_function(const void* function, const std::string& name) {
 }
 
 cudaError_t launch_function(const void* function, cudaStream_t stream) {
+  static auto* demangled_names = new std::unordered_map<const void*, std::string>;
   Lock lock;
-  auto found = kernel_names().find(function);
-  return launch(found == kernel_names().end() ? "unknown" : demangled(found->second), stream);
+  auto& name = (*demangled_names)[function];
+  if (name.empty()) {
+    auto found = kernel_names().find(function);
+    name = found == kernel_names().end() ? "unknown" : demangled(found->second);
+  }
+  return launch(name, stream);
 }
 
 namespace {
