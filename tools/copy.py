@@ -307,6 +307,8 @@ def make_copy(args):
     files = [file for file in files if str(file.relative_to(ROOT)) in new]
     left_out = [option for option in known.values() if option.path not in files]
     print(report(files, left_out, guards))
+    if kept := [path for path, text in new.items() if read(folder / path) != text]:
+        print(f"kept as you have edited them: {', '.join(kept)}")
     print_dirt(new)
 
 
@@ -414,7 +416,7 @@ def update(args):
     text = text_of_record(new_commit, since, record["scripts"], options, guards, sums)
     apply(folder, changes, text)
     origin = f", from {old_commit[:12]}" * (old_commit != new_commit)
-    state = f"has {len(conflicts)} conflicts with" if conflicts else "is up to date with"
+    state = "has conflicts with" if conflicts else "is up to date with"
     print(f"{folder} {state} {new_commit[:12]}{origin}")
     if conflicts:
         print(f"resolve the conflicts in {', '.join(conflicts)}: <<<<<<< yours ... >>>>>>> new")

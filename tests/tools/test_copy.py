@@ -95,7 +95,8 @@ def test_files_of_others_are_not_overwritten(tmp_path):
     assert forced.returncode == 0 and "def main" in (tmp_path / "train_1gpu.py").read_text()
     with open(tmp_path / "train_1gpu.py", "a") as file:
         file.write("# edited\n")
-    assert copy("train_1gpu.py", tmp_path).returncode == 0  # edits of a copy stay
+    again = copy("train_1gpu.py", tmp_path)
+    assert again.returncode == 0 and again.stdout.endswith("edited them: train_1gpu.py\n")
     assert (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
     assert copy("train_1gpu.py", tmp_path, "--force").returncode == 0
     assert not (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")

@@ -284,7 +284,10 @@ def find_commit(folder):
                 blobs[path.relative_to(folder).as_posix()] = _blob(path.read_bytes())
     commit = _most_alike(folder, blobs, history.commits())
     if not commit:
-        raise CannotUpdate(f"{folder} has no file of any commit of this clone: pass --from COMMIT")
+        raise CannotUpdate(
+            f"{folder} has no file of any commit of this clone: if it is a copy in which you have "
+            f"edited every file, pass --from COMMIT"
+        )
     return commit
 
 
