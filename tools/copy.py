@@ -23,6 +23,7 @@ from pathlib import Path
 from tools.lib.closure import Option, closure, options, purpose, size, total
 from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
 from tools.lib.ladder import LADDER, ROOT, RUNGS
+from tools.lib.output import may_be_closed
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
 from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
@@ -432,9 +433,12 @@ def main():
         return update(args)
     except (CannotUpdate, CannotLeaveOut, NoHistory) as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:
+        raise
     except OSError as error:
         sys.exit(f"error: cannot write {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with may_be_closed():
+        sys.exit(main())

@@ -38,6 +38,7 @@ from tools.lib.gpus import (
     start_nccl_log,
     transport_findings,
 )
+from tools.lib.output import may_be_closed
 from utils.distributed import (
     all_gather_object,
     available_cores,
@@ -397,4 +398,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with may_be_closed():
+        main()

@@ -86,6 +86,12 @@ def test_copy_without_an_option_names_the_file(tmp_path):
     assert added.returncode == 0 and (tmp_path / "mine/utils/options/audit.py").exists()
 
 
+def test_reader_that_ends_first_is_no_error(tmp_path):
+    command = f"{sys.executable} -m tools.copy train_1gpu.py {tmp_path} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == "" and (tmp_path / "train_1gpu.py").exists()
+
+
 def test_files_of_others_are_not_overwritten(tmp_path):
     (tmp_path / "train_1gpu.py").write_text("# mine\n")
     refused = copy("train_1gpu.py", tmp_path)

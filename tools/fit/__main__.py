@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # started by its path, from the folder of the scr
 from tools.fit import candidates, search, text
 from tools.fit.run import FITS, OUT_OF_MEMORY, Job, Machine, end_all, run
 from tools.lib.ladder import ONE_PROCESS
+from tools.lib.output import may_be_closed
 from tools.lib.runs import end_runs_on_sigterm
 from tools.null.build import Unsupported, build
 
@@ -188,4 +189,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with may_be_closed():
+        main()

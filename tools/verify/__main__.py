@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tools.lib.closure import options
 from tools.lib.ladder import ROOT, RUNGS
+from tools.lib.output import may_be_closed
 from tools.lib.runs import end_runs_on_sigterm
 from tools.verify.cases import GPU_PER_RANK, SUITES, cases_of
 from tools.verify.own import CannotVerify, own_task, parse_flags, verify_own
@@ -136,4 +137,5 @@ def main():
 
 if __name__ == "__main__":
     end_runs_on_sigterm()
-    sys.exit(main())
+    with may_be_closed():
+        sys.exit(main())
