@@ -175,11 +175,13 @@ def test_limit_ends_the_process_after_that_many_steps(null_device, tmp_path):
 
 def test_command_reports_as_text_and_as_json(null_device, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(WAITS)
+    # Before PyTorch is imported and changed, as Transformers does.
+    looks_for_torch = "__import__('importlib.util').util.find_spec('torch')\n"
+    script.write_text(looks_for_torch + WAITS)
     command = [sys.executable, "-m", "tools.null", "--json", tmp_path / "counts.json", script]
     run = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
-    assert "rank 0 of 1: 4 steps" in run.stdout and f"{script}:9" in run.stdout
+    assert "rank 0 of 1: 4 steps" in run.stdout and f"{script}:10" in run.stdout
     assert len(json.loads((tmp_path / "counts.json").read_text())[0]["steps"]) == 4
 
 

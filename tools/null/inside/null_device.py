@@ -133,13 +133,15 @@ class _Changes(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name not in self.left:
             return None
-        change = self.left.pop(name)
+        change = self.left.pop(name)  # or this would call itself
         spec = importlib.util.find_spec(name)
+        self.left[name] = change  # who looks for a module need not import it
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_change(module):
+            self.left.pop(name, None)
             execute(module)
             change(module, self.counter)
 
