@@ -99,7 +99,7 @@ LADDER = [
     Rung(
         "train_pp.py",
         "train_ddp.py",
-        38,
+        43,
         "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
         "utils.rungs.pipeline:PipelineSettings",
     ),
