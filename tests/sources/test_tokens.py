@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -17,7 +18,7 @@ import tools.tokens
 from sources.packing import Packed
 from sources.tokens import KINDS, MAGIC, TokenDocuments, TokenFiles
 from tasks.text_folder import packed_splits
-from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.forked import FORK, ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.verify.run import project_with_task
 from utils.checkpoint_file import read_checkpoint
@@ -242,6 +243,7 @@ def test_a_killed_process_or_a_full_disk_ends_the_command_in_a_line(texts, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(tools.tokens.Encoder, "write_part", killed)
+        patched.setattr(multiprocessing, "get_context", lambda: FORK)  # which knows of killed()
         with pytest.raises(UserError, match=r"one of 2 .* was killed.* continues; .*--processes"):
             make(folder, patched, folder / "x", 2, "--val-every", "9")
 
