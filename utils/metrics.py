@@ -34,6 +34,24 @@ class Task(Protocol):
     def summarize(self, sums: dict[str, Tensor], /) -> Mapping[str, Tensor | float]: ...
 
 
+def flatten(values: dict[str, Any]) -> tuple[Tensor, dict[str, torch.Size]]:
+    """Tensors or numbers by name, with the "loss" among them, as a float64 vector on its device,
+    without gradients; and {name: shape}, for unflatten()."""
+    device = values["loss"].device
+    tensors = {
+        name: torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+        for name, value in values.items()
+    }
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()]), shapes
+
+
+def unflatten(vector: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """{name: tensor}, of these shapes, from a vector of flatten()."""
+    pieces = vector.split([shape.numel() for shape in shapes.values()])
+    return {n: piece.reshape(shapes[n]) for n, piece in zip(shapes, pieces, strict=True)}
+
+
 class Meter:
     """Running sums of the loss and of what the task measures, kept on the device.
 
@@ -50,7 +68,7 @@ class Meter:
 
     def reset(self) -> None:
         """Set all sums to 0."""
-        self.sums: Any = 0.0  # a float64 vector, from the first update on: see _flatten()
+        self.sums: Any = 0.0  # a float64 vector, from the first update on: see flatten()
         self.shapes = {}  # {name: shape} of what the vector holds
         self.count: float = 0  # of targets, where the task counts them with plain numbers
         self.compared: float = 0  # the part of it that must be the same on every rank
@@ -68,7 +86,13 @@ class Meter:
         elif self.loader.counts:
             self.count += count
             self.compared += count
-        sums = self._flatten(values)
+        sums, shapes = flatten(values)
+        if self.shapes not in ({}, shapes):
+            raise UserError(
+                f"measure() of the task returns {_shapes(shapes)} after {_shapes(self.shapes)}: "
+                f"these are sums, so they must have the same names and shapes in every batch"
+            )
+        self.shapes = shapes
         if not self.loader.counts:  # a batch that this rank computes only because the others do
             sums = torch.zeros_like(sums)
         previous = self.sums
@@ -89,21 +113,6 @@ class Meter:
     def discount(self, count: float) -> None:
         """Take back plain numbers of targets, which do not count after all."""
         self.count -= count
-
-    def _flatten(self, values):
-        device = values["loss"].device
-        tensors = {
-            name: torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-            for name, value in values.items()
-        }
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if self.shapes not in ({}, shapes):
-            raise UserError(
-                f"measure() of the task returns {_shapes(shapes)} after {_shapes(self.shapes)}: "
-                f"these are sums, so they must have the same names and shapes in every batch"
-            )
-        self.shapes = shapes
-        return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
     def compute(self) -> dict[str, float]:
         """{name: number} over all ranks: task.summarize() of the sums, and the numbers of "samples"
@@ -148,10 +157,7 @@ class Meter:
 
     def _unflatten(self, snapshot):
         """{name: sum} of a snapshot, with the number of targets as "count"."""
-        pieces = snapshot[:-1].split([shape.numel() for shape in self.shapes.values()])
-        named = zip(self.shapes, pieces, self.shapes.values(), strict=True)
-        sums = {name: piece.reshape(shape) for name, piece, shape in named}
-        return {"count": snapshot[-1]} | sums
+        return {"count": snapshot[-1]} | unflatten(snapshot[:-1], self.shapes)
 
     def _seconds(self):
         return self.seconds + time.perf_counter() - self.loader.started

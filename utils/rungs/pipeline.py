@@ -25,7 +25,7 @@ from utils.distributed import (
 )
 from utils.errors import UserError, say
 from utils.hooks import Checkpoint, FileForm
-from utils.metrics import Meter, Task
+from utils.metrics import Meter, Task, flatten, unflatten
 from utils.options.sharded import part_of
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.seeds import derive_seed
@@ -140,14 +140,13 @@ class NumberedStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, a 0-dim tensor; and with it what the task measures, as float64."""
+def sums_of(
+    task: Task, outputs: Tensor, targets: Tensor
+) -> tuple[Tensor, tuple[Tensor, dict[str, torch.Size]]]:
+    """The loss of a micro-batch, a 0-dim tensor; and flatten() of it and of what the task
+    measures."""
     loss = task.loss(outputs, targets)
-    outputs = outputs.detach()
-    sums = {"loss": loss.detach(), **task.measure(outputs, targets)}
-    for name, value in sums.items():
-        sums[name] = torch.as_tensor(value, dtype=torch.float64, device=outputs.device)
-    return loss, sums
+    return loss, flatten({"loss": loss, **task.measure(outputs.detach(), targets)})
 
 
 class Pipeline(Wrapper):
@@ -320,18 +319,14 @@ class Pipeline(Wrapper):
     def _share(self, measured):
         """The sums of the last rank's micro-batches, on all ranks."""
         if self.shapes is None:
-            first = measured[0] if measured else {}
-            shapes = {name: value.shape for name, value in first.items()}
+            _, shapes = measured[0] if measured else (None, None)
             self.shapes = all_gather_object(shapes)[-1]
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        total = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
-        for sums in measured:
-            total += torch.cat([value.reshape(-1) for value in sums.values()])
+        size = sum(shape.numel() for shape in self.shapes.values())
+        total = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for sums, _ in measured:
+            total += sums
         dist.broadcast(total, self.ranks - 1)
-        result = {}
-        for name, piece in zip(self.shapes, total.split(sizes), strict=True):
-            result[name] = piece.reshape(self.shapes[name])
-        return result
+        return unflatten(total, self.shapes)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
