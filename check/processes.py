@@ -39,6 +39,14 @@ class Process:
         return self.code
 
 
+def signal_marked(pid, number, mark=MARK):
+    """Send a signal to a process, if its environment holds `mark`: its id may be known from a
+    process that has ended since."""
+    with contextlib.suppress(OSError):  # it has ended, or is of another user
+        if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+            os.kill(pid, number)
+
+
 class Processes:
     """Starts processes, and ends them with everything that they have started.
 
@@ -85,11 +93,9 @@ class Processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         prepared = {prepared.pid for prepared in self._prepared}
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            pid = int(environment.parent.name)
-            with contextlib.suppress(OSError):  # it has ended, or is of another user
-                if pid not in prepared and self._mark.encode() in environment.read_bytes():
-                    os.kill(pid, signal.SIGKILL)
+        for folder in Path("/proc").glob("[0-9]*"):
+            if int(folder.name) not in prepared:
+                signal_marked(int(folder.name), signal.SIGKILL, self._mark)
         while any(process.poll() is None for process in processes):
             time.sleep(0.01)
 

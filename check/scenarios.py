@@ -13,7 +13,7 @@ from pathlib import Path
 from check import confinement
 from check.events import Run, results_of_one_rank
 from check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
-from check.processes import INSIDE, MARK, CannotRun, Processes, with_observers
+from check.processes import INSIDE, CannotRun, Processes, signal_marked, with_observers
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
@@ -465,10 +465,7 @@ def _wait(processes, folder, logs, timeout):
 def stacks_of(folder):
     """The stacks of processes that hang, by process id: PyTorch's main thread last."""
     for path in folder.glob("*.stacks"):
-        with contextlib.suppress(OSError):  # it has ended
-            environment = Path(f"/proc/{path.stem}/environ").read_bytes()
-            if MARK.encode() in environment:  # or a process of somebody else has this number now
-                os.kill(int(path.stem), signal.SIGUSR2)
+        signal_marked(int(path.stem), signal.SIGUSR2)
     time.sleep(1.0)
     return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob("*.stacks")}
 
