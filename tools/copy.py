@@ -282,33 +282,32 @@ def make_copy(args):
                 f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
                 f"different folder"
             )
-    edited = {  # by the owner, since it was copied
-        path
-        for path, text in new.items()
-        if (folder / path).exists() and record["files"].get(path) == checksum(text)
-    }
+    sums = {path: checksum(text) for path, text in new.items()}
+    present = {path: read(folder / path) for path in new}
+    changed = [path for path, text in new.items() if present[path] != text]
+    differ = [path for path in changed if present[path] is not None]
+    edited = [path for path in differ if record["files"].get(path) == sums[path]]  # by the owner
     existing = [
         path
-        for path, text in new.items()
-        if path not in edited
-        and (mine := read(folder / path)) not in (None, text)
-        and checksum(mine) != record["files"].get(path)
+        for path in differ
+        if path not in edited and record["files"].get(path) != checksum(present[path])
     ]
     if existing and not args.force:
         raise CannotUpdate(
             f"{folder} already has different files {', '.join(existing)}: pass --force to "
             f"overwrite them"
         )
-    sums = record["files"] | {path: checksum(text) for path, text in new.items()}
+    sums = record["files"] | sums
     text = text_of_record(record["commit"], record["since"], scripts, chosen, guards, sums)
-    written = new if args.force else {path: new[path] for path in new.keys() - edited}
+    kept = [] if args.force else edited
+    written = {path: new[path] for path in changed if path not in kept}
     write_files(folder, written | {RECORD: text})
     options = [option for name, option in known.items() if name in chosen]
     files = files_to_copy(ROOT / args.script, task, options)
     files = [file for file in files if str(file.relative_to(ROOT)) in new]
     left_out = [option for option in known.values() if option.path not in files]
     print(report(files, left_out, guards))
-    if kept := [path for path, text in new.items() if read(folder / path) != text]:
+    if kept:
         print(f"kept as you have edited them: {', '.join(kept)}")
     print_dirt(new)
 
@@ -427,18 +426,16 @@ def update(args):
 def main():
     args = parse_arguments()
     try:
-        if args.update is None:
-            make_copy(args)
-            return 0
-        return update(args)
+        with may_be_closed():
+            if args.update is None:
+                make_copy(args)
+                return 0
+            return update(args)
     except (CannotUpdate, CannotLeaveOut, NoHistory) as error:
         sys.exit(f"error: {error}")
-    except BrokenPipeError:
-        raise
     except OSError as error:
         sys.exit(f"error: cannot write {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":
-    with may_be_closed():
-        sys.exit(main())
+    sys.exit(main())
