@@ -93,12 +93,7 @@ def measure(script):
             command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
         everything = FLAGS | flags | {"output_dir": f"{folder}/run"}
         command += [script, *flag_list(everything)]
-        return counts_of_run(command, script, result)
-
-
-def counts_of_run(command, name, result):
-    """counts_of() the first rank of a run, which writes its counts to the file `result`."""
-    return counts_of(report.ordinary_step(report_of_run(command, name, result)))
+        return counts_of(report.ordinary_step(report_of_run(command, script, result)))
 
 
 def report_of_run(command, name, result, **variables):
