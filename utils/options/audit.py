@@ -28,7 +28,8 @@ class Audit(Hook):
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.loader, self.folder = state["loader"], Path(cfg.output_dir)
+        self.loader = state["loader"]
+        self.folder = Path(cfg.output_dir)
         self.seen: list[Tensor] | None = []
         self.resumed_at_step = 0
 

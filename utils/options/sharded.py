@@ -141,7 +141,8 @@ def part_of(model: nn.Module, path: Path, checkpoint: dict[str, Any]) -> dict[st
     if "parts" in checkpoint:
         checkpoint = load_sharded(path, checkpoint)
         del checkpoint["parts"]
-    names, optimizer = model.state_dict().keys(), checkpoint["optimizer"]
+    names = model.state_dict().keys()
+    optimizer = checkpoint["optimizer"]
     states = {name: state for name, state in optimizer["state"].items() if name in names}
     tensors = {name: tensor for name, tensor in checkpoint["model"].items() if name in names}
     return checkpoint | {"model": tensors, "optimizer": optimizer | {"state": states}}

@@ -23,8 +23,11 @@ class SkippedSteps(Hook):
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.loader, self.meter, self.limit = state["loader"], state["meter"], cfg.max_skipped_steps
-        self.optimizer, self.model = state["optimizer"], state["model"]
+        self.loader = state["loader"]
+        self.meter = state["meter"]
+        self.limit = cfg.max_skipped_steps
+        self.optimizer = state["optimizer"]
+        self.model = state["model"]
         self.count = 0
         self.pending: tuple[Any, ...] | None = None
         self.skipped = []  # steps of this epoch
@@ -39,7 +42,8 @@ class SkippedSteps(Hook):
         self.optimizer.register_step_post_hook(self._after)
 
     def _remember(self):
-        self.sums, self.targets = self.meter.sums, self.meter.count
+        self.sums = self.meter.sums
+        self.targets = self.meter.count
 
     def _before(self, optimizer, args, kwargs):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -39,9 +39,11 @@ class StepLog(Hook):
     """
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.every, self.path = cfg.log_steps, Path(cfg.output_dir) / "steps.jsonl"
+        self.every = cfg.log_steps
+        self.path = Path(cfg.output_dir) / "steps.jsonl"
         self.save_errors = cfg.save_errors
-        self.loader, self.meter = state["loader"], state["meter"]
+        self.loader = state["loader"]
+        self.meter = state["meter"]
         self.scheduler = state["scheduler"]
         self.reader: Any = None
         self.totals = []
@@ -60,8 +62,10 @@ class StepLog(Hook):
         self.reader = timed_reader(self.loader)
         here = checkpoint.epoch, self.loader.start
         rows = read_metrics(self.path)
-        write_rows(self.path, [row for row in rows if (row["epoch"], row.get("step", 0)) <= here])
-        self.last_step, self.last_time = self.loader.start, None
+        kept = [row for row in rows if (row["epoch"], row.get("step", 0)) <= here]
+        write_rows(self.path, kept)
+        self.last_step = self.loader.start
+        self.last_time = None
 
     def after_step(self, checkpoint: Checkpoint) -> None:
         step = self.loader.step
@@ -74,7 +78,10 @@ class StepLog(Hook):
         if self.pending and (checkpoint.is_due() or self.pending["readout"].is_done()):
             self._write_pending(checkpoint.hooks)
         if step == len(self.loader):
-            self.totals, self.last_step, self.last_time, self.waited = [], 0, None, 0.0
+            self.totals = []
+            self.last_step = 0
+            self.last_time = None
+            self.waited = 0.0
 
     def _begin_row(self):
         loader, snapshot = self.loader, self.meter.snapshot()
@@ -102,7 +109,9 @@ class StepLog(Hook):
             before, dtype=torch.float64
         )
         speed = (step - self.last_step) * self.loader.global_batch / (now - self.last_time)
-        self.totals, self.last_step, self.last_time = totals, step, now
+        self.totals = totals
+        self.last_step = step
+        self.last_time = now
         if not is_main_process():
             return
         row |= {"samples": int(samples), **self.meter.summarize(window)}

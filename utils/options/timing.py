@@ -88,7 +88,8 @@ class Timing(Hook):
     """Divides the time from one row to the next."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.epochs, self.loader = cfg.epochs, state["loader"]
+        self.epochs = cfg.epochs
+        self.loader = state["loader"]
         self.reader = timed_reader(self.loader)
         self.is_cuda = self.loader.device.type == "cuda"
         self.start: Any = None  # the Clocks at the end of the first step, later at the last row
@@ -133,10 +134,13 @@ class Timing(Hook):
         mine = self._divide(self.before - self.start)
         mine["validation"] = now.wall - self.before.wall
         self.start = self.before = now
-        self.saving, self.loaded, self.shares = Clocks(), Clocks(), None
+        self.saving = Clocks()
+        self.loaded = Clocks()
+        self.shares = None
         hosts, ranks = zip(*all_gather_object((socket.gethostname(), mine)), strict=True)
         total = max(sum(rank.values()) for rank in ranks)
-        row["time"] = {"total": total} | {name: [rank[name] for rank in ranks] for name in NAMES}
+        seconds = {name: [rank[name] for rank in ranks] for name in NAMES}
+        row["time"] = {"total": total, **seconds}
         row["limited_by"] = diagnose(row["time"], self._places(hosts), self._workers())
         self.rows.append(row["time"])
 
