@@ -97,7 +97,7 @@ def main():
     }
     hooks = build_hooks(cfg, state, CompareReplicas, RunningStatistics)
     checkpoint = Checkpointer(cfg, state, hooks)
-    start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed
+    start_epoch = checkpoint.load()  # 0 unless a run is resumed
     metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 

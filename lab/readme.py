@@ -211,7 +211,7 @@ BEYOND = {
     ),
     "metrics that are not means, the best epoch, `metrics.jsonl`": ("metrics",),
     "checkpoints written while training goes on, kept, and skipped if damaged; any script resumes "
-    "the run of any other": ("checkpoint", "checkpoint_file"),
+    "the run of any other": ("checkpoint", "checkpoint_file", "files"),
     "the same bits after a resume: dropout, DDP's order of summation": ("seeds", "distributed"),
     "which rank hangs, where, and on which node, before the timeout": ("watchdog",),
     "saves every few minutes and on signals, with an exit code that schedulers know": (

@@ -5,13 +5,12 @@ The form of the files is described in utils/checkpoint_file.py.
 
 import copy
 import errno
-import itertools
 import shutil
 import textwrap
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from utils.batches import map_tensors, same_values, tensors_of
 from utils.checkpoint_file import (
     FORMAT,
     keep_newest,
-    link_atomically,
     newest_good_checkpoint,
     parts_module,
     read_checkpoint,
@@ -32,10 +30,10 @@ from utils.checkpoint_file import (
     save_atomically,
     with_plain_numbers,
 )
-from utils.distributed import all_gather_object, fail_together, is_main_process
+from utils.distributed import all_gather_object, fail_together, is_main_process, is_restart
 from utils.errors import UserError, warn
+from utils.files import link_atomically
 from utils.hooks import FileForm
-from utils.run_folder import lock_folder, lock_output_dir, write_text
 
 
 class Wrapper(nn.Module):
@@ -89,23 +87,23 @@ class Checkpointer:
         self.ends_run = False  # after the next save, or the current one
         self.pending: Future[None] | None = None  # of the file that is being written
         self.writer = ThreadPoolExecutor(1)
-        self.never_finite = set()  # names of tensors that were not finite at the start
         groups = [dict(group, params=[]) for group in self.optimizer.param_groups]
         self.initial_groups = with_plain_numbers(copy.deepcopy(groups))
 
     def load(self) -> int:
-        """Create and lock the output folder, and load `state` from the newest valid checkpoint.
+        """Load `state` from the newest valid checkpoint, unless the run is to start over.
 
         Returns the epochs done, 0 without a checkpoint. A damaged checkpoint is skipped with a
-        warning, and the one before it is used. Raises UserError if another run has locked the
-        folder, if no checkpoint can be read, if the settings, the data or the model differ, or if
-        `state` holds what could not be read from a checkpoint.
+        warning, and the one before it is used. Raises UserError if no checkpoint can be read, if
+        the settings, the data or the model differ, or if `state` holds what could not be read from
+        a checkpoint.
         """
-        lock_output_dir(self.cfg)
         newest = None
         with fail_together():
             if is_main_process():
-                newest = newest_good_checkpoint(self.folder)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if self.cfg.resume != "never" or is_restart():
+                    newest = newest_good_checkpoint(self.folder)
         path = all_gather_object(newest and newest[0])[0]
         contents: dict[str, Any] = {}
         with fail_together():
@@ -123,12 +121,11 @@ class Checkpointer:
         with fail_together():
             if path:
                 self._load_state(path, contents)
-        model = dsd.get_model_state_dict(self.model)
-        self.never_finite = self._find_never_finite(model)
         for hook in self.hooks:
             hook.after_load(self)
         # A whole checkpoint will have plain dicts in place of others in the model's extra state.
-        contents = {"model": map_tensors(lambda tensor: None, model)} | self._gather_others()
+        model = map_tensors(lambda tensor: None, dsd.get_model_state_dict(self.model))
+        contents = {"model": model} | self._gather_others()
         with fail_together():
             refuse_unreadable(contents)
         return self.epoch
@@ -223,14 +220,14 @@ class Checkpointer:
             ) from None
         contents = with_plain_numbers({"model": model, "optimizer": optimizer})
         # deepcopy takes these copies: what has been gathered anyway, and a GPU's tensors, which are
-        # copied to pinned memory, without waiting.
+        # copied to pinned memory, and waited for once.
         copies = self._gathered(contents) if offload else {}
         contents |= self._gather_others()
         if is_whole and is_main_process():
-            tensors = tensors_of(contents)
-            copies |= {id(t): t.to("cpu", non_blocking=True) for t in tensors if not t.is_cpu}
-        with fail_together():  # reads a value from each device, and so waits for the copies
-            _refuse_non_finite(contents, self.never_finite)
+            tensors = [tensor for tensor in tensors_of(contents) if not tensor.is_cpu]
+            copies |= {id(tensor): tensor.to("cpu", non_blocking=True) for tensor in tensors}
+            for device in {tensor.device for tensor in tensors}:
+                torch.accelerator.synchronize(device)
         with fail_together():
             refuse_unreadable(contents)
         return contents, copies
@@ -259,13 +256,6 @@ class Checkpointer:
                 stack.enter_context(form.context(self))
             yield
 
-    def _find_never_finite(self, model):
-        """The names of tensors that are not trained and hold inf or NaN, such as the -inf of a
-        causal mask."""
-        names = _not_finite(_tensors({"model": model, "optimizer": {}}))
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        return set(names).difference(trained)
-
     def _write(self, contents, must_succeed, name, *links):
         path = self.folder / name
         try:
@@ -283,17 +273,12 @@ class Checkpointer:
                 raise
             message = f"cannot save {path}: {reason.strerror}"
             if reason.errno == errno.ENOSPC:
-                tensors = itertools.chain(*_tensors(contents).values())
-                needed = sum(tensor.nbytes for tensor in tensors)
+                needed = sum(tensor.nbytes for tensor in tensors_of(contents))
                 free = shutil.disk_usage(self.folder).free
                 message += f" ({needed / 1e6:.1f} MB are needed, {free / 1e6:.1f} MB are free)"
             if must_succeed:
                 raise UserError(message) from None
             warn(f"{message}; the run continues")
-            if not self.folder.exists():  # it was deleted
-                with suppress(UserError):
-                    lock_folder(self.folder, "auto")
-                    write_text(self.folder / "config.yaml", self.cfg.dump())
 
     def _read_like_rank_0(self, name):
         path = self.folder / name
@@ -388,45 +373,8 @@ def _settings_of(ours, theirs, saved):
     return settings
 
 
-def _tensors(contents):
-    """{name: tensors} of the model and the optimizer; of a DTensor, this rank's shard."""
-    values = dict(contents["model"])  # get_extra_state() may have returned a dict, for example
-    for parameter, state in contents["optimizer"].get("state", {}).items():
-        for key, value in state.items():
-            values[f"{parameter} ({key})"] = value
-    named = {}
-    for name, value in values.items():
-        tensors = tensors_of(value)
-        named[name] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return named
-
-
-def _refuse_non_finite(contents, never_finite):
-    named = _tensors(contents).items()
-    names = _not_finite({name: tensors for name, tensors in named if name not in never_finite})
-    if names:
-        raise UserError(
-            f"the model is no longer finite: {names[0]} is the first of {len(names)} tensors that "
-            f"hold inf or NaN. Try a smaller --lr, or --clip-norm 1"
-        )
-
-
 def _address(tensor):
     return tensor.untyped_storage().data_ptr()
-
-
-def _not_finite(named):
-    """The names of those among `named`, {name: tensors}, that hold inf or NaN."""
-    if _all_finite(itertools.chain(*named.values())):
-        return []
-    return [name for name, tensors in named.items() if not _all_finite(tensors)]
-
-
-def _all_finite(tensors):
-    """Whether no tensor holds inf or NaN. Waits once per device."""
-    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    values = [t for t in real if t.is_floating_point() and t.numel()]
-    return nn.utils.get_total_norm(values, torch.inf).isfinite()
 
 
 def _differences(mine, theirs):

@@ -12,9 +12,7 @@ output_dir/*.parts/        the tensors of sharded checkpoints (utils/options/sha
 
 import errno
 import io
-import os
 import pickle
-import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import numpy
 import torch
 
 from utils.errors import UserError, required_by, warn
+from utils.files import replacing
 
 FORMAT = 3
 NOT_PASSING = (None, errno.EINVAL, errno.ENOENT, errno.EISDIR)  # the file itself is the cause
@@ -36,46 +35,10 @@ class Unreadable(UserError):
 
 
 def save_atomically(obj: Any, path: Path) -> None:
-    """torch.save to a temporary file, flushed to the disk and renamed: a crash at any moment leaves
-    the previous file or the new one. Raises OSError, or RuntimeError if the disk is full."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        replace_durably(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def replace_durably(temporary: Path, path: Path) -> None:
-    """Rename a file, and flush the rename itself to the disk."""
-    os.replace(temporary, path)
-    _flush(path.parent)
-
-
-def _flush(path):
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def link_atomically(name: Path, path: Path) -> None:
-    """Make `name` a second name of the file `path`; a copy where links do not work."""
-    temporary = name.with_name(f"{name.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        try:
-            os.link(path, temporary)
-        except OSError:
-            shutil.copyfile(path, temporary)
-            _flush(temporary)
-        replace_durably(temporary, name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """torch.save to a file that replaces `path` once it is complete. Raises OSError, or
+    RuntimeError if the disk is full."""
+    with replacing(path) as file:
+        torch.save(obj, file)
 
 
 def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]:

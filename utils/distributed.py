@@ -58,6 +58,12 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def is_restart() -> bool:
+    """Whether this job was started again by torchrun --max-restarts, or requeued by SLURM."""
+    counts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+    return any(os.environ.get(name, "0") != "0" for name in counts)
+
+
 def control_group() -> dist.ProcessGroup | None:
     """The gloo group for messages that are not part of a step; it has a long timeout."""
     return _control_group

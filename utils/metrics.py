@@ -21,8 +21,8 @@ from utils.distributed import (
     launched_world_size,
 )
 from utils.errors import UserError, say, warn
+from utils.files import write_text
 from utils.hooks import Hook
-from utils.run_folder import write_text
 
 
 class Task(Protocol):

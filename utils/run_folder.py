@@ -1,20 +1,23 @@
-"""One run at a time in an output folder; --resume never moves an earlier run's files aside."""
+"""Only one run at a time writes to an output folder, and no run overwrites what an earlier one
+wrote: --resume never moves its files aside."""
 
 import errno
 import fcntl
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from utils.distributed import fail_together, is_main_process
+from utils.distributed import fail_together, is_main_process, is_restart
 from utils.errors import UserError, warn
+from utils.files import write_text
+from utils.hooks import Checkpoint, Hook
 
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # by --max-restarts, --requeue
 WRITTEN = ("metrics.jsonl", "steps.jsonl", "starts.jsonl", "audit.jsonl", "loggers.json")
 WRITTEN += ("tensorboard", "profile", "config.yaml")
 CHECKPOINTS = ("best.pt", "last.pt", "epoch-[0-9]*", "previous-epoch-*")
@@ -24,44 +27,41 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems wit
 _locks = {}  # {folder: file}, held while this process lives
 
 
-def lock_output_dir(cfg: Any) -> None:
-    """Create and lock cfg.output_dir; see lock_folder(). All ranks call it together."""
-    with fail_together():
-        if is_main_process():
-            lock_folder(Path(cfg.output_dir), cfg.resume)
+class OutputFolder(Hook):
+    """Creates and locks cfg.output_dir: see lock_folder()."""
+
+    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
+        self.cfg, self.folder = cfg, Path(cfg.output_dir)
+        with fail_together():
+            if is_main_process():
+                lock_folder(cfg)
+
+    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
+        """If the run is to outlive that its folder was deleted, create it again."""
+        is_tolerant = self.cfg.save_errors == "warn" and is_main_process()
+        if is_tolerant and not self.folder.exists():
+            with suppress(UserError):
+                lock_folder(self.cfg)
+                write_text(self.folder / "config.yaml", self.cfg.dump())
+                warn(f"{self.folder} was deleted, and is created again")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file as a whole, flushed to the disk. Raises UserError if it fails."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+def lock_folder(cfg: Any) -> None:
+    """Create cfg.output_dir, and lock it against a second run for as long as this process lives.
 
-
-def lock_folder(folder: Path, resume: str) -> None:
-    """Create the folder, and lock it against a second run for as long as this process lives.
-
-    resume: cfg.resume; with "never", or if there are metrics but no checkpoint to resume, what a
-    run wrote moves to folder/previous-TIME, unless torchrun or SLURM has restarted a job that began
-    like that. A config.yaml that no run wrote gets a different name. Raises UserError if another
-    run holds the lock, or the folder cannot be written. Only the main process calls it.
+    With --resume never, or if there are metrics but no checkpoint to resume, what a run wrote moves
+    to folder/previous-TIME, unless the job that began like that is restarted. A config.yaml that no
+    run wrote gets a different name. Raises UserError if another run holds the lock, or the folder
+    cannot be written. Only the main process calls it.
     """
+    folder = Path(cfg.output_dir)
     try:
         folder.resolve().mkdir(parents=True, exist_ok=True)  # also that to which a link leads
         _lock(folder)
         for leftover in filter(Path.is_file, _matching(folder, LEFTOVERS)):
             leftover.unlink()
-        is_restart = any(os.environ.get(name, "0") != "0" for name in RESTARTS)
-        is_lost = resume == "auto" and _has_only_metrics(folder)
-        if not is_restart and (resume == "never" or is_lost):
+        is_lost = cfg.resume == "auto" and _has_only_metrics(folder)
+        if not is_restart() and (cfg.resume == "never" or is_lost):
             _set_aside(folder)
         _keep_edited_config(folder / "config.yaml")
     except BlockingIOError:

@@ -21,8 +21,8 @@ from utils.distributed import (
     launched_world_size,
 )
 from utils.errors import UserError, say, warn
+from utils.files import write_text
 from utils.metrics import read_metrics, write_rows
-from utils.run_folder import write_text
 
 
 def configure_torch(cfg: Any) -> None:

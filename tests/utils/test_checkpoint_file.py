@@ -1,6 +1,5 @@
 """Files of checkpoints: complete or absent on the disk, and refused if they are damaged."""
 
-import errno
 import os
 import zipfile
 
@@ -12,7 +11,6 @@ from tests.utils.test_checkpoint import make_state, save
 from utils.checkpoint_file import (
     FORMAT,
     keep_newest,
-    link_atomically,
     read_checkpoint,
     save_atomically,
     sorted_by_epoch,
@@ -64,33 +62,6 @@ def test_type_that_is_refused_is_named(tmp_path):
     torch.save({"format": FORMAT, "mine": numpy.arange(3)}, tmp_path / "x.pt")
     with pytest.raises(UserError, match=r"x\.pt is whole.* numpy\.ndarray"):
         read_checkpoint(tmp_path / "x.pt")
-
-
-def test_copy_is_flushed_where_links_do_not_work(tmp_path, monkeypatch):
-    flushed = []
-
-    def refuse(*names):
-        raise OSError(errno.EPERM, "no links")
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(
-        os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
-    )
-    (tmp_path / "a").write_text("x")
-    link_atomically(tmp_path / "b", tmp_path / "a")
-    assert (tmp_path / "b").read_text() == "x"
-    assert flushed == [f"{tmp_path}/b.tmp", str(tmp_path)]
-
-
-def test_link_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*paths):
-        raise OSError(errno.EIO, "Input/output error")
-
-    (tmp_path / "a").write_text("x")
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        link_atomically(tmp_path / "b", tmp_path / "a")
-    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_file_and_folder_are_flushed_to_the_disk(tmp_path, monkeypatch):

@@ -13,15 +13,15 @@ from utils.options import build_hooks
 # The hooks
 
 TABLE = [  # flags, the hooks that they select, and the module that holds the last of them
-    ([], ["Interrupts", "Progress"], None),
-    (["--save-minutes=0"], ["Progress"], None),
-    (["--audit"], ["Interrupts", "Audit", "Progress"], "audit"),
-    (["--max-skipped-steps=0"], ["Interrupts", "SkippedSteps", "Progress"], "skipped_steps"),
-    (["--max-skipped-steps=3"], ["Interrupts", "SkippedSteps", "Progress"], "skipped_steps"),
-    (["--log-steps=5"], ["Interrupts", "StepLog", "Progress"], "step_log"),
-    (["--logger=tensorboard"], ["Interrupts", "Loggers", "Progress"], "loggers"),
-    (["--save-sharded"], ["Interrupts", "ShardedFiles", "Progress"], "sharded"),
-    (["--audit", "--save-sharded"], ["Interrupts", "Audit", "ShardedFiles", "Progress"], "sharded"),
+    ([], ["Interrupts"], None),
+    (["--save-minutes=0"], [], None),
+    (["--audit"], ["Interrupts", "Audit"], "audit"),
+    (["--max-skipped-steps=0"], ["Interrupts", "SkippedSteps"], "skipped_steps"),
+    (["--max-skipped-steps=3"], ["Interrupts", "SkippedSteps"], "skipped_steps"),
+    (["--log-steps=5"], ["Interrupts", "StepLog"], "step_log"),
+    (["--logger=tensorboard"], ["Interrupts", "Loggers"], "loggers"),
+    (["--save-sharded"], ["Interrupts", "ShardedFiles"], "sharded"),
+    (["--audit", "--save-sharded"], ["Interrupts", "Audit", "ShardedFiles"], "sharded"),
 ]
 
 
@@ -33,10 +33,11 @@ def make_state():
 
 
 @pytest.mark.parametrize(("flags", "names", "module"), TABLE, ids=lambda value: str(value))
-def test_settings_select_hooks(flags, names, module, monkeypatch):
-    cfg = load_config(argv=flags)
+def test_settings_select_hooks(flags, names, module, tmp_path, monkeypatch):
+    cfg = load_config(argv=[*flags, f"--output-dir={tmp_path}"])
     hooks = build_hooks(cfg, make_state())
-    assert [type(hook).__name__ for hook in hooks] == ["History", "CompareSamples", *names]
+    always = ["History", "OutputFolder", "CompareSamples"], ["Progress", "RefuseNonFinite"]
+    assert [type(hook).__name__ for hook in hooks] == [*always[0], *names, *always[1]]
     if module:  # as in a copy without it
         monkeypatch.setitem(sys.modules, f"utils.options.{module}", None)
         text = rf"^{flags[-1].split('=')[0]}.* utils/options/{module}\.py.* --with {module}"

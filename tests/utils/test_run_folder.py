@@ -12,12 +12,16 @@ from tests.processes import run_ranks
 from tests.utils.test_checkpoint import checkpointer, make_state, outcome, save
 from utils.config import Config
 from utils.errors import PeerError, UserError
-from utils.run_folder import lock_folder, lock_output_dir, write_text
+from utils.run_folder import OutputFolder, lock_folder
+
+
+def lock(folder, resume="auto"):
+    lock_folder(Config(output_dir=str(folder), resume=resume))
 
 
 def start(folder, resume="auto"):
     """What a script does when it starts. Returns the epochs done."""
-    lock_folder(folder, resume)
+    lock(folder, resume)
     return checkpointer(folder, resume=resume).load()
 
 
@@ -37,15 +41,15 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch)
     """As after someone has deleted the checkpoints to free space."""
     (tmp_path / "metrics.jsonl").write_text("{}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    lock_folder(tmp_path, "always")  # which fails without a checkpoint
+    lock(tmp_path, "always")  # which fails without a checkpoint
     assert (tmp_path / "metrics.jsonl").exists()
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
     (kept,) = tmp_path.glob("previous-*/metrics.jsonl")
     assert kept.read_text() == "{}" and not (tmp_path / "metrics.jsonl").exists()
     (tmp_path / "metrics.jsonl").touch()  # as a run does that is about to start
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
     assert (tmp_path / "metrics.jsonl").exists()
 
 
@@ -53,10 +57,10 @@ def test_settings_that_a_person_wrote_are_kept(tmp_path, capsys):
     """--config may be a file in the output folder, in which a run writes a config.yaml."""
     path = tmp_path / "config.yaml"
     path.write_text(Config().dump())
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
     assert capsys.readouterr().err == "" and path.exists()
     path.write_text("lr: 0.1  # not 0.2: it diverges\n")
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
     (kept,) = tmp_path.glob("config-*.yaml")
     assert "it diverges" in kept.read_text() and str(kept) in capsys.readouterr().err
 
@@ -65,7 +69,7 @@ def test_two_starts_in_one_second_keep_both_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "previous-20261126-000000")
     for text in ("first", "second"):
         (tmp_path / "metrics.jsonl").write_text(text)
-        lock_folder(tmp_path, "never")
+        lock(tmp_path, "never")
     found = {path.read_text() for path in tmp_path.glob("previous-*/metrics.jsonl")}
     assert found == {"first", "second"}
 
@@ -74,30 +78,14 @@ def test_two_configs_of_one_second_are_both_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "config-20261126-000000.yaml")
     for text in ("lr: 0.1  # first", "lr: 0.1  # second"):
         (tmp_path / "config.yaml").write_text(text)
-        lock_folder(tmp_path, "auto")
+        lock(tmp_path)
     kept = [path.read_text() for path in tmp_path.glob("config-*.yaml")]
     assert sorted(kept) == ["lr: 0.1  # first", "lr: 0.1  # second"]
 
 
-def test_text_is_on_the_disk_or_the_file_stays_as_it_was(tmp_path, monkeypatch):
-    """A file that a power failure has emptied would be taken for one without rows."""
-    flushed, path = [], tmp_path / "metrics.jsonl"
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
-    write_text(path, "one")
-    assert flushed == [3] and path.read_text() == "one"
-
-    def fail(file):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: Input/output error"):
-        write_text(path, "two")
-    assert path.read_text() == "one" and os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
 def test_main_process_claims_the_folder_for_all(tmp_path):
     def body(rank, name):
-        return outcome(lambda: lock_output_dir(Config(output_dir=str(tmp_path / name))))
+        return outcome(lambda: OutputFolder(Config(output_dir=str(tmp_path / name)), {}))
 
     assert run_ranks(body, 2, "run") == [(None, "")] * 2
     (tmp_path / "file").touch()
@@ -126,7 +114,7 @@ def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
     killed = ("epoch-0002.pt.tmp", "metrics.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
     for name in killed:
         (tmp_path / name).write_text("of a killed run")
-    lock_folder(tmp_path, "never")
+    lock(tmp_path, "never")
     assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
     assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
     assert not any((tmp_path / name).exists() for name in killed)
@@ -136,7 +124,7 @@ def test_one_run_per_folder(tmp_path):
     claimed = FORK.Event()
 
     def other_run():
-        lock_folder(tmp_path, "auto")
+        lock(tmp_path)
         claimed.set()
         time.sleep(60)
 
@@ -144,10 +132,10 @@ def test_one_run_per_folder(tmp_path):
     process.start()
     assert claimed.wait(30)
     with pytest.raises(UserError, match=rf"process {process.pid} on \S+ is writing to"):
-        lock_folder(tmp_path, "auto")
+        lock(tmp_path)
     process.kill()
     process.join()
-    lock_folder(tmp_path, "auto")
+    lock(tmp_path)
 
 
 def test_link_to_a_folder_that_is_gone_creates_it(tmp_path):
@@ -160,7 +148,7 @@ def test_link_to_a_folder_that_is_gone_creates_it(tmp_path):
 def test_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--output-dir .*/file/run: Not a directory"):
-        lock_folder(tmp_path / "file" / "run", "auto")
+        lock(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -171,7 +159,7 @@ def test_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch, c
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    lock_folder(tmp_path / "run", "auto")
+    lock(tmp_path / "run")
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ") and warning.count("\n") == 1
     for part in (f"{tmp_path / 'run'} ", "no locks", os.strerror(number), "--output-dir"):
@@ -184,14 +172,4 @@ def test_other_errors_of_the_lock_are_errors(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(UserError, match=r"--output-dir .*/run: Input/output error"):
-        lock_folder(tmp_path / "run", "auto")
-
-
-def test_text_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: No space left"):
-        write_text(tmp_path / "metrics.jsonl", "{}")
-    assert not list(tmp_path.iterdir())
+        lock(tmp_path / "run")

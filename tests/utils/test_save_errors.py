@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.distributed import dp_rank
 from utils.errors import UserError
 from utils.preemption import Interrupts, Preempted
-from utils.run_folder import lock_folder
+from utils.run_folder import OutputFolder
 
 
 class Stop(Interrupts):
@@ -106,16 +106,18 @@ def test_deleted_folder_is_created_again(tmp_path):
 
     flags = FIVE_STEPS | {"save_errors": "warn"}
     run = fork_script("train_ddp.py", 2, before, output_dir=tmp_path / "run", **flags)
-    assert run.code == 0 and run.stderr.count("warning: cannot save") == 1
+    assert run.code == 0 and run.stderr.count("is created again") == 1
     assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 2
     assert len(run.rows) == 2 and (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_folder_that_is_created_again_is_locked(tmp_path):
-    lock_folder(tmp_path / "run", "auto")
-    checkpoint = tolerant(tmp_path / "run")
+def test_folder_that_is_created_again_is_locked(tmp_path, capsys):
+    cfg = Config(output_dir=str(tmp_path / "run"), save_errors="warn")
+    checkpoint = tolerant(tmp_path / "run", OutputFolder(cfg, {}))
     shutil.rmtree(tmp_path / "run")
     checkpoint.save(1)
     checkpoint.wait()
+    assert "run was deleted" in capsys.readouterr().err
+    assert read_checkpoint(tmp_path / "run" / "last.pt")["epoch"] == 1
     with open(tmp_path / "run" / ".lock") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

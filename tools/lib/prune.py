@@ -34,6 +34,9 @@ GUARDS = {
         "tries the task on a few samples before the first epoch; refuses missing names, a loss or "
         "a metric that is a mean, and samples that differ between ranks or after a resume",
     ),
+    "finite": Guard(
+        "utils.finite", "refuses to save a model that holds inf or NaN, and keeps the last good one"
+    ),
     "preemption": Guard(
         "utils.preemption", "saves every few minutes, and on SIGTERM or Ctrl-C before the run stops"
     ),
@@ -42,6 +45,11 @@ GUARDS = {
         "utils.replicas",
         "refuses to start if ranks differ in code, settings or data, and to go on or to save if "
         "their weights, buffers or optimizers differ",
+    ),
+    "run_folder": Guard(
+        "utils.run_folder",
+        "locks the output folder against a second run; with --resume never, moves the files of an "
+        "earlier run to previous-TIME, where nothing overwrites them",
     ),
     "watchdog": Guard(
         "utils.watchdog", "names the rank that hangs, or the host that is lost, and where"

@@ -710,8 +710,8 @@ BUGS = [
     Bug(
         "scale-lost",
         "train_ddp_amp.py",
-        "    start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed\n",
-        "    start_epoch = checkpoint.load()  # locks the folder; 0 unless a run is resumed\n"
+        "    start_epoch = checkpoint.load()  # 0 unless a run is resumed\n",
+        "    start_epoch = checkpoint.load()  # 0 unless a run is resumed\n"
         '    scaler = torch.amp.GradScaler(device.type, enabled=cfg.amp_dtype == "float16")\n',
         "amp killed, resumed x2",
         (Problem.LOSS, ""),

@@ -14,6 +14,7 @@ from utils.hooks import Hook, Hooks
 from utils.metrics import History
 
 HOOKS = (  # setting, its value that means off (no setting: always on), module, class
+    ("", None, "utils.run_folder", "OutputFolder"),  # before those that write to it
     ("", None, "utils.contract", "CompareSamples"),
     ("save_minutes", 0, "utils.preemption", "Interrupts"),  # before those that ask is_due()
     ("audit", False, "utils.options.audit", "Audit"),
@@ -24,6 +25,7 @@ HOOKS = (  # setting, its value that means off (no setting: always on), module, 
     ("logger", "", "utils.options.loggers", "Loggers"),
     ("save_sharded", False, "utils.options.sharded", "ShardedFiles"),
     ("", None, "utils.progress", "Progress"),  # after those that change the sums
+    ("", None, "utils.finite", "RefuseNonFinite"),
 )
 
 

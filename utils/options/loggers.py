@@ -27,9 +27,9 @@ from typing import Any
 
 from utils.distributed import is_main_process
 from utils.errors import UserError, explain_errors, warn
+from utils.files import write_text
 from utils.hooks import Checkpoint, Hook
 from utils.metrics import read_metrics
-from utils.run_folder import write_text
 from utils.settings import ConfigError
 
 SECONDS_TO_FINISH = 30.0  # for all loggers together, when the run ends
@@ -181,7 +181,8 @@ class Loggers(Hook):
     """Passes the rows of a run on to its loggers, on the main process."""
 
     def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.folder, self.settings = Path(cfg.output_dir), vars(cfg)
+        self.folder = Path(cfg.output_dir)
+        self.settings = vars(cfg)
         self.loader, self.threads = state["loader"], []
         self.lock, self.known = threading.Lock(), {}
         loggers = {name: build_logger(name) for name in cfg.logger.split(",")}
@@ -268,8 +269,11 @@ class _Thread(threading.Thread):
 
     def __init__(self, name, logger, hook):
         super().__init__(daemon=True)
-        self.title, self.logger, self.hook = name, logger, hook
-        self.rows, self.has_failed = queue.Queue(MOST_ROWS), False
+        self.title = name
+        self.logger = logger
+        self.hook = hook
+        self.rows = queue.Queue(MOST_ROWS)
+        self.has_failed = False
         self.entry: dict[str, Any] = {"id": None, "epoch": 0, "step": 0}
         self.backlog = []
 
