@@ -12,10 +12,10 @@ from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import select_device
-from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
+from utils.reports import report_errors
 from utils.runtime import configure_torch, log_summary, to_dtype
 from utils.sampler import EpochSampler
 from utils.seeds import set_seed

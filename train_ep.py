@@ -17,11 +17,11 @@ from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas
-from utils.errors import report_errors
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import build_hooks
 from utils.replicas import CompareReplicas
+from utils.reports import report_errors
 from utils.rungs import experts as ep
 from utils.rungs import fsdp
 from utils.runtime import configure_torch, log_summary, to_dtype

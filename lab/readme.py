@@ -221,7 +221,7 @@ BEYOND = {
     "the ranks compare their weights and optimizer state, bit for bit, before each save": (
         "replicas",
     ),
-    "one error for all ranks on all nodes, as the last line": ("errors",),
+    "one error for all ranks on all nodes, as the last line": ("errors", "reports"),
     "BatchNorm over all ranks, on CPUs too": ("sync_batchnorm",),
     "one run at a time in a folder; `--resume never` keeps the files of the run before": (
         "run_folder",

@@ -260,7 +260,7 @@ def make_copy(args):
     scripts = record["scripts"] | script
     chosen = {*record["options"], *(option.name for option in options)}
     if args.plain:
-        guards = set(can_leave_out(texts(script, chosen))) - kept
+        guards = set(can_leave_out(texts(script, chosen), kept))
     if record["scripts"]:  # the scripts share their modules
         if more := guards.difference(record["without"]):
             raise CannotUpdate(
@@ -383,7 +383,7 @@ def update(args):
     options = options_of(record, every, moved) | wanted
     chosen = sorted(every if args.all else options)
     if args.plain:
-        guards |= set(can_leave_out(texts(record["scripts"], chosen))) - kept
+        guards |= set(can_leave_out(texts(record["scripts"], chosen), kept))
     new = texts(record["scripts"], chosen, guards)
     new = with_more(new, {moved.get(path, path) for path in record["files"]})
     if dirty := dirty_files(new):

@@ -59,8 +59,7 @@ def error_files(folder):
 
 def reports(folder, old):
     """What ranks have reported in torchrun's error files below `folder` which are not among `old`:
-    {outcome: the text of a report, or "" if there was no space for it}. See
-    utils.errors.write_error_file()."""
+    {outcome: the text of a report, or "" if there was no space for it}."""
     texts = {}
     for path in error_files(folder) - old:
         if path.suffix == ".json":

@@ -36,8 +36,9 @@ from tools.lib.page import (
     table,
     write_file,
 )
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
 from utils.options.timing import NAMES
+from utils.reports import report_errors
 
 COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
 # The numbers that the rows of a file have, whatever the task. The numbers in WHOLE count something.

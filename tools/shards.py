@@ -21,7 +21,8 @@ from tasks.images import Settings
 from tasks.images.arrays import build_synthetic
 from tasks.images.files import find_images
 from utils.config import load_config
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
+from utils.reports import report_errors
 
 
 def write_tars(folder, split, samples, per_shard=1000):

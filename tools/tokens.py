@@ -30,8 +30,9 @@ import numpy
 from sources.shards import Shards
 from sources.tokens import write_index
 from utils.distributed import die_with_parent
-from utils.errors import UserError, report_errors, required_by, say
+from utils.errors import UserError, required_by, say
 from utils.files import write_text
+from utils.reports import report_errors
 from utils.run_folder import NO_LOCKS
 
 PER_PART = 2000  # documents that one process encodes at a time

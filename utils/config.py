@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import yaml
 
-from utils.errors import report_errors
+from utils.reports import report_errors
 from utils.settings import (
     BaseSettings,
     ConfigError,

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.errors import PeerError, UserError, set_failure_store
+from utils.errors import PeerError, UserError
+from utils.reports import set_failure_store
 from utils.watchdog import watch
 
 _control_group: Any = None  # gloo with a long timeout
@@ -251,7 +252,6 @@ def _join(backend, device_id, timeout, one_node):
     extend(timedelta(hours=12), _control_group)  # downloads and saves outlast a step
     # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
     atexit.register(globals().update, _control_group=None)
-    atexit.register(set_failure_store, None)
     return store
 
 

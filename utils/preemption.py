@@ -18,14 +18,9 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import control_group, is_main_process
-from utils.errors import (
-    SilentExit,
-    a_rank_has_failed,
-    explain_errors,
-    write_error_file,
-    write_to_stderr,
-)
+from utils.errors import SilentExit, write_to_stderr
 from utils.hooks import Checkpoint, Hook
+from utils.reports import a_rank_has_failed, explain_errors, write_error_file
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 CLOCK = 0.5  # a reason to save; larger ones are the numbers of signals, from SIGHUP, 1, on

@@ -12,8 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 from utils.distributed import is_main_process
-from utils.errors import explain_errors, say
+from utils.errors import say
 from utils.hooks import AsyncCopy, Checkpoint, Hook
+from utils.reports import explain_errors
 
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_BARS = 0.5

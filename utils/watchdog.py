@@ -23,7 +23,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from utils.errors import UserError, explain_errors, report
+from utils.errors import UserError
+from utils.reports import explain_errors, report
 
 
 def watch(

@@ -22,8 +22,8 @@ import tasks.images as task
 from utils.config import load_config
 from utils.data import build_loader
 from utils.distributed import all_reduce, dp_rank, dp_world_size, init_distributed
-from utils.errors import report_errors
 from utils.optim import build_optimizer
+from utils.reports import report_errors
 from utils.rungs.amp import AmpSettings
 from utils.runtime import configure_torch, to_dtype
 

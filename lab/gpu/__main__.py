@@ -25,7 +25,8 @@ from lab.gpu.report import Monitor, driver, write
 from tools.doctor import check_limits
 from tools.lib.ladder import ROOT
 from tools.lib.runs import TooSlow, last_line
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
+from utils.reports import report_errors
 
 TURNS = 3  # of the stage "speed"
 ATTEMPTS = 2  # for a job that a call had to stop

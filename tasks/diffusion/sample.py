@@ -22,7 +22,8 @@ from tasks.diffusion.denoiser import Denoiser
 from tasks.images.weights import weights_of
 from utils.checkpoint_file import read_checkpoint
 from utils.distributed import select_device
-from utils.errors import UserError, report_errors, say
+from utils.errors import UserError, say
+from utils.reports import report_errors
 from utils.sample_random import normal
 from utils.seeds import start_batch
 

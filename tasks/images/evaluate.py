@@ -36,8 +36,9 @@ from utils.distributed import (
     main_process_first,
     select_device,
 )
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
 from utils.metrics import evaluate
+from utils.reports import report_errors
 from utils.runtime import configure_torch
 
 MOST_CLASSES = 1000  # of a confusion matrix, whose size is the square of their number

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from tasks.images.inference import load_trained
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
+from utils.reports import report_errors
 
 TOLERANCE = 1e-4  # of the largest output
 SUFFIX = {"onnx": ".onnx", "exported-program": ".pt2"}

@@ -25,7 +25,7 @@ from tasks.images.files import is_image, warn_of_ignored
 from tasks.images.inference import folder_set, load_trained
 from utils.config import Config
 from utils.distributed import available_cores, select_device
-from utils.errors import report_errors
+from utils.reports import report_errors
 from utils.runtime import configure_torch
 
 Result = list[tuple[str, float]] | BadImageError  # pairs (class, probability)

@@ -35,7 +35,8 @@ signals_of_torchrun = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQ
 SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from utils.errors import UserError, report_errors, write_error_file
+from utils.errors import UserError
+from utils.reports import report_errors, write_error_file
 rank = os.environ["RANK"]
 
 def cannot_save(*_):

@@ -15,6 +15,8 @@ from tools.lib.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, wit
 from tools.verify.cases import IMAGES, cases_of
 
 NEEDED = {"train_pp.py": {"contract"}, "train_cp.py": {"contract"}}  # guards of their own code
+# guards that report through another one
+REPORTING = {"preemption", "progress", "reports", "watchdog"}
 ALONE = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
 
 
@@ -37,7 +39,7 @@ def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
     if script in ALONE:
         expected -= {"replicas"}  # one process has none
     assert set(can_leave_out(files)) == expected
-    for names in [*([name] for name in expected), expected]:
+    for names in [*([name] for name in expected - {"reports"}), REPORTING & expected, expected]:
         left = without(files, names)
         gone = {GUARDS[name].path for name in names}
         assert files.keys() - left.keys() == gone
@@ -58,6 +60,15 @@ def test_guard_that_other_code_needs_stays():
     files = texts({"train_pp.py": "images"}, [])
     with pytest.raises(CannotLeaveOut, match=r"rungs/pipeline\.py needs utils/contract\.py$"):
         without(files, ["contract"])
+
+
+def test_guard_that_others_report_through_goes_with_them():
+    files = texts({"train_1gpu.py": "images"}, [])
+    with pytest.raises(CannotLeaveOut, match=r"utils/progress\.py needs utils/reports\.py$"):
+        without(files, ["reports", "preemption", "watchdog"])
+    assert "reports" in can_leave_out(files)
+    with_loggers = texts({"train_1gpu.py": "images"}, ["loggers"])
+    assert "reports" not in can_leave_out(with_loggers)
 
 
 def test_settings_that_nothing_reads_are_gone():
@@ -104,8 +115,8 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     ("script", "options"),
     [
         *(
-            pytest.param("train_ddp.py", ["--without", name], marks=pytest.mark.rare)
-            for name in GUARDS
+            pytest.param("train_ddp.py", ["--without", names], marks=pytest.mark.rare)
+            for names in (*(GUARDS.keys() - {"reports"}), ",".join(REPORTING))
         ),
         *((name, ["--plain"]) for name in ("train_1gpu.py", "train_ddp.py", "train_ddp_amp.py")),
         ("train_fsdp.py", ["--plain"]),

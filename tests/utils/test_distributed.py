@@ -32,7 +32,8 @@ from utils.distributed import (
     select_device,
     set_data_parallel_group,
 )
-from utils.errors import PeerError, UserError, a_rank_has_failed, is_first_to_fail
+from utils.errors import PeerError, UserError
+from utils.reports import a_rank_has_failed, is_first_to_fail
 from utils.rungs.fsdp import FsdpSettings, fsdp_kwargs
 from utils.rungs.pipeline import set_single_replica
 from utils.rungs.tensor_parallel import init_mesh

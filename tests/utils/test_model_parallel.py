@@ -262,7 +262,7 @@ def test_one_process_runs_micro_batches(tmp_path):
 )
 def test_mistake_is_one_message(script, nproc, flags, message, tmp_path, monkeypatch):
     visible_accelerators(monkeypatch, 0)
-    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)  # for local rank 0
+    monkeypatch.setattr("utils.reports.time.sleep", lambda seconds: None)  # for local rank 0
     run = fork_script(script, nproc, output_dir=tmp_path / "run", **flags)
     assert run.code == 1 and message in run.stderr
     assert "Traceback" not in run.stderr

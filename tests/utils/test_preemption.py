@@ -25,9 +25,10 @@ from tools.lib.runs import family, finish_run, kill_family
 from utils.checkpoint import Checkpointer
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config
-from utils.errors import UserError, report_errors, set_failure_store
+from utils.errors import UserError
 from utils.hooks import Hooks
 from utils.preemption import Interrupts, Preempted
+from utils.reports import report_errors, set_failure_store
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS, shield_worker
 
 FLAGS = FIVE_STEPS | {"save_steps": 0}

@@ -17,7 +17,8 @@ from tests.processes import ROOT, run_script
 from utils.checkpoint_file import read_checkpoint
 from utils.config import Config, load_config
 from utils.distributed import all_gather_object, init_distributed
-from utils.errors import UserError, report_errors
+from utils.errors import UserError
+from utils.reports import report_errors
 from utils.rungs.spawn import (
     SpawnSettings,
     host_store,

@@ -203,7 +203,7 @@ def test_mesh_divides_batches_along_one_dimension(capfd):
 
 @pytest.mark.parametrize("model", ["resnet20", "vit_tiny"])
 def test_mistake_is_one_message(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("utils.errors.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("utils.reports.time.sleep", lambda seconds: None)
     run = fork_script("train_tp.py", 3, output_dir=tmp_path / "run", model=model)
     assert run.code == 1 and run.stderr.count("error") == 1 and "Traceback" not in run.stderr
     text = {"resnet20": "--model vit_tiny", "vit_tiny": "among 3 ranks"}[model]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import FORK
-from utils import errors, watchdog
+from utils import watchdog
 from utils.distributed import all_gather_object, init_distributed
-from utils.errors import report_errors
+from utils.reports import report_errors
 from utils.rungs.spawn import host_store, set_environment
 
 TIMEOUT = 8.0
@@ -126,7 +126,7 @@ def status(seconds=0, **counts):
 
 def test_rank_that_waits_itself_is_not_blamed(monkeypatch):
     """Rank 0 waits for rank 1 in one group, and that for rank 3 in another."""
-    monkeypatch.setattr(errors, "_failure_store", dist.HashStore())
+    monkeypatch.setattr("utils.reports._failure_store", dist.HashStore())
     reports, codes = [], []
     monkeypatch.setattr(watchdog, "report", lambda error: reports.append(str(error)))
     monkeypatch.setattr(os, "_exit", codes.append)

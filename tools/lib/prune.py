@@ -1,19 +1,20 @@
 """Leave modules that only watch a run out of a copy, with the code that uses them.
 
 What uses such a module is taken out of the other files, whole statements or elements at a time: its
-imports; calls for their effect (`check_task(...)`), with the `if` around them; arguments of
-build_hooks(); rows of HOOKS (utils/options/__init__.py); and the settings that nothing reads then.
+imports; calls for their effect (`check_task(...)`), with the `if` around them; decorators;
+arguments of build_hooks(); rows of HOOKS (utils/options/__init__.py); and the settings that nothing
+reads then.
 """
 
 import ast
 import re
-from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
 from tools.lib.closure import rows_of_table
 
 SETTINGS = "utils/config.py"
+TABLE = "utils/options/__init__.py"
 
 
 class Guard(NamedTuple):
@@ -46,6 +47,11 @@ GUARDS = {
         "refuses to start if ranks differ in code, settings or data, and to go on or to save if "
         "their weights, buffers or optimizers differ",
     ),
+    "reports": Guard(
+        "utils.reports",
+        "reports one error for all ranks, on one line if it is not a bug, and ends every rank with "
+        "an exit code that schedulers know",
+    ),
     "run_folder": Guard(
         "utils.run_folder",
         "locks the output folder against a second run; with --resume never, moves the files of an "
@@ -58,18 +64,25 @@ GUARDS = {
 
 
 class CannotLeaveOut(Exception):
-    """A file needs the module for more than calls for their effect; the message names both."""
+    """A file needs the module; the message names both."""
+
+    def __init__(self, path, guard):
+        super().__init__(f"{path} needs {guard.path}")
+        self.guard = guard
 
 
 def without(files, names):
     """A copy, {path: bytes}, without the guards of these names. Raises CannotLeaveOut."""
     files = dict(files)
-    for name in sorted(names):
+    removed = {name: files.pop(GUARDS[name].path, b"").decode() for name in sorted(names)}
+    hooks = {guard.path for guard in GUARDS.values()}  # whose calls would be missed
+    for name, text in removed.items():
         guard = GUARDS[name]
-        text = files.pop(guard.path, b"").decode()
         for path, contents in files.items():
             if path.endswith(".py") and guard.module in contents.decode():
-                files[path] = _without_module(path, contents.decode(), guard.module).encode()
+                if path in hooks or (path.startswith("utils/options/") and path != TABLE):
+                    raise CannotLeaveOut(path, guard)
+                files[path] = _without_module(path, contents.decode(), guard).encode()
         unread = _attributes(text) - set().union(
             *(_attributes(t.decode()) for path, t in files.items() if path.endswith(".py"))
         )
@@ -77,14 +90,16 @@ def without(files, names):
     return files
 
 
-def can_leave_out(files):
-    """The names of the guards that a copy, {path: bytes}, can be without."""
-    names = []
-    for name in [name for name, guard in GUARDS.items() if guard.path in files]:
-        with suppress(CannotLeaveOut):
-            without(files, [name])
-            names.append(name)
-    return names
+def can_leave_out(files, kept=()):
+    """The names of the guards that a copy, {path: bytes}, can be without, all at once. kept: of
+    guards that stay."""
+    names = [name for name in GUARDS if GUARDS[name].path in files and name not in kept]
+    while True:
+        try:
+            without(files, names)
+            return names
+        except CannotLeaveOut as error:
+            names = [name for name in names if GUARDS[name] != error.guard]
 
 
 @cache
@@ -95,9 +110,9 @@ def _attributes(text):
     return names | {row[0] for _, row in rows_of_table(tree)}
 
 
-def _without_module(path, text, module):
-    """A file's text without what uses a module."""
-    tree = ast.parse(text)
+def _without_module(path, text, guard):
+    """A file's text without what uses a guard."""
+    tree, module = ast.parse(text), guard.module
     names = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -110,7 +125,7 @@ def _without_module(path, text, module):
     text = _edited(text, finder.edits + rows)
     text = _without_unused_imports(text, _names(tree))
     if names & _names(ast.parse(text)):
-        raise CannotLeaveOut(f"{path} needs {module.replace('.', '/')}.py")
+        raise CannotLeaveOut(path, guard)
     return text
 
 
@@ -131,6 +146,11 @@ class _Finder(ast.NodeVisitor):
     def visit_Expr(self, node):
         if self.is_effect(node):
             self.edits.append((node, ""))
+
+    def visit_FunctionDef(self, node):
+        used = [each for each in node.decorator_list if ast.unparse(each) in self.names]
+        self.edits += [(decorator, "") for decorator in used]
+        self.generic_visit(node)
 
     def visit_If(self, node):
         if not node.orelse and all(map(self.is_effect, node.body)):

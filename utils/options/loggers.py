@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from utils.distributed import is_main_process
-from utils.errors import UserError, explain_errors, warn
+from utils.errors import UserError, warn
 from utils.files import write_text
 from utils.hooks import Checkpoint, Hook
 from utils.metrics import read_metrics
+from utils.reports import explain_errors
 from utils.settings import ConfigError
 
 SECONDS_TO_FINISH = 30.0  # for all loggers together, when the run ends
