@@ -269,34 +269,27 @@ def _sums(task, model, batch):
         error.add_note(f"The model got inputs as of one sample: {describe(inputs)}.")
         raise
     targets = on_device_of(outputs, targets)
-    loss = task.loss(outputs, targets)
-    if not isinstance(loss, Tensor) or loss.dim() > 0:
-        raise UserError(
-            f"loss() of the task {_name(task)} must return a tensor with one number, the sum over "
-            f"the targets, not {describe(loss)}"
-        )
-    count, measured = task.count(targets), task.measure(outputs, targets)
-    if not _is_number(count):
-        raise UserError(
-            f"count() of the task {_name(task)} must return one number, not {describe(count)}"
-        )
-    if not isinstance(measured, dict):
-        raise UserError(
-            f"measure() of the task {_name(task)} must return a dict, {{}} if there is nothing to "
-            f"measure, not {describe(measured)}"
-        )
-    if taken := measured.keys() & {"loss", "count"}:
-        raise UserError(
-            f"measure() of the task {_name(task)} returns {', '.join(sorted(taken))}, which are "
-            f"the sums of loss() and count(): use different names"
-        )
+    loss, count = task.loss(outputs, targets), task.count(targets)
+    measured = task.measure(outputs, targets)
+    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0
+    _expect(is_scalar, task, "loss", "a tensor with one number, the sum over the targets", loss)
+    _expect(_is_number(count), task, "count", "one number", count)
+    is_dict = isinstance(measured, dict)
+    _expect(is_dict, task, "measure", "a dict, {} if there is nothing to measure", measured)
+    is_apart = not measured.keys() & {"loss", "count"}  # the sums of these functions
+    _expect(is_apart, task, "measure", "names other than loss and count", measured)
     sums = {"loss": loss, "count": count, **measured}
     try:
         return {n: torch.as_tensor(value, dtype=torch.float64).cpu() for n, value in sums.items()}
     except (TypeError, ValueError):
+        _expect(False, task, "measure", "numbers or tensors", measured)
+
+
+def _expect(condition, task, function, expected, value):
+    """Raise UserError unless a condition on the value that a function returns is true."""
+    if not condition:
         raise UserError(
-            f"measure() of the task {_name(task)} must return numbers or tensors, not "
-            f"{describe(measured)}"
+            f"{function}() of the task {_name(task)} must return {expected}, not {describe(value)}"
         ) from None
 
 
@@ -306,18 +299,12 @@ def _moved(model, batch):
 
 
 def _check_summary(task, sums):
-    result, best = task.summarize(sums), task.BEST[0]
-    if not isinstance(result, dict) or not all(map(_is_number, result.values())):
-        raise UserError(
-            f"summarize() of the task {_name(task)} must return {{name: number}}, not "
-            f"{describe(result)}"
-        )
-    for name in ("loss", best):
-        if name not in result:
-            raise UserError(
-                f"summarize() of the task {_name(task)} returns {', '.join(result)}, but not "
-                f"{name!r}, which {'BEST names' if name == best else 'every task needs'}"
-            )
+    result = task.summarize(sums)
+    are_numbers = isinstance(result, dict) and all(map(_is_number, result.values()))
+    _expect(are_numbers, task, "summarize", "{name: number}", result)
+    best = task.BEST[0]
+    _expect("loss" in result, task, "summarize", "'loss', which every task needs", result)
+    _expect(best in result, task, "summarize", f"{best!r}, which BEST names", result)
 
 
 def _is_number(value):
