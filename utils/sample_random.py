@@ -50,7 +50,7 @@ class _Step:
                     f"for all samples of the batch, in their order, and choose some afterwards"
                 )
         # On the device of the indices, which is the dataset's if it lies on one.
-        self.keys = seeds.mix(indices + seeds.derive_seed(seed, epoch))
+        self.keys = indices + seeds.derive_seed(seed, epoch)
         self.thread = threading.get_ident()
         for (device, count), held in self.on_device.items():
             if count == len(self.keys):

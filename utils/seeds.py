@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import numpy
 import torch
@@ -27,21 +27,11 @@ def derive_seed(*numbers: int) -> int:
     """
     seed = 0
     for number in numbers:
-        seed = mix((seed + number + 0x9E3779B97F4A7C15) & _MASK)
+        seed = (seed + number + 0x9E3779B97F4A7C15) & _MASK
+        seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & _MASK
+        seed ^= seed >> 31
     return seed >> 1
-
-
-def mix(value: Any) -> Any:
-    """SplitMix64's mixing function of an int below 2**64, or of an int64 tensor with its bits."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ _shifted(value, shift)) * (factor - 2**64)
-        if isinstance(value, int):
-            value &= _MASK  # a tensor's products wrap around
-    return value ^ _shifted(value, 31)
-
-
-def _shifted(value, count):
-    return (value >> count) & (_MASK >> count)  # without copies of a tensor's sign
 
 
 def start_batch(seed: int, epoch: int, indices: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from utils import sample_random, seeds
+from utils import sample_random
 from utils.errors import UserError
 from utils.rungs.pipeline import part_of_batch
 from utils.sample_random import (
@@ -248,7 +248,13 @@ def test_compiled_model_drops_the_same_elements():
         torch.testing.assert_close(compiled(inputs), expected)
 
 
-def test_keys_are_mixed_as_the_seeds_are():
-    numbers = torch.arange(1000) * 0x9E3779B97F4A7C1 - 2**60
-    mixed = seeds.mix(numbers).tolist()
-    assert [value % 2**64 for value in mixed] == [seeds.mix(n % 2**64) for n in numbers.tolist()]
+def test_numbers_of_neighboring_samples_are_independent():
+    """Their keys differ by one. The numbers are the same in each run, and so is the outcome."""
+    start_batch(0, 0, torch.arange(4096))
+    numbers = uniform("x", (4096, 64), torch.device("cpu")).double()
+    for one, other in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
+        correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
+        assert abs(correlation) < 4 / one.numel() ** 0.5
+    for column in numbers.T:  # 16 classes: the chi-squared distribution with 15 degrees of freedom
+        counts = torch.histc(column, 16, 0, 1)
+        assert ((counts - 256) ** 2 / 256).sum() < 50
