@@ -1,9 +1,6 @@
 """Every script on the null device: trains, saves, is stopped and resumed, and no step waits."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from lab.budgets import (
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
 from tools.lib.ladder import ROOT, RUNGS
-from tools.lib.runs import flag_list
 from tools.null import report
 from tools.null.__main__ import INSIDE
 from tools.verify import one_file
@@ -101,6 +97,9 @@ def test_one_file(name, null_device, tmp_path):
     assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
 
 
+# As TORCH_CUDA_SANITIZER=1 does when torch is imported, which it has been before the fork.
+SANITIZE = "from torch.cuda import _sanitizer\n\n_sanitizer.enable_cuda_sanitizer()\n"
+MAIN = "\n\n@report_errors\ndef main():\n"
 # The sanitizer takes kernels for run that are only captured.
 NOT_CAPTURED = [script for script in RUNS if script != "train_1gpu_graph.py"]
 
@@ -114,22 +113,22 @@ NOT_CAPTURED = [script for script in RUNS if script != "train_1gpu_graph.py"]
     ],
 )
 def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
-    """PyTorch's sanitizer, which it enables when it is imported."""
     nproc, arguments, flags = RUNS[script]
-    command = [sys.executable, "-m", "tools.null", *flag_list(arguments)]
-    if nproc:
-        command += ["torchrun", "--standalone", f"--nproc_per_node={nproc}"]
     flags = SETTINGS | flags | {"output_dir": tmp_path / "run"}
-    run = subprocess.run(
-        [*command, script, *flag_list(flags)],
-        cwd=ROOT,
-        env=os.environ | {"TORCH_CUDA_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert run.returncode == 0, run.stderr
+    copy = planted(tmp_path, script, MAIN, f"{SANITIZE}{MAIN}")
+    run = null_device.run(copy, nproc, 400, arguments, **flags)
+    assert run.code == 0, run.stderr
     assert "possible data race" not in run.stderr
+
+
+@pytest.mark.slow
+def test_stream_that_does_not_wait_is_found(null_device, tmp_path):
+    copy = planted(tmp_path, "train_1gpu.py", MAIN, f"{SANITIZE}{MAIN}")
+    line = "        loss.backward()\n"
+    race = "        with torch.cuda.stream(torch.cuda.Stream()):\n            loss_sum.mul(2)\n"
+    copy.write_text(copy.read_text().replace(line, race + line))
+    run = null_device.run(copy, output_dir=tmp_path / "run", **SETTINGS)
+    assert "possible data race" in run.stderr
 
 
 @pytest.mark.slow
