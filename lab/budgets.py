@@ -8,6 +8,7 @@ step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts 
 device, without cuDNN, and for one version of PyTorch.
 """
 
+import argparse
 import json
 import os
 import re
@@ -200,8 +201,12 @@ def table(result):
 
 
 def main():
+    parser = argparse.ArgumentParser(prog="python -m lab.budgets", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--peers", action="store_true", help="measure only what others launch")
+    args = parser.parse_args()
     result = json.loads(RESULT.read_text(encoding="utf-8"))
-    if sys.argv[1:] == ["--peers"]:
+    if args.peers:
         write(result | {"peers": measure_peers()})
         return
     scripts = {}
