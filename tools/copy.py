@@ -382,8 +382,12 @@ def update(args):
     choose(wanted, every)
     options = options_of(record, every, moved) | wanted
     chosen = sorted(every if args.all else options)
+    every_file = texts(record["scripts"], chosen)
+    if kept:  # and what these need
+        can_go = can_leave_out(every_file, GUARDS.keys() - guards)
+        guards -= had.difference(can_go, args.without)
     if args.plain:
-        guards |= set(can_leave_out(texts(record["scripts"], chosen), kept))
+        guards |= set(can_leave_out(every_file, kept))
     new = texts(record["scripts"], chosen, guards)
     new = with_more(new, {moved.get(path, path) for path in record["files"]})
     if dirty := dirty_files(new):

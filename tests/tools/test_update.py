@@ -419,11 +419,9 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
     script = (copy / "train_ddp.py").read_text()
     assert script.startswith("# ours\n") and "check_task(task" in script
     assert "CompareReplicas" not in script
-    assert json.loads((copy / RECORD).read_text())["without"] == [
-        "preemption",
-        "progress",
-        "replicas",
-    ]
+    assert (copy / "utils" / "reports.py").exists()  # which the watchdog needs
+    left_out = ["finite", "preemption", "progress", "replicas", "run_folder"]
+    assert json.loads((copy / RECORD).read_text())["without"] == left_out
     done = tools_copy(newer, "--update", copy, "--without", "watchdog")
     assert done.returncode == 0 and "removed       utils/watchdog.py" in done.stdout
     assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
