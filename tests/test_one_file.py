@@ -17,6 +17,12 @@ from tools.verify.one_file_task import STOP, TRAIN
 
 GLOBAL_BATCH = 18
 SCRIPTS = sorted((ROOT / "one_file").glob("*.py"))
+WITH_LOADERS = [  # which both scripts use alike
+    pytest.param(
+        script, id=script.name, marks=[pytest.mark.rare] * (script.name != SCRIPTS[0].name)
+    )
+    for script in SCRIPTS
+]
 
 
 def test_it_is_one_file_in_plain_lines():
@@ -87,7 +93,7 @@ def test_error_of_all_ranks_is_printed_once(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", WITH_LOADERS)
 def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
     """They do not end at SIGTERM, with which Python ends the processes that an exception leaves."""
     text = script.read_text().replace("signal.alarm(30)", "pass")
@@ -116,7 +122,7 @@ def test_checkpoint_that_only_one_node_sees(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", WITH_LOADERS)
 def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
     number = "SIGTERM" if "ddp" in script.name else "SIGHUP"
     _, epoch, step = STOP
