@@ -2,14 +2,13 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset
 
@@ -18,6 +17,7 @@ from utils.data import BatchDataset, Loader, fetch_samples
 from utils.distributed import all_gather_object, is_main_process
 from utils.errors import UserError, warn
 from utils.hooks import Checkpoint, Hook
+from utils.trial import changeable_tensors, trial
 
 NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
@@ -42,7 +42,7 @@ def check_task(task: Any, model: nn.Module, loader: Any, val_loader: Any = None)
         )
     if next(model.parameters(), None) is None:
         raise UserError(f"build_model() of {_name(task)} returns a model without parameters")
-    if any(is_lazy(tensor) for tensor in _tensors(model)):
+    if any(is_lazy(tensor) for tensor in changeable_tensors(model)):
         for inputs, _ in loader.examples([0, 0]):
             model.eval()(_moved(model, inputs))  # the first pass, for which PyTorch asks
         model.train()
@@ -149,33 +149,6 @@ def _are_alike(one, other):
     return one == other or None in (one, other)
 
 
-@contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` is in evaluation mode. Afterwards, it is as it was before, though
-    its forward() may count, or initialize a layer from the first batch."""
-    states = [(vars(m), vars(m).copy(), dict(m._buffers)) for m in model.modules()]
-    saved = [(tensor, tensor.to("cpu", copy=True)) for tensor in _tensors(model)]
-    model.eval()
-    try:
-        yield
-    finally:
-        for state, attributes, buffers in states:
-            state.clear()
-            state.update(attributes)
-            state["_buffers"].clear()
-            state["_buffers"].update(buffers)
-        for tensor, value in saved:
-            value = value.to(tensor.device)
-            if not tensor.equal(value):
-                tensor.copy_(value)
-
-
-def _tensors(model):
-    """The tensors that forward() can change: what it writes into a gathered DTensor is lost."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-
-
 def _try(task, model, loader):
     """The sums of a sample, or of two, if the model needs them."""
     first, second = [0], [min(1, len(loader.dataset) - 1)]
@@ -204,7 +177,7 @@ def _try_samples(task, model, loader, first, second):
     if twice["count"].item() == 2 * once["count"].item():
         _refuse_means(task, once, twice)
         if _is_multiple(4, once, twice):  # also a loss of pairs whose logits are all equal, as yet
-            for tensor in _tensors(model):
+            for tensor in changeable_tensors(model):
                 if tensor.is_floating_point():
                     tensor.add_(0.1)
             once, twice = (_sums(task, model, batch) for batch in (one, two))

@@ -14,7 +14,6 @@ from tools.lib.ladder import RUNGS
 from tools.lib.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, without
 from tools.verify.cases import IMAGES, cases_of
 
-NEEDED = {"train_pp.py": {"contract"}, "train_cp.py": {"contract"}}  # guards of their own code
 # guards that report through another one
 REPORTING = {"preemption", "progress", "reports", "watchdog"}
 ALONE = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
@@ -35,7 +34,7 @@ def write(files, folder):
 @pytest.mark.parametrize("script", RUNGS)
 def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
     files = texts({script: "images"}, ["audit"])
-    expected = GUARDS.keys() - NEEDED.get(script, set())
+    expected = set(GUARDS)
     if script in ALONE:
         expected -= {"replicas"}  # one process has none
     assert set(can_leave_out(files)) == expected
@@ -57,9 +56,11 @@ def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
 
 
 def test_guard_that_other_code_needs_stays():
-    files = texts({"train_pp.py": "images"}, [])
-    with pytest.raises(CannotLeaveOut, match=r"rungs/pipeline\.py needs utils/contract\.py$"):
+    files = texts({"train_1gpu.py": "images"}, [])
+    files["tasks/own.py"] = b"from utils.contract import check_task\nchecks = [check_task]\n"
+    with pytest.raises(CannotLeaveOut, match=r"^tasks/own\.py needs utils/contract\.py$"):
         without(files, ["contract"])
+    assert set(can_leave_out(files)) == GUARDS.keys() - {"contract", "replicas"}
 
 
 def test_guard_that_others_report_through_goes_with_them():
@@ -102,8 +103,8 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     assert kept.returncode == 0, kept.stderr
     names = {path.stem for path in (tmp_path / "kept/utils").iterdir()}
     assert "preemption" in names and not names & {"contract", "progress", "watchdog"}
-    needs = copy("train_pp.py", tmp_path / "mine")
-    assert needs.returncode == 1 and "utils/contract.py" in needs.stderr
+    needs = copy("train_ddp.py", tmp_path / "mine", "--with", "loggers")
+    assert needs.returncode == 1 and "utils/reports.py" in needs.stderr
     assert f"--update {tmp_path / 'mine'} --with NAME" in needs.stderr
     more = copy("train_1gpu.py", tmp_path / "mine")  # the modules are those of the first script
     assert more.returncode == 0 and not (tmp_path / "mine" / "utils" / "contract.py").exists()

@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from utils.batches import describe
 from utils.checkpoint import Wrapper
-from utils.contract import trial
 from utils.distributed import is_main_process, require_gpu_per_rank, set_data_parallel_group
 from utils.errors import UserError, say
+from utils.trial import trial
 
 # torch 2.14 has new names, and warns of these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

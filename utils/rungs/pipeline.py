@@ -17,7 +17,6 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from utils import seeds
 from utils.batches import describe
 from utils.checkpoint import Wrapper, count_trainable
-from utils.contract import trial
 from utils.distributed import (
     all_gather_object,
     require_gpu_per_rank,
@@ -30,6 +29,7 @@ from utils.options.sharded import part_of
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.seeds import derive_seed
 from utils.settings import BaseSettings, ConfigError, free_setting, setting
+from utils.trial import trial
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
