@@ -25,6 +25,7 @@ from utils.checkpoint_file import (
     keep_newest,
     newest_good_checkpoint,
     parts_module,
+    prepare_folder,
     read_checkpoint,
     refuse_unreadable,
     save_atomically,
@@ -91,7 +92,8 @@ class Checkpointer:
         self.initial_groups = with_plain_numbers(copy.deepcopy(groups))
 
     def load(self) -> int:
-        """Load `state` from the newest valid checkpoint, unless the run is to start over.
+        """Load `state` from the newest valid checkpoint. With --resume never, move the files of the
+        run before to output_dir/previous-TIME instead, unless a job that did so is restarted.
 
         Returns the epochs done, 0 without a checkpoint. A damaged checkpoint is skipped with a
         warning, and the one before it is used. Raises UserError if no checkpoint can be read, if
@@ -101,9 +103,8 @@ class Checkpointer:
         newest = None
         with fail_together():
             if is_main_process():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if self.cfg.resume != "never" or is_restart():
-                    newest = newest_good_checkpoint(self.folder)
+                prepare_folder(self.folder, "always" if is_restart() else self.cfg.resume)
+                newest = newest_good_checkpoint(self.folder)
         path = all_gather_object(newest and newest[0])[0]
         contents: dict[str, Any] = {}
         with fail_together():

@@ -24,9 +24,12 @@ import numpy
 import torch
 
 from utils.errors import UserError, required_by, warn
-from utils.files import replacing
+from utils.files import matching, replacing, unused
 
 FORMAT = 3
+CHECKPOINTS = ("best.pt", "last.pt", "epoch-[0-9]*", "previous-epoch-*")
+WRITTEN = ("metrics.jsonl", "steps.jsonl", "starts.jsonl", "audit.jsonl", "loggers.json")
+WRITTEN += ("tensorboard", "profile", "config.yaml")
 NOT_PASSING = (None, errno.EINVAL, errno.ENOENT, errno.EISDIR)  # the file itself is the cause
 
 
@@ -135,6 +138,24 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_map_leaves(function, each) for each in value)
     return function(value)
+
+
+def prepare_folder(folder: Path, resume: str) -> None:
+    """Create the folder. With --resume never, or if there are metrics but no checkpoint to resume,
+    move what a run wrote to folder/previous-TIME. Raises UserError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoints, metrics = matching(folder, CHECKPOINTS), folder / "metrics.jsonl"
+        has_rows = metrics.exists() and metrics.stat().st_size > 0
+        is_lost = resume == "auto" and has_rows and not checkpoints
+        old = checkpoints + matching(folder, WRITTEN)
+        if old and (resume == "never" or is_lost):
+            aside = unused(folder, "previous-%Y%m%d-%H%M%S")
+            aside.mkdir()
+            for path in old:
+                path.rename(aside / path.name)
+    except OSError as error:
+        raise UserError(f"cannot write to --output-dir {folder}: {error.strerror}") from None
 
 
 def sorted_by_epoch(folder: Path) -> list[Path]:

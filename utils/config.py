@@ -66,7 +66,7 @@ class Saving(Watching):
     output_dir: str = free_setting("", "checkpoints and metrics; empty: runs/<script>")
     resume: str = free_setting(
         "auto",
-        "always: fail if there is no checkpoint; never: start over, whatever is in output_dir",
+        "always: fail if there is no checkpoint; never: move old files to output_dir/previous-TIME",
         choices=("auto", "always", "never"),
     )
     allow_config_change: bool = free_setting(False, "resume with changed settings")

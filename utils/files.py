@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +47,19 @@ def link_atomically(name: Path, path: Path) -> None:
         _replace_durably(temporary, name)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The paths in a folder that match one of the patterns of Path.glob()."""
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
+def unused(folder: Path, form: str) -> Path:
+    """A path in a folder whose name has the time, in the form of time.strftime()."""
+    path = folder / time.strftime(form)
+    while path.exists():  # of a start in the same second, or before the clock was set back
+        path = path.with_stem(f"{path.stem}-again")
+    return path
 
 
 def _replace_durably(temporary, path):

@@ -60,7 +60,8 @@ class Hook:
     communicate. `checkpoint` is the Checkpointer. By default, each does nothing."""
 
     def __init__(self, cfg: Any = None, state: Mapping[str, Any] | None = None) -> None:
-        """cfg: the settings of the run. state: as for the Checkpointer."""
+        """cfg: the settings of the run. state: as for the Checkpointer. Open files in after_load():
+        the output folder may not exist yet, or belong to another run."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, for the checkpoint; plain values and tensors on the CPU."""

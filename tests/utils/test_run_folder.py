@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 
 import pytest
@@ -15,13 +16,13 @@ from utils.errors import PeerError, UserError
 from utils.run_folder import OutputFolder, lock_folder
 
 
-def lock(folder, resume="auto"):
-    lock_folder(Config(output_dir=str(folder), resume=resume))
+def lock(folder):
+    lock_folder(Config(output_dir=str(folder)))
 
 
 def start(folder, resume="auto"):
     """What a script does when it starts. Returns the epochs done."""
-    lock(folder, resume)
+    lock(folder)
     return checkpointer(folder, resume=resume).load()
 
 
@@ -30,7 +31,7 @@ def test_started_over_run_keeps_the_files_of_the_one_before(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "previous-epoch-0012.pt").touch()
     assert start(tmp_path) == 1
-    assert start(tmp_path, "never") == 0
+    assert checkpointer(tmp_path, resume="never").load() == 0  # also in a copy without the lock
     (aside,) = tmp_path.glob("previous-*")
     names = {"last.pt", "epoch-0001.pt", "metrics.jsonl", "previous-epoch-0012.pt"}
     assert names <= set(os.listdir(aside))
@@ -41,15 +42,16 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch)
     """As after someone has deleted the checkpoints to free space."""
     (tmp_path / "metrics.jsonl").write_text("{}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
-    lock(tmp_path)
+    assert start(tmp_path) == 0
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    lock(tmp_path, "always")  # which fails without a checkpoint
+    with pytest.raises(UserError, match="no checkpoint"):
+        start(tmp_path, "always")
     assert (tmp_path / "metrics.jsonl").exists()
-    lock(tmp_path)
+    assert start(tmp_path) == 0
     (kept,) = tmp_path.glob("previous-*/metrics.jsonl")
     assert kept.read_text() == "{}" and not (tmp_path / "metrics.jsonl").exists()
     (tmp_path / "metrics.jsonl").touch()  # as a run does that is about to start
-    lock(tmp_path)
+    assert start(tmp_path) == 0
     assert (tmp_path / "metrics.jsonl").exists()
 
 
@@ -69,7 +71,7 @@ def test_two_starts_in_one_second_keep_both_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "previous-20261126-000000")
     for text in ("first", "second"):
         (tmp_path / "metrics.jsonl").write_text(text)
-        lock(tmp_path, "never")
+        start(tmp_path, "never")
     found = {path.read_text() for path in tmp_path.glob("previous-*/metrics.jsonl")}
     assert found == {"first", "second"}
 
@@ -114,7 +116,7 @@ def test_files_of_others_in_the_folder_stay_where_they_are(tmp_path):
     killed = ("epoch-0002.pt.tmp", "metrics.jsonl.tmp", "loggers.json.tmp", "config.yaml.tmp")
     for name in killed:
         (tmp_path / name).write_text("of a killed run")
-    lock(tmp_path, "never")
+    start(tmp_path, "never")
     assert all((tmp_path / name).read_text() == "theirs" for name in theirs)
     assert ours <= {path.name for path in next(tmp_path.glob("previous-*")).iterdir()}
     assert not any((tmp_path / name).exists() for name in killed)
@@ -136,6 +138,27 @@ def test_one_run_per_folder(tmp_path):
     process.kill()
     process.join()
     lock(tmp_path)
+
+
+@pytest.mark.parametrize("save_errors", ["stop", "warn"])
+def test_folder_in_the_place_of_the_locked_one_is_noticed(save_errors, tmp_path, capsys):
+    """By rm -r, mkdir, and perhaps a second run, whose files would be overwritten."""
+    cfg = Config(output_dir=str(tmp_path / "run"), save_errors=save_errors)
+    hook = OutputFolder(cfg, {})
+    hook.before_save(None, between_steps=False)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    if save_errors == "stop":
+        with pytest.raises(UserError, match="run was deleted, or replaced"):
+            hook.before_save(None, between_steps=False)
+        return
+    hook.before_save(None, between_steps=False)
+    assert "is created again" in capsys.readouterr().err
+    (tmp_path / "run" / ".lock").unlink()
+    with open(tmp_path / "run" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="is writing to"):
+            hook.before_save(None, between_steps=False)
 
 
 def test_link_to_a_folder_that_is_gone_creates_it(tmp_path):

@@ -54,8 +54,7 @@ GUARDS = {
     ),
     "run_folder": Guard(
         "utils.run_folder",
-        "locks the output folder against a second run; with --resume never, moves the files of an "
-        "earlier run to previous-TIME, where nothing overwrites them",
+        "locks the output folder against a second run, which would overwrite files of the first",
     ),
     "watchdog": Guard(
         "utils.watchdog", "names the rank that hangs, or the host that is lost, and where"
