@@ -134,10 +134,12 @@ def removable(script):
 
 def guards_block():
     """The modules that do not affect the trained weights, which a copy can be without."""
-    rows = []
+    rows, hooks = [], [ROOT / guard.path for guard in GUARDS.values()]
+    hooks += sorted((ROOT / "utils" / "options").glob("[a-z]*.py"))
     for name, guard in GUARDS.items():
         scripts = [script for script in RUNGS if guard.path in copied(script)]
         needed = [f"`{s}`" for s in scripts if name not in removable(s)]
+        needed += [f"`{path.stem}`" for path in hooks if guard.module in path.read_text("utf-8")]
         lines = str(size(ROOT / guard.path).lines)
         rows.append([f"`{name}`", guard.purpose, lines, ", ".join(needed)])
     return markdown_table(["name", "what it does", "code lines", "needed by"], rows)

@@ -195,6 +195,8 @@ def parse_arguments():
     )
     if unknown := sorted(set(args.without) - GUARDS.keys()):
         parser.error(f"cannot leave out {', '.join(unknown)}: choose from {', '.join(GUARDS)}")
+    if both := sorted(set(args.without) & set(args.options)):
+        parser.error(f"--with and --without contradict each other: {', '.join(both)}")
     if (args.update is None) == (args.destination is None):
         parser.error("pass SCRIPT and DEST, or --update DEST")
     if args.update is None and (args.dry_run or args.diff or args.commit):
@@ -211,9 +213,9 @@ def _script(path):
 
 
 def choose(names, known):
-    """The Options with these names."""
+    """The Options with these names. known: {name: Option}; guards are known, too."""
     if unknown := sorted(set(names) - known.keys()):
-        choices = ", ".join(known)
+        choices = ", ".join([*known, *GUARDS])
         text = f"error: unknown option {', '.join(unknown)}: choose from {choices}"
         print(text, file=sys.stderr)
         sys.exit(2)
@@ -272,10 +274,10 @@ def make_copy(args):
     try:
         new = texts(scripts, chosen, guards)
     except CannotLeaveOut as error:
-        raise CannotUpdate(
-            f"{error}: leave out less, or bring it back by python -m tools.copy --update {folder} "
-            f"--with NAME"
-        ) from None
+        remedy = "leave these out, too, or do not leave it out"
+        if record["scripts"]:
+            remedy = f"bring it back by python -m tools.copy --update {folder} --with NAME"
+        raise CannotUpdate(f"{error}: {remedy}") from None
     for name in sorted({path.partition("/")[0] for path in new if "/" in path}):
         if (folder / f"{name}.py").exists():
             raise CannotUpdate(
@@ -405,6 +407,9 @@ def update(args):
     since = resolve(record["since"] or old_commit)
     after = python_files(folder, changes)
     then, now = project_files(since), project_files(new_commit)
+    left_out = {GUARDS[name].path for name in guards}
+    now = {path: text for path, text in now.items() if path not in left_out}
+    now |= {path: text for path, text in new.items() if path.endswith(".py")}
     stale = stale_imports(after, then, now, renamed(since, new_commit))
     stale += stale_overrides(after, then, now) + stale_settings(after, then, now)
     list_changes("".join(f"{line}\n" for line in stale), end="")
@@ -435,7 +440,9 @@ def main():
                 make_copy(args)
                 return 0
             return update(args)
-    except (CannotUpdate, CannotLeaveOut, NoHistory) as error:
+    except CannotLeaveOut as error:
+        sys.exit(f"error: {error}: leave these out, too, or do not leave it out")
+    except (CannotUpdate, NoHistory) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
         sys.exit(f"error: cannot write {error.filename}: {error.strerror}")

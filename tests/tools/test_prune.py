@@ -99,6 +99,8 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     assert "epoch 0: train loss" in run.stdout
     unknown = copy("train_ddp.py", tmp_path / "other", "--without", "watchdog,progres")
     assert unknown.returncode == 2 and "out progres: choose" in unknown.stderr
+    both = copy("train_1gpu.py", tmp_path / "other", "--without=finite", "--with=finite")
+    assert both.returncode == 2 and "--with and --without" in both.stderr
     kept = copy("train_1gpu.py", tmp_path / "kept", "--plain", "--with", "preemption")
     assert kept.returncode == 0, kept.stderr
     names = {path.stem for path in (tmp_path / "kept/utils").iterdir()}

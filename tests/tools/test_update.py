@@ -427,6 +427,25 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
     assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
 
 
+def test_place_of_a_name_that_has_moved_is_named():
+    then = {"utils/errors.py": b"def report():\n    pass\n"}
+    now = {"utils/errors.py": b"", "utils/reports.py": then["utils/errors.py"]}
+    own = {"own.py": b"from utils.errors import report\n"}
+    lines = stale_imports(now | own, then, now, {})
+    assert_lines(lines, ["own.py imports report, which utils/errors.py no", "utils/reports.py has"])
+
+
+def test_own_files_that_use_what_an_update_leaves_out_are_named(clone, tmp_path):
+    assert tools_copy(clone, "train_ddp.py", tmp_path).returncode == 0
+    (tmp_path / "own.py").write_text(
+        "from utils.preemption import Interrupts\n\nprint(Interrupts, cfg.save_minutes)\n"
+    )
+    done = tools_copy(clone, "--update", tmp_path, "--plain")
+    assert done.returncode == 1
+    named = [line for line in done.stdout.splitlines() if line.startswith("own.py")]
+    assert_lines(named, ["utils/preemption.py", "left out"], ["own.py:3 ", "cfg.save_minutes"])
+
+
 @pytest.mark.slow
 def test_option_that_has_moved_stays(clone, tmp_path):
     copy, newer = tmp_path / "copy", tmp_path / "newer"

@@ -63,10 +63,11 @@ GUARDS = {
 
 
 class CannotLeaveOut(Exception):
-    """A file needs the module; the message names both."""
+    """Files need the module; the message names all."""
 
-    def __init__(self, path, guard):
-        super().__init__(f"{path} needs {guard.path}")
+    def __init__(self, paths, guard):
+        verb = "needs" if len(paths) == 1 else "need"
+        super().__init__(f"{', '.join(sorted(paths))} {verb} {guard.path}")
         self.guard = guard
 
 
@@ -74,14 +75,17 @@ def without(files, names):
     """A copy, {path: bytes}, without the guards of these names. Raises CannotLeaveOut."""
     files = dict(files)
     removed = {name: files.pop(GUARDS[name].path, b"").decode() for name in sorted(names)}
-    hooks = {guard.path for guard in GUARDS.values()}  # whose calls would be missed
     for name, text in removed.items():
-        guard = GUARDS[name]
+        guard, needed_by = GUARDS[name], []
         for path, contents in files.items():
             if path.endswith(".py") and guard.module in contents.decode():
-                if path in hooks or (path.startswith("utils/options/") and path != TABLE):
-                    raise CannotLeaveOut(path, guard)
-                files[path] = _without_module(path, contents.decode(), guard).encode()
+                edited = _without_module(contents.decode(), guard.module)
+                if edited is None or _is_hook(path):  # whose calls would be missed
+                    needed_by.append(path)
+                else:
+                    files[path] = edited.encode()
+        if needed_by:
+            raise CannotLeaveOut(needed_by, guard)
         unread = _attributes(text) - set().union(
             *(_attributes(t.decode()) for path, t in files.items() if path.endswith(".py"))
         )
@@ -109,9 +113,14 @@ def _attributes(text):
     return names | {row[0] for _, row in rows_of_table(tree)}
 
 
-def _without_module(path, text, guard):
-    """A file's text without what uses a guard."""
-    tree, module = ast.parse(text), guard.module
+def _is_hook(path):
+    is_option = path.startswith("utils/options/") and path != TABLE
+    return is_option or path in {guard.path for guard in GUARDS.values()}
+
+
+def _without_module(text, module):
+    """A file's text without what uses a module; None if it needs the module for more than that."""
+    tree = ast.parse(text)
     names = {
         alias.asname or alias.name
         for node in ast.walk(tree)
@@ -123,9 +132,7 @@ def _without_module(path, text, guard):
     rows = [(row, "") for row, value in rows_of_table(tree) if value[2] == module]
     text = _edited(text, finder.edits + rows)
     text = _without_unused_imports(text, _names(tree))
-    if names & _names(ast.parse(text)):
-        raise CannotLeaveOut(path, guard)
-    return text
+    return None if names & _names(ast.parse(text)) else text
 
 
 class _Finder(ast.NodeVisitor):

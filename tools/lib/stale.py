@@ -1,7 +1,7 @@
 """What files of a copy use of the project, and what it no longer has.
 
 Python files are {path: bytes}: `after`, the copy's after an update, including its owner's; `then`
-and `now`, the project's before and after.
+and `now`, the project's before and after, without what is left out of the copy.
 """
 
 import ast
@@ -29,10 +29,12 @@ def stale_imports(after, then, now, moved):
             known = _names(after.get(new, b"")) | _names(now.get(new, b""))
             if new is None:
                 reported.add(old)
-                place = f"{moved[old]} now" if old in moved else "gone"
+                place = f"{moved[old]} now" if old in moved else "gone, or left out"
                 lines.append(f"{path} imports {old}, which is {place}: change the import")
             elif name in _names(then[old]) - known:
-                lines.append(f"{path} imports {name}, which {new} no longer has: change that")
+                places = [place for place, text in now.items() if name in _defined(text)]
+                remedy = f"{places[0]} has it" if len(places) == 1 else "change that"
+                lines.append(f"{path} imports {name}, which {new} no longer has: {remedy}")
     return lines
 
 
@@ -131,6 +133,13 @@ def _names(text):
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name)
     return names
+
+
+@cache
+def _defined(text):
+    """The names of the functions and classes of a Python file."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return {node.name for node in _parsed(text).body if isinstance(node, kinds)}
 
 
 @cache
