@@ -77,7 +77,10 @@ KINDS = [
             ("link", "a link and its copy"),
         )
     ),
-    Kind("kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker"),
+    # On a busy machine, the watchdog has once named the rank before PyTorch missed its worker.
+    Kind(
+        "kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker|is behind"
+    ),
     Kind("truncate", "last.pt is cut", End.RESUMES, "cannot be read as a checkpoint"),
     Kind("flip", "byte of last.pt is changed", End.RESUMES, "cannot be read as a checkpoint"),
     Kind("zeros", "last.pt is zeros", End.RESUMES, "cannot be read as a checkpoint"),
