@@ -77,10 +77,7 @@ KINDS = [
             ("link", "a link and its copy"),
         )
     ),
-    # On a busy machine, the watchdog has once named the rank before PyTorch missed its worker.
-    Kind(
-        "kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker|is behind"
-    ),
+    Kind("kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker"),
     Kind("truncate", "last.pt is cut", End.RESUMES, "cannot be read as a checkpoint"),
     Kind("flip", "byte of last.pt is changed", End.RESUMES, "cannot be read as a checkpoint"),
     Kind("zeros", "last.pt is zeros", End.RESUMES, "cannot be read as a checkpoint"),
