@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -267,7 +268,7 @@ def test_without_a_gpu_only_small_runs(tmp_path):
 def test_small_shared_memory_is_named_before_the_first_job(tmp_path, monkeypatch, capsys):
     findings = [check(True, "files", ""), check(False, "/dev/shm has 0.07 GB", "enlarge it")]
     monkeypatch.setattr(command, "check_limits", lambda: findings)
-    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "signal", Mock())
     monkeypatch.setattr(Jobs, "all", lambda jobs: [])
     monkeypatch.setattr(sys, "argv", ["lab.gpu", "--small", "--output", str(tmp_path)])
     command.main()
