@@ -52,14 +52,6 @@ def requested_threads(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def loaders_notice_that_a_process_is_dead(monkeypatch):
-    """PyTorch sets its handler of SIGCHLD once per process. report_errors() takes that away, and
-    the ranks that later tests fork from this process would wait for dead loader processes."""
-    if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL:
-        monkeypatch.setattr("torch.utils.data._utils.signal_handling._SIGCHLD_handler_set", False)
-
-
-@pytest.fixture(autouse=True)
 def no_signal_handler_is_left():
     """Later tests fork this process, and their ranks would ignore what should end them."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -19,6 +19,7 @@ from utils.errors import PeerError, SilentExit, UserError, drop_unwritten, write
 PATIENCE = 30.0  # seconds that ranks wait for the report of the first one to fail
 _failure_store: Any = None  # counts the ranks that fail, and holds the report of the first one
 _explanations = []  # functions that may explain an error before it is reported
+_child_handler: Any = None  # of SIGCHLD, taken away by report_errors() until its next call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,10 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args, **kwargs):
+        global _child_handler
+        with suppress(ValueError):  # only the main thread may set handlers
+            if _child_handler and signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL:
+                signal.signal(signal.SIGCHLD, _child_handler)  # which PyTorch sets only once
         if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
             with suppress(OSError):  # what has been printed before cannot be written
                 sys.stdout.reconfigure(errors="backslashreplace")  # names that it cannot encode
@@ -56,7 +61,7 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
         except (Exception, KeyboardInterrupt) as error:
             # A DataLoader's handler raises wherever this process is, here too, for a dead worker.
             with suppress(ValueError):  # only the main thread may, which runs the handlers
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if isinstance(error, PeerError):
                 repeat_report()
             elif not isinstance(error, SilentExit):
