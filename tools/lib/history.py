@@ -1,12 +1,14 @@
 """The project's files at a commit, from the history of this clone. Needs git."""
 
 import io
+import os
 import subprocess
 from functools import cache
 
 from tools.lib.ladder import ROOT
 
 _contents = {}  # {id: bytes}: most files are the same at the next commit
+OF_ANOTHER_REPOSITORY = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR")
 
 
 class NoHistory(Exception):
@@ -16,14 +18,15 @@ class NoHistory(Exception):
 def git(*arguments, input=None):
     """What a git command prints, in this clone: text, or bytes if it is given bytes as `input`.
     Raises NoHistory if it fails."""
-    options = dict(cwd=ROOT, capture_output=True, input=input, text=input is None)
+    environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_REPOSITORY}
+    options = dict(cwd=ROOT, env=environment, capture_output=True, input=input, text=input is None)
     try:
         done = subprocess.run(["git", *arguments], **options)
     except FileNotFoundError:
         raise NoHistory("git is not installed: it merges your changes with new ones") from None
     if done.returncode:
         error = done.stderr if input is None else done.stderr.decode()
-        raise NoHistory(f"git {arguments[0]}: {error.strip().splitlines()[-1]}")
+        raise NoHistory(f"git {arguments[0]}: {' '.join(error.split()) or 'it failed'}")
     return done.stdout
 
 
@@ -47,7 +50,7 @@ def resolve(name):
     require()
     try:
         return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
-    except (NoHistory, IndexError):
+    except NoHistory:
         shallow = git("rev-parse", "--is-shallow-repository").strip() == "true"
         remedy = "git fetch --unshallow" if shallow else "git fetch, or pass --from COMMIT"
         raise NoHistory(f"the commit {name} is not in this clone: {remedy}") from None
@@ -55,13 +58,17 @@ def resolve(name):
 
 def is_ancestor(older, newer):
     """Whether a commit is among the ancestors of another one."""
-    return git("merge-base", older, newer).strip() == older
+    try:
+        git("merge-base", "--is-ancestor", older, newer)
+    except NoHistory:
+        return False
+    return True
 
 
 def changed_files():
     """The files of this clone that differ from its commit, or are new, relative to its root."""
-    lines = git("status", "--porcelain", "--untracked-files=all").splitlines()
-    return [line[3:] for line in lines]
+    options = "--porcelain", "-z", "--no-renames", "--untracked-files=all"
+    return [entry[3:] for entry in git("status", *options).split("\0")[:-1]]
 
 
 @cache
@@ -105,7 +112,8 @@ def blobs(commits, paths):
 def renamed(old, new):
     """{old path: new path} of the files that git takes for renamed between two commits."""
     # A module that moves may also lose half of its code to a different one, as utils/shards.py did.
-    fields = git("diff", "-M40%", "--diff-filter=R", "--name-status", "-z", old, new).split("\0")
+    options = "-M40%", "-l0", "-O/dev/null", "--diff-filter=R", "--name-status", "-z"
+    fields = git("diff", *options, old, new).split("\0")
     return dict(zip(fields[1::3], fields[2::3], strict=False))
 
 

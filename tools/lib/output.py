@@ -15,7 +15,8 @@ def may_be_closed() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # it may have been closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
         sys.exit(128 + signal.SIGPIPE)
