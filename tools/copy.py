@@ -20,13 +20,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tools.lib.closure import Option, closure, options, purpose, size, total
-from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve
+from tools.lib.closure import Option, closure, options, purpose, size_of
+from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve, tree
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.output import may_be_closed
 from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
 from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
+    OWN,
     RECORD,
     SOURCES,
     CannotUpdate,
@@ -45,11 +46,11 @@ from tools.lib.update import (
     require_not_undone,
     require_resolved,
     text_of_record,
+    with_line_feeds,
     write_files,
 )
 
 TASKS = ("images", "text", "moe", "segmentation", "diffusion")
-OWN = "own"  # in place of a task: the user's module
 TASK_LINE = "import tasks.{} as task"
 ANY_TASK_LINE = re.compile(TASK_LINE.format(r"\w+"))
 LAUNCHER = ROOT / "tools" / "launch.py"  # launch/slurm and the pages use it in place of torchrun
@@ -100,7 +101,7 @@ def options_and_commands(script, task="images"):
     shared = options(script).items()
     known |= {n: o for n, o in shared if ROOT / "tasks" not in o.path.parents}
     if task != "images":  # diffusion reads images, but not in as many ways
-        known = {n: o for n, o in known.items() if "images" not in o.path.parts}
+        known = {n: o for n, o in known.items() if ROOT / "tasks" / "images" not in o.path.parents}
     for name in COMMANDS + COMMANDS_OF_TASKS.get(task, []):
         path = ROOT / name
         module = name.removesuffix(".py").replace("/", ".")
@@ -118,31 +119,36 @@ def with_packages(files):
         path = file.relative_to(ROOT)
         for package in path.parents[:-1]:
             result.setdefault(package / "__init__.py", b"")
-        result[path] = file.read_bytes()
+        result[path] = with_line_feeds(file.read_bytes())
     return result
 
 
 def contents(files, task="images"):
     """{path below the destination: bytes} of a copy of the project's files."""
-    result = {Path("utils") / "LICENSE": (ROOT / "LICENSE").read_bytes()}
+    result = {Path("utils") / "LICENSE": with_line_feeds((ROOT / "LICENSE").read_bytes())}
     if task == "images":
         for config in (ROOT / "configs").glob("*.yaml"):
             if config.name not in NOT_TO_COPY:
-                result[config.relative_to(ROOT)] = config.read_bytes()
+                result[config.relative_to(ROOT)] = with_line_feeds(config.read_bytes())
     result |= with_packages(files)
     script = files[0].relative_to(ROOT)
     result[script] = with_task(files[0], task).encode()
     return result
 
 
-def report(files, left_out, guards):
-    """What was copied, and the options and guards that were not."""
-    width = max(len(str(file.relative_to(ROOT))) for file in files)
+def _in_copy(path):
+    return str(path.relative_to(ROOT))
+
+
+def report(new, files, left_out, guards):
+    """What was copied, {path: bytes}, of which files, and the options and guards that were not."""
+    sizes = {name: size_of(new[name].decode()).lines for name in map(_in_copy, files)}
+    width = max(map(len, sizes))
     lines = [f"{'file':{width}}  code lines  purpose"]
     for file in files:
-        name = str(file.relative_to(ROOT))
-        lines.append(f"{name:{width}}  {size(file).lines:10}  {purpose(file)}")
-    lines.append(f"{f'{len(files)} files':{width}}  {total(files).lines:10}")
+        name = _in_copy(file)
+        lines.append(f"{name:{width}}  {sizes[name]:10}  {purpose(file)}")
+    lines.append(f"{f'{len(files)} files':{width}}  {sum(sizes.values()):10}")
     if left_out:
         lines += ["", "Options that were not copied (--with NAME adds them), and their settings:"]
         for option in left_out:
@@ -151,7 +157,7 @@ def report(files, left_out, guards):
         lines += ["", "Left out, with the lines that call them:"]
         lines += [f"  {name}: {GUARDS[name].purpose}" for name in sorted(guards)]
     needed = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
-    if not any("tasks" in file.parts for file in files):
+    if not any(ROOT / "tasks" in file.parents for file in files):
         needed = [name for name in needed if not name.startswith("torchvision")]
         lines += ["", "Write my_task.py: docs/own-task.md says how."]
     lines += ["", f"These files need {', '.join(needed)}."]
@@ -199,8 +205,10 @@ def parse_arguments():
         parser.error(f"--with and --without contradict each other: {', '.join(both)}")
     if (args.update is None) == (args.destination is None):
         parser.error("pass SCRIPT and DEST, or --update DEST")
-    if args.update is None and (args.dry_run or args.diff or args.commit):
+    if args.update is None and (args.dry_run or args.diff or args.commit is not None):
         parser.error("--dry-run, --diff and --from are for --update")
+    if args.update is not None and (args.task or args.force):
+        parser.error("--task and --force are not for --update")
     return args
 
 
@@ -232,13 +240,16 @@ def texts(scripts, options, guards=()):
         files = files_to_copy(ROOT / script, task, chosen)
         result |= {str(path): text for path, text in contents(files, task).items()}
     for name in guards:  # also one that these scripts do not use: it has settings
-        result.setdefault(GUARDS[name].path, (ROOT / GUARDS[name].path).read_bytes())
+        text = with_line_feeds((ROOT / GUARDS[name].path).read_bytes())
+        result.setdefault(GUARDS[name].path, text)
     return without(result, guards)
 
 
 def make_copy(args):
     """Copy a script. Raises CannotUpdate if the folder already has something different."""
     folder = args.destination
+    if folder.resolve() == ROOT:
+        raise CannotUpdate(f"{folder} is this clone: name a different folder")
     if folder.is_file():
         raise CannotUpdate(f"{folder} is a file: name a folder")
     record = read_record(folder) or new_record(head())
@@ -262,15 +273,20 @@ def make_copy(args):
     scripts = record["scripts"] | script
     chosen = {*record["options"], *(option.name for option in options)}
     if args.plain:
-        guards = set(can_leave_out(texts(script, chosen), kept))
+        guards |= set(can_leave_out(texts(script, chosen), kept))
     if record["scripts"]:  # the scripts share their modules
-        if more := guards.difference(record["without"]):
+        if back := kept.intersection(record["without"]):
+            raise CannotUpdate(
+                f"{folder} is without {', '.join(sorted(back))}: python -m tools.copy --update "
+                f"{folder} --with {','.join(sorted(back))}"
+            )
+        if more := {n for n in guards if GUARDS[n].path in record["files"]}:
             raise CannotUpdate(
                 f"{folder} has {', '.join(sorted(more))}, which its scripts share: leave them out "
                 f"of all by python -m tools.copy --update {folder} --without "
                 f"{','.join(sorted(more))}, or of none"
             )
-        guards = set(record["without"])
+        guards.update(record["without"])
     try:
         new = texts(scripts, chosen, guards)
     except CannotLeaveOut as error:
@@ -278,14 +294,10 @@ def make_copy(args):
         if record["scripts"]:
             remedy = f"bring it back by python -m tools.copy --update {folder} --with NAME"
         raise CannotUpdate(f"{error}: {remedy}") from None
-    for name in sorted({path.partition("/")[0] for path in new if "/" in path}):
-        if (folder / f"{name}.py").exists():
-            raise CannotUpdate(
-                f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
-                f"different folder"
-            )
+    require_nothing_hidden(folder, new)
     sums = {path: checksum(text) for path, text in new.items()}
     present = {path: read(folder / path) for path in new}
+    present = {path: text and with_line_feeds(text) for path, text in present.items()}
     changed = [path for path, text in new.items() if present[path] != text]
     differ = [path for path in changed if present[path] is not None]
     edited = [path for path in differ if record["files"].get(path) == sums[path]]  # by the owner
@@ -306,27 +318,44 @@ def make_copy(args):
     write_files(folder, written | {RECORD: text})
     options = [option for name, option in known.items() if name in chosen]
     files = files_to_copy(ROOT / args.script, task, options)
-    files = [file for file in files if str(file.relative_to(ROOT)) in new]
+    files = [file for file in files if _in_copy(file) in new]
     left_out = [option for option in known.values() if option.path not in files]
-    print(report(files, left_out, guards))
+    print(report(new, files, left_out, guards))
     if kept:
         print(f"kept as you have edited them: {', '.join(kept)}")
     print_dirt(new)
 
 
+def require_nothing_hidden(folder, paths):
+    """Raise CannotUpdate if a folder of a copy's files would hide a module of the owner's."""
+    for name in sorted({path.partition("/")[0] for path in paths if "/" in path}):
+        if (folder / f"{name}.py").exists():
+            raise CannotUpdate(
+                f"the folder {name} would hide {folder}/{name}.py: rename that file, or copy to a "
+                f"different folder"
+            )
+
+
 def print_dirt(new):
-    """Warn of files that differ from the commit in the record."""
-    if head() and (dirty := dirty_files(new)):
-        print(
-            f"warning: {', '.join(dirty)} of this clone are in no commit: --update will not know "
-            f"what was copied",
-            file=sys.stderr,
-        )
+    """Warn of files that differ from the commit in the record, or if the record has none."""
+    if not (ROOT / ".git").exists():
+        return
+    try:
+        shared = [path for path in tree(resolve("HEAD")) if path.startswith("utils/")]
+        missing = [path for path in shared if not (ROOT / path).exists()]
+        if dirty := dirty_files([*new, *missing]):
+            text = f"{', '.join(dirty)} of this clone differ from its commit"
+            print(f"warning: {text}: --update will not know what was copied", file=sys.stderr)
+    except NoHistory as error:
+        text = f"--update will have to find what was copied by its contents, because {error}"
+        print(f"warning: {text}", file=sys.stderr)
 
 
-def dirty_files(new):
-    """The files of a copy, {path: bytes}, that differ from this clone's commit."""
-    return sorted({SOURCES.get(path, path) for path in new} & {*changed_files()})
+def dirty_files(paths):
+    """Which files of a copy, or of those that are missing in this clone, differ from its commit."""
+    used, known = {SOURCES.get(path, path) for path in paths}, tree(resolve("HEAD"))
+    missing = {path for path in used & known.keys() if not (ROOT / path).exists()}
+    return sorted(used & {*changed_files()} | missing)
 
 
 def options_of(record, known, moved):
@@ -334,7 +363,7 @@ def options_of(record, known, moved):
 
     known: {name: Option}.
     """
-    paths = {str(option.path.relative_to(ROOT)): name for name, option in known.items()}
+    paths = {_in_copy(option.path): name for name, option in known.items()}
     names = set(record["options"]) & known.keys()
     is_guessed = None in record["files"].values()  # what is there was chosen
     for path in record["files"]:
@@ -349,7 +378,7 @@ def with_more(new, paths):
     guards = {guard.path for guard in GUARDS.values()}
     more = [ROOT / path for path in sorted(paths - new.keys() - guards) if path.endswith(".py")]
     more = [path for path in more if path.is_file() and path.stat().st_size]
-    needed = [f for f in {*more, *closure(*more)} if str(f.relative_to(ROOT)) not in guards]
+    needed = [f for f in {*more, *closure(*more)} if _in_copy(f) not in guards]
     return {str(path): text for path, text in with_packages(needed).items()} | new
 
 
@@ -361,11 +390,16 @@ def update(args):
         raise CannotUpdate(f"there is no folder {folder}")
     if folder.resolve() == ROOT:
         raise CannotUpdate(f"{folder} is this clone: git pull updates it")
-    record = None if args.commit else read_record(folder)
-    if args.commit:
-        record = guessed_record(folder, resolve(args.commit))
+    try:
+        record = read_record(folder)
+    except CannotUpdate:
+        if args.commit is None:  # the remedy
+            raise
+        record = None
+    if args.commit is not None:
+        record = guessed_record(folder, resolve(args.commit), record)
     elif record is None or record["commit"] is None:
-        record = guessed_record(folder, find_commit(folder))
+        record = guessed_record(folder, find_commit(folder), record)
         found = f"by its contents, {folder} is a copy of commit {record['commit'][:12]}"
         print(found, file=sys.stderr if args.diff else sys.stdout)
     require_resolved(folder, record["files"])
@@ -377,24 +411,36 @@ def update(args):
     had, wanted, every = set(record["without"]), set(args.options), {}
     kept = GUARDS.keys() & wanted
     guards, wanted = had.union(args.without) - kept, wanted - kept
-    for script, task in record["scripts"].items():
+    scripts = {moved.get(script, script): task for script, task in record["scripts"].items()}
+    for script, task in scripts.items():
         if script not in RUNGS:
-            raise CannotUpdate(f"{script} is no longer a script of the project")
+            raise CannotUpdate(
+                f"{script} is no longer a script of the project: remove it from the scripts and "
+                f"the files in {folder / RECORD}, and keep yours"
+            )
         every |= options_and_commands(ROOT / script, task)
     choose(wanted, every)
-    options = options_of(record, every, moved) | wanted
-    chosen = sorted(every if args.all else options)
-    every_file = texts(record["scripts"], chosen)
+    chosen = {*every} if args.all else options_of(record, every, moved) | wanted
+    every_file = texts(scripts, chosen)
     if kept:  # and what these need
         can_go = can_leave_out(every_file, GUARDS.keys() - guards)
         guards -= had.difference(can_go, args.without)
     if args.plain:
         guards |= set(can_leave_out(every_file, kept))
-    new = texts(record["scripts"], chosen, guards)
-    new = with_more(new, {moved.get(path, path) for path in record["files"]})
-    if dirty := dirty_files(new):
-        raise CannotUpdate(f"{', '.join(dirty)} of this clone are in no commit: commit or stash")
+    new = texts(scripts, chosen, guards)
+    copied = {moved.get(path, path) for path in record["files"]}
+    if dirty := dirty_files(new.keys() | copied):
+        raise CannotUpdate(
+            f"{', '.join(dirty)} of this clone differ from its commit: commit, stash, or restore "
+            f"them"
+        )
+    new = without(with_more(new, copied), guards)
+    require_nothing_hidden(folder, new)
     base = base_of(record, old_commit, of_task)
+    named = {_in_copy(every[name].path) for name in wanted}
+    for path in named.union(GUARDS[name].path for name in kept):
+        if not (folder / path).exists():  # it was deleted: --with brings it back
+            base.pop(path, None)
     labels = old_commit[:12], new_commit[:12]
     changes = plan(folder, base, new, moved, labels)
     # With --diff, stdout is a patch, for a pager or a file.
@@ -422,7 +468,7 @@ def update(args):
     ignored = {change.path for change in changes if change.kind.startswith("in the way")}
     sums = {path: checksum(text) for path, text in new.items() if path not in ignored}
     since = since if conflicts or stale else None  # the next update looks at all of this again
-    text = text_of_record(new_commit, since, record["scripts"], options, guards, sums)
+    text = text_of_record(new_commit, since, scripts, chosen, guards, sums)
     apply(folder, changes, text)
     origin = f", from {old_commit[:12]}" * (old_commit != new_commit)
     state = "has conflicts with" if conflicts else "is up to date with"
@@ -445,7 +491,7 @@ def main():
     except (CannotUpdate, NoHistory) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: cannot write {error.filename}: {error.strerror}")
+        sys.exit(f"error: {error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.processes import free_port
 from tools.copy import TASKS, files_to_copy, task_module, texts
 from tools.lib.closure import closure, loaded, options, small_flags
 from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT, RUNGS
+from tools.lib.update import read_record
 from tools.verify.cases import SUITES, scripts_of
 
 SCRIPTS = [rung.script for rung in LADDER]
@@ -126,6 +127,10 @@ def test_scripts_that_need_no_copy_are_refused(tmp_path):
     refused = copy("one_file/train_ddp.py", tmp_path / "mine")
     assert refused.returncode == 2 and "one_file/train_ddp.py needs no other" in refused.stderr
     assert not (tmp_path / "mine").exists()
+    assert copy("--update", tmp_path, "--force").returncode == 2
+    assert copy("--update", tmp_path, "--task", "text").returncode == 2
+    here = copy("train_1gpu.py", ROOT)
+    assert here.returncode == 1 and "is this clone" in here.stderr
     refused = copy("--update", tmp_path / "nothing")
     assert refused.returncode == 1 and f"no folder {tmp_path / 'nothing'}" in refused.stderr
 
@@ -133,6 +138,21 @@ def test_scripts_that_need_no_copy_are_refused(tmp_path):
 def test_files_that_modules_would_hide_are_refused(tmp_path):
     (tmp_path / "utils.py").touch()
     refused = copy("train_1gpu.py", tmp_path)
+    assert refused.returncode == 1 and "would hide" in refused.stderr
+    (tmp_path / "utils.py").unlink()
+    assert copy("train_1gpu.py", tmp_path, "--plain").returncode == 0
+    refused = copy("train_1gpu.py", tmp_path, "--with", "progress")
+    assert refused.returncode == 1 and "--update" in refused.stderr
+    assert copy("train_ddp.py", tmp_path, "--plain").returncode == 0  # it has more to leave out
+    record = read_record(tmp_path)
+    assert {"replicas", "watchdog"} < {*record["without"]}
+    (tmp_path / "utils" / "LICENSE").unlink()
+    (tmp_path / "utils" / "LICENSE").mkdir()
+    refused = copy("train_ddp.py", tmp_path)
+    assert refused.returncode == 1 and "utils/LICENSE is a folder" in refused.stderr
+    (tmp_path / "sources.py").touch()
+    (tmp_path / "utils" / "LICENSE").rmdir()
+    refused = copy("train_ddp.py", tmp_path, "--with", "streams")
     assert refused.returncode == 1 and "would hide" in refused.stderr
 
 

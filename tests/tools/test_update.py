@@ -23,9 +23,11 @@ from tools.lib.update import (
     as_diff,
     checksum,
     merge,
+    new_record,
     plan,
     python_files,
     read_record,
+    write_files,
 )
 
 LABELS = "old", "new"
@@ -125,16 +127,34 @@ def test_line_ends_of_windows_stay(tmp_path):
     assert (tmp_path / "same.py").read_bytes() == b"a\r\n1\r\n2\r\nb\r\n"
 
 
+def test_single_line_end_of_windows_does_not_change_a_file(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"1\r\n2\n3\n")
+    assert plan(tmp_path, {"a.py": b"1\n2\n3\n"}, {"a.py": b"1\n2\n3\n"}, {}, LABELS) == []
+    (change,) = plan(tmp_path, {"a.py": b"1\n2\n3\n"}, {"a.py": b"1\n2\n4\n"}, {}, LABELS)
+    assert change.contents == b"1\n2\n4\n"
+
+
 def test_edits_follow_a_file_that_moves(tmp_path):
     lines = "".join(f"{number}\n" for number in range(20))
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "old.py").write_text(lines.replace("3\n", "3 # mine\n", 1))
+    (tmp_path / "utils" / "old.py").chmod(0o755)
     base, new = {"utils/old.py": lines.encode()}, {"sources/new.py": f"{lines}20\n".encode()}
     changes = plan(tmp_path, base, new, {"utils/old.py": "sources/new.py"}, LABELS)
     assert (tmp_path / "utils" / "old.py").exists()  # nothing has been written
-    assert "+20\n" in as_diff(tmp_path, changes)
+    applied = tmp_path / "applied"
+    shutil.copytree(tmp_path / "utils", applied / "utils")
+    command = ["git", "apply", "--directory=applied", "-"]
+    git(tmp_path, "init", "--quiet")
+    diff = as_diff(tmp_path, [*changes, Change("added.py", "added", b"a\n")])
+    subprocess.run(command, input=diff.encode(), cwd=tmp_path, check=True)
     apply(tmp_path, changes, b"")
     assert not (tmp_path / "utils" / "old.py").exists()
+    assert not (applied / "utils" / "old.py").exists()
+    assert (applied / "added.py").read_text() == "a\n"
+    moved = (applied / "sources" / "new.py").read_text()
+    assert moved == (tmp_path / "sources" / "new.py").read_text()
+    assert (tmp_path / "sources" / "new.py").stat().st_mode & 0o777 == 0o755
     text = (tmp_path / "sources" / "new.py").read_text()
     assert "3 # mine\n" in text and text.endswith("19\n20\n")
 
@@ -237,14 +257,12 @@ def test_module_that_an_owner_has_copied_besides_is_updated():
     assert more["sources/samplers.py"] == (ROOT / "sources" / "samplers.py").read_bytes()
 
 
-def test_own_file_where_a_module_moves_to_stays(tmp_path):
+def test_module_does_not_move_to_where_the_owner_has_a_file(tmp_path):
     (tmp_path / "old.py").write_text("a\n")
     (tmp_path / "new.py").write_text("mine\n")
     base, new = {"old.py": b"a\n"}, {"new.py": b"a\n"}
-    changes = plan(tmp_path, base, new, {"old.py": "new.py"}, LABELS)
-    assert [change.kind for change in changes] == ["in the way: yours is kept"]
-    apply(tmp_path, changes, b"")
-    assert (tmp_path / "new.py").read_text() == "mine\n"
+    with pytest.raises(CannotUpdate, match=r"new\.py is yours, .*old\.py.* rename"):
+        plan(tmp_path, base, new, {"old.py": "new.py"}, LABELS)
 
 
 def test_nothing_is_written_if_a_folder_is_in_the_way(tmp_path):
@@ -273,6 +291,34 @@ def test_nothing_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
         "a.py": "old",
         "gone.py": "old",
     }
+
+
+def test_nothing_has_changed_if_a_file_cannot_be_replaced(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("old")
+    (tmp_path / "c.py").write_text("old")
+    (tmp_path / "a.py.copying").write_text("the owner's")
+    replace = Path.replace
+
+    def replace_some(path, target):
+        if target.name == "c.py":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_some)
+    with pytest.raises(CannotUpdate, match=r"c\.py: Operation not .* nothing has changed"):
+        write_files(tmp_path, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), b"new"))
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {"a.py": "old", "a.py.copying": "the owner's", "c.py": "old"}
+
+
+def test_repositories_and_copies_in_a_copy_are_not_searched(tmp_path):
+    for name in ("own", "clone", "copy"):
+        (tmp_path / name / "utils").mkdir(parents=True)
+        (tmp_path / name / "utils" / "x.py").touch()
+    (tmp_path / RECORD).touch()
+    (tmp_path / "clone" / ".git").touch()
+    (tmp_path / "copy" / RECORD).touch()
+    assert python_files(tmp_path, []).keys() == {"own/utils/x.py"}
 
 
 def test_conflicts_are_marked_as_git_marks_them(tmp_path):
@@ -333,7 +379,8 @@ def test_update_that_was_undone_is_noticed(clone, tmp_path):
 
 def test_damaged_record_is_named(tmp_path):
     assert read_record(tmp_path) is None
-    for text in ("{", "[]", '{"commit": "a"}'):
+    lists = json.dumps(new_record("a") | {"files": ["utils/seeds.py"]})
+    for text in ("{", "[]", '{"commit": "a"}', lists):
         (tmp_path / RECORD).write_text(text)
         with pytest.raises(CannotUpdate, match=rf"{RECORD} cannot be read .*--from COMMIT"):
             read_record(tmp_path)
@@ -370,7 +417,7 @@ def test_copy_that_is_updated(clone, tmp_path):
         assert re.search(r"^merged +utils/optim.py", listed, re.M)
         assert re.search(r"^deleted .* utils/watchdog.py$", listed, re.M)
         assert "up to date" not in listed
-        assert not is_diff or (shown.stdout[:4] == "--- " and "+# new" in shown.stdout)
+        assert not is_diff or (shown.stdout[:4] == "diff" and "+# new" in shown.stdout)
     nothing = tools_copy(clone, "--update", copy, "--dry-run")
     assert nothing.returncode == 0, nothing.stderr  # it does not list what was deleted long ago
     assert nothing.stdout.count("\n") == 1 and "up to date" in nothing.stdout
@@ -396,6 +443,79 @@ def test_copy_that_is_updated(clone, tmp_path):
     again = tools_copy(newer, "--update", copy)
     assert again.returncode == 0 and "utils/optim.py" not in again.stdout
     assert json.loads((copy / RECORD).read_text())["options"] == ["audit"]
+
+
+def test_update_by_a_commit_keeps_what_the_record_says(clone, tmp_path):
+    """--from and a copy made without git have no commit, but they know what was left out."""
+    copied = tools_copy(clone, "train_1gpu.py", tmp_path, "--task", "own", "--plain")
+    assert copied.returncode == 0, copied.stderr
+    script = (tmp_path / "train_1gpu.py").read_text()
+    script = script.replace("import my_task", "# \xe9\nimport tasks.birds")
+    (tmp_path / "train_1gpu.py").write_bytes(f"# coding: latin-1\n{script}".encode("latin-1"))
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps(record | {"commit": None}))
+    for options in ([], ["--from", "HEAD"]):
+        done = tools_copy(clone, "--update", tmp_path, *options)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / RECORD).read_text()) == record
+        assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    (tmp_path / RECORD).unlink()
+    done = tools_copy(clone, "--update", tmp_path)  # it has the guards, but no other task
+    assert json.loads((tmp_path / RECORD).read_text())["scripts"] == record["scripts"], done.stderr
+    assert not (tmp_path / "tasks").exists()
+
+
+def test_clone_that_lacks_files_updates_nothing(clone, tmp_path):
+    """git knows that they are there: a sparse checkout, or somebody has deleted them."""
+    newer, copy = tmp_path / "newer", tmp_path / "copy"
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    assert tools_copy(newer, "train_1gpu.py", copy).returncode == 0
+    git(newer, "sparse-checkout", "set", "--no-cone", "/*", "!/configs/")
+    refused = tools_copy(newer, "--update", copy)
+    assert refused.returncode == 1 and "configs/cifar10.yaml" in refused.stderr
+    assert (copy / "configs" / "cifar10.yaml").exists()
+    git(newer, "sparse-checkout", "disable")
+    (newer / "utils" / "seeds.py").unlink()
+    refused = tools_copy(newer, "--update", copy)
+    assert refused.returncode == 1 and "utils/seeds.py" in refused.stderr
+    assert "utils/seeds.py" in tools_copy(newer, "train_1gpu.py", tmp_path / "other").stderr
+
+
+def test_clone_below_any_folder_with_any_line_ends_and_any_git(clone, tmp_path, monkeypatch):
+    newer, copy = tmp_path / "images" / "tasks" / "clone", tmp_path / "copy"
+    git(clone, "clone", "--quiet", "--shared", "--no-checkout", str(clone), str(newer))
+    (newer / ".git" / "info" / "attributes").write_text("*.py text eol=crlf\n")
+    git(newer, "checkout", "--quiet")
+    assert b"\r" in (newer / "utils" / "seeds.py").read_bytes()
+    git(tmp_path, "init", "--quiet", "different")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "different" / ".git"))
+    done = tools_copy(newer, "train_1gpu.py", copy, "--task", "own", "--with", "audit")
+    assert done.returncode == 0 and done.stderr == "" and "Write my_task.py" in done.stdout
+    assert b"\r" not in (copy / "utils" / "seeds.py").read_bytes()
+    assert b"\r" not in (copy / "train_1gpu.py").read_bytes()
+    (copy / "utils" / "options" / "audit.py").unlink()
+    done = tools_copy(newer, "--update", copy)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
+    done = tools_copy(newer, "--update", copy, "--all")
+    names = json.loads((copy / RECORD).read_text())["options"]
+    assert "loggers" in names and (copy / "utils" / "options" / "loggers.py").exists()
+    assert not (copy / "utils" / "options" / "audit.py").exists()
+    done = tools_copy(newer, "--update", copy, "--with", "audit")
+    assert done.returncode == 0 and (copy / "utils" / "options" / "audit.py").exists()
+
+
+def test_guard_that_is_renamed_stays_out(clone, tmp_path):
+    newer, copy = tmp_path / "newer", tmp_path / "copy"
+    assert tools_copy(clone, "train_1gpu.py", copy, "--plain").returncode == 0
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+    git(newer, "mv", "utils/progress.py", "utils/bar.py")
+    for name in ("utils/options/__init__.py", "tools/lib/prune.py"):
+        text = (newer / name).read_text().replace("utils.progress", "utils.bar")
+        (newer / name).write_text(text)
+    git(newer, "commit", "--quiet", "--all", "--message=newer")
+    done = tools_copy(newer, "--update", copy)
+    assert done.returncode == 0 and not (copy / "utils" / "bar.py").exists(), done.stderr
 
 
 @pytest.mark.slow

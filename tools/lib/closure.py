@@ -66,14 +66,19 @@ def nodes_of(path):
 @cache
 def size(path):
     """Code lines and tokens of a file."""
+    return size_of(path.read_text(encoding="utf-8"))
+
+
+def size_of(text):
+    """Code lines and tokens of the text of a file."""
     docstrings = set()
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if ast.get_docstring(node, clean=False) is not None:
                 docstrings.update(range(first.lineno, first.end_lineno + 1))
     lines, tokens, nested = set(), 0, 0
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT and token.start[0] not in docstrings:
             lines.update(range(token.start[0], token.end[0] + 1))
             kind = tokenize.tok_name[token.type]

@@ -28,6 +28,10 @@ class Guard(NamedTuple):
         """The path of its file in a copy."""
         return self.module.replace(".", "/") + ".py"
 
+    def at(self, path):
+        """The same, with its file at a different path."""
+        return self._replace(module=path.removesuffix(".py").replace("/", "."))
+
 
 GUARDS = {
     "contract": Guard(
@@ -71,16 +75,17 @@ class CannotLeaveOut(Exception):
         self.guard = guard
 
 
-def without(files, names):
-    """A copy, {path: bytes}, without the guards of these names. Raises CannotLeaveOut."""
-    files = dict(files)
-    removed = {name: files.pop(GUARDS[name].path, b"").decode() for name in sorted(names)}
+def without(files, names, guards=GUARDS):
+    """A copy, {path: bytes}, without the guards of these names. guards: {name: Guard} as they were
+    when it was made. Raises CannotLeaveOut."""
+    files, hooks = dict(files), {guard.path for guard in guards.values()}
+    removed = {name: files.pop(guards[name].path, b"").decode() for name in sorted(names)}
     for name, text in removed.items():
-        guard, needed_by = GUARDS[name], []
+        guard, needed_by = guards[name], []
         for path, contents in files.items():
             if path.endswith(".py") and guard.module in contents.decode():
                 edited = _without_module(contents.decode(), guard.module)
-                if edited is None or _is_hook(path):  # whose calls would be missed
+                if edited is None or path in hooks or _is_option(path):  # calls would be missed
                     needed_by.append(path)
                 else:
                     files[path] = edited.encode()
@@ -113,9 +118,8 @@ def _attributes(text):
     return names | {row[0] for _, row in rows_of_table(tree)}
 
 
-def _is_hook(path):
-    is_option = path.startswith("utils/options/") and path != TABLE
-    return is_option or path in {guard.path for guard in GUARDS.values()}
+def _is_option(path):
+    return path.startswith("utils/options/") and path != TABLE
 
 
 def _without_module(text, module):

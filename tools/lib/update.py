@@ -8,6 +8,7 @@ with the version that was copied. Nothing is written before all of this has been
 import difflib
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from tools.lib.ladder import RUNGS
 from tools.lib.prune import GUARDS, without
 
 RECORD = "copied.json"
+OWN = "own"  # in place of a task: the user's module
 FOLDERS = ("utils", "tasks", "sources", "tools", "configs")  # of a copy, besides the scripts
 SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
 
@@ -61,12 +63,16 @@ def read_record(folder):
         record = {"without": [], "since": None} | json.loads(path.read_text(encoding="utf-8"))
         if record.keys() != new_record(None).keys():
             raise ValueError("it has other entries")
+        if not isinstance(record["files"], dict) or not isinstance(record["scripts"], dict):
+            raise ValueError("its entries are of other types")
         if unknown := set(record["without"]) - GUARDS.keys():
             raise ValueError(f"it is without {', '.join(unknown)}, which this clone does not know")
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, OSError) as error:
-        raise CannotUpdate(f"{path} cannot be read ({error}): pass --from COMMIT") from None
+        raise CannotUpdate(
+            f"{path} cannot be read ({error}): pass --update {folder} --from COMMIT"
+        ) from None
     return record
 
 
@@ -82,36 +88,54 @@ def write_files(folder, files):
     """Write {path in a folder: bytes}. If that fails for one of them, as on a full disk, nothing
     has changed: raises CannotUpdate."""
     targets = {(folder / path).resolve(): contents for path, contents in files.items()}
-    written = {target: target.with_name(f"{target.name}.copying") for target in targets}
+    require_no_folders(targets)
+    before = {target: read(target) for target in targets}
+    ending = f".{os.getpid()}.copying"
+    written = {target: target.with_name(f".{target.name}{ending}") for target in targets}
+    replaced = []
     try:
         for target, contents in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             written[target].write_bytes(contents)
-            if target.exists():
+            if before[target] is not None:
                 shutil.copymode(target, written[target])
+        for target, each in written.items():
+            each.replace(target)
+            replaced.append(target)
     except OSError as error:
+        for each in replaced:
+            if before[each] is None:
+                each.unlink()
+            else:
+                each.write_bytes(before[each])
         for each in written.values():
             with suppress(OSError):
                 each.unlink()
         raise CannotUpdate(
             f"cannot write {target}: {error.strerror}; nothing has changed"
         ) from None
-    for target, each in written.items():
-        each.replace(target)
 
 
-def merge(mine, base, theirs, names):
-    """(merged bytes, the number of conflicts). names: of the three versions, for the markers."""
+def require_no_folders(paths):
+    """Raise CannotUpdate if one of the paths of files is a folder."""
+    for path in paths:
+        if path.is_dir():
+            raise CannotUpdate(f"{path} is a folder, where a file belongs: rename it")
+
+
+def merge(mine, base, theirs, names, path=""):
+    """(merged bytes, the number of conflicts). names: of the three versions, for the markers.
+    path: of the file, for an error."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("mine", "base", "theirs")]
-        for path, contents in zip(paths, (mine, base, theirs), strict=True):
-            path.write_bytes(contents)
+        versions = [Path(folder) / name for name in ("yours", "copied", "new")]
+        for version, contents in zip(versions, (mine, base, theirs), strict=True):
+            version.write_bytes(contents)
         labels = [word for name in names for word in ("-L", name)]
-        done = subprocess.run(
-            ["git", "merge-file", "-p", "--diff3", *labels, *map(str, paths)], capture_output=True
-        )
+        command = ["git", "merge-file", "-p", "--diff3", *labels, *map(str, versions)]
+        done = subprocess.run(command, capture_output=True)
     if not 0 <= done.returncode < 128:
-        raise CannotUpdate(f"git merge-file: {done.stderr.decode().strip()}")
+        reason = done.stderr.decode(errors="replace").strip()
+        raise CannotUpdate(f"cannot merge {path}, which must be text in UTF-8: {reason}")
     return done.stdout, done.returncode
 
 
@@ -119,7 +143,7 @@ def require_resolved(folder, paths):
     """Raise CannotUpdate if files of a copy still have conflicts that merge() has marked."""
     marked = re.compile(rb"^<<<<<<< yours$.*^>>>>>>> new ", re.MULTILINE | re.DOTALL)
     texts = {path: read(Path(folder) / path) or b"" for path in sorted(paths)}
-    left = [path for path, text in texts.items() if marked.search(text.replace(b"\r\n", b"\n"))]
+    left = [path for path, text in texts.items() if marked.search(with_line_feeds(text))]
     if left:
         raise CannotUpdate(
             f"resolve the conflicts in {', '.join(left)} first: <<<<<<< yours ... >>>>>>> new"
@@ -132,15 +156,17 @@ def base_of(record, commit, of_task):
     of_task(text, task): the text of a script as a copy has it. Raises CannotUpdate if they are not
     what was copied.
     """
+    moved = {new: old for old, new in history.renamed(commit, history.resolve("HEAD")).items()}
+    then = {n: guard.at(moved.get(guard.path, guard.path)) for n, guard in GUARDS.items()}
     guards, base = record["without"], {}
-    for path in [*record["files"], *(GUARDS[name].path for name in guards)]:
+    for path in [*record["files"], *(then[name].path for name in guards)]:
         contents = history.read(commit, SOURCES.get(path, path))
         if contents is None:
             contents = b""  # the __init__.py of a package that has none
         if path in record["scripts"]:
             contents = of_task(contents.decode(), record["scripts"][path]).encode()
         base[path] = contents
-    base = without(base, guards)
+    base = without(base, guards, then)
     different = [
         path
         for path, expected in record["files"].items()
@@ -170,14 +196,17 @@ def plan(folder, base, new, moved, labels):
             if path in new and new[path] != old:
                 changes.append(Change(path, "deleted by you: not restored"))
             continue
-        mine = mine_on_disk.replace(b"\r\n", b"\n")
+        mine = with_line_feeds(mine_on_disk)
         if path not in new:
             kind = "removed" if mine == old else "kept, although it is gone"
             changes.append(Change(old_path, kind))
             continue
         place = None if path == old_path else old_path
         if place and read(folder / path) not in (None, new[path]):
-            changes.append(Change(path, "in the way: yours is kept"))
+            raise CannotUpdate(
+                f"{folder / path} is yours, but {old_path} is moved there: rename your file"
+            )
+        if old == new[path] and not place:
             continue
         if mine == old:
             contents, kind, conflicts = new[path], "replaced", 0
@@ -185,15 +214,13 @@ def plan(folder, base, new, moved, labels):
             contents, kind, conflicts = mine, "moved", 0
         else:
             names = ("yours", f"copied ({labels[0]})", f"new ({labels[1]})")
-            contents, conflicts = merge(mine, old, new[path], names)
+            contents, conflicts = merge(mine, old, new[path], names, folder / old_path)
             kind = "conflict" if conflicts else "merged"
-        if b"\r\n" in mine_on_disk:  # an editor or git on Windows wrote it
+        if 2 * mine_on_disk.count(b"\r\n") > mine_on_disk.count(b"\n"):  # written on Windows
             contents = contents.replace(b"\n", b"\r\n")
         if place or contents != mine_on_disk:
             changes.append(Change(path, kind, contents, conflicts, place))
-    for path in [*base, *new]:
-        if (folder / path).is_dir():
-            raise CannotUpdate(f"{folder / path} is a folder, where a file belongs: rename it")
+    require_no_folders(folder / path for path in [*base, *new])
     for path in sorted(new.keys() - reached):
         mine = read(folder / path)
         if mine is None:
@@ -208,6 +235,11 @@ def read(path):
     return path.read_bytes() if path.is_file() else None
 
 
+def with_line_feeds(contents):
+    """The bytes of a file with line ends as the project has them: git and editors change them."""
+    return contents.replace(b"\r\n", b"\n")
+
+
 def apply(folder, changes, record):
     """Write Changes, and a record as bytes. Raises CannotUpdate, as write_files() does."""
     folder = Path(folder)
@@ -217,13 +249,17 @@ def apply(folder, changes, record):
         if change.kind == "removed":
             (folder / change.path).unlink()
         if change.old_path:
+            shutil.copymode(folder / change.old_path, folder / change.path)
             (folder / change.old_path).unlink()
 
 
 def python_files(folder, changes):
-    """{path: bytes} of the Python files of a copy after Changes, its owner's included."""
+    """{path: bytes} of the Python files of a copy after Changes, its owner's included, but not
+    those of other repositories and copies in it."""
     folder = Path(folder)
-    found = {file.relative_to(folder) for file in folder.rglob("*.py")}
+    others = {path.parent for name in (".git", RECORD) for path in folder.rglob(name)} - {folder}
+    files = [file for file in folder.rglob("*.py") if others.isdisjoint(file.parents)]
+    found = {file.relative_to(folder) for file in files}
     found = {p.as_posix() for p in found if not any(map(_is_not_ours, p.parts))}
     found -= {change.path for change in changes if change.kind == "removed"}
     found -= {change.old_path for change in changes}
@@ -245,7 +281,16 @@ def as_diff(folder, changes):
         old_path = change.old_path or change.path
         old = (read(Path(folder) / old_path) or b"").decode(errors="replace")
         new = (change.contents or b"").decode(errors="replace")
-        names = f"a/{old_path}", f"b/{change.path}"
+        names = [f"a/{old_path}", f"b/{change.path}"]
+        lines.append(f"diff --git {names[0]} {names[1]}\n")
+        if change.old_path:
+            lines.append(f"rename from {old_path}\nrename to {change.path}\n")
+        elif change.kind == "added":
+            lines.append("new file mode 100644\n")
+            names[0] = "/dev/null"
+        elif change.kind == "removed":
+            lines.append("deleted file mode 100644\n")
+            names[1] = "/dev/null"
         pieces = difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names)
         lines += [line if line.endswith("\n") else line + "\n" for line in pieces]
     return "".join(lines)
@@ -281,7 +326,8 @@ def find_commit(folder):
     for name in FOLDERS:
         for path in folder.glob(f"{name}/**/*"):
             if path.is_file() and path.stat().st_size < 1 << 20 and path.stat().st_size:
-                blobs[path.relative_to(folder).as_posix()] = _blob(path.read_bytes())
+                contents = with_line_feeds(path.read_bytes())
+                blobs[path.relative_to(folder).as_posix()] = _blob(contents)
     commit = _most_alike(folder, blobs, history.commits())
     if not commit:
         raise CannotUpdate(
@@ -296,7 +342,7 @@ def require_not_undone(folder, record):
     git has brought them back, but not the record."""
     recorded, blobs = record["commit"], {}
     for path, expected in record["files"].items():
-        text = (read(Path(folder) / path) or b"").replace(b"\r\n", b"\n")
+        text = with_line_feeds(read(Path(folder) / path) or b"")
         if text and expected not in (None, checksum(text)):
             blobs[path] = _blob(text)
     (then,) = _blobs(blobs, [recorded])
@@ -342,25 +388,38 @@ def _edits(folder, commit):
     """The number of lines by which the files of a folder differ from the files of a commit."""
     count = 0
     for name in files_in(folder, commit):
-        mine, ours = (folder / name).read_bytes(), history.read(commit, SOURCES.get(name, name))
+        mine = with_line_feeds((folder / name).read_bytes())
+        ours = history.read(commit, SOURCES.get(name, name))
         if mine != ours:
             old, new = (text.decode(errors="replace").splitlines() for text in (ours, mine))
             count += sum(line[0] in "+-" for line in difflib.unified_diff(old, new, n=0))
     return count
 
 
-def guessed_record(folder, commit):
-    """A record of a copy that has none. The files have no checksums."""
+def guessed_record(folder, commit, record=None):
+    """A record of a copy that has none, or whose record, which is passed, is of a different commit.
+    The files have no checksums."""
     files, scripts = files_in(folder, commit), {}
     if "tools/copy.py" in files:
         raise CannotUpdate(f"{folder} is the whole project, not a copy of a script")
+    if record:
+        known = history.tree(commit)
+        files += [path for path in record["files"] if SOURCES.get(path, path) in known]
+        return record | {"commit": commit, "since": None, "files": dict.fromkeys(files)}
     for name in files:
         if name in RUNGS:
-            text = (folder / name).read_text(encoding="utf-8")
-            found = re.search(r"^import tasks\.(\w+) as task", text, re.MULTILINE)
-            tasks = [part.split("/")[1].removesuffix(".py") for part in files if "tasks/" in part]
-            tasks = [task for task in tasks if task != "__init__"]
-            scripts[name] = found[1] if found else (tasks or ["images"])[0]
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            scripts[name] = _task_of(text, files)
     if not scripts:
         raise CannotUpdate(f"{folder} has none of the scripts: {', '.join(RUNGS)}")
     return new_record(commit) | {"scripts": scripts, "files": dict.fromkeys(files)}
+
+
+def _task_of(text, files):
+    """The task that a script trains, by its text and the project's files beside it."""
+    tasks = [path.split("/")[1].removesuffix(".py") for path in files if path[:6] == "tasks/"]
+    tasks = [task for task in tasks if task != "__init__"]
+    if found := re.search(r"^import ([\w.]+) as task\b", text, re.MULTILINE):
+        task = found[1].removeprefix("tasks.")
+        return task if task in tasks else OWN
+    return (tasks or ["images"])[0]
