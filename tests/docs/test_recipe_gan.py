@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 from tests.docs.test_recipes import compile_without_inductor
@@ -213,7 +214,8 @@ def test_different_ways_to_the_same(changes, one, tmp_path, monkeypatch):
 
 def test_separate_forward_passes_of_batch_norm(tmp_path, monkeypatch):
     project = Project(tmp_path, monkeypatch, [SEPARATE])
-    ends = [project.train(nproc, f"{nproc}", with_batch_norm)[1]["model"] for nproc in (1, 2)]
+    numbers = (2, 3) if torch.__version__.startswith("2.11") else (1, 2)  # the page says why
+    ends = [project.train(nproc, f"{nproc}", with_batch_norm)[1]["model"] for nproc in numbers]
     assert largest_difference(*ends) < ROUNDING  # with sync_bn, which is on by default
     flags = RUN | FLAGS | {"sync_bn": False, "output_dir": tmp_path / "unsynchronized"}
     run = fork_script(project.script, 2, with_batch_norm, **flags)

@@ -100,7 +100,8 @@ def test_loss_is_the_mean_squared_error_of_a_value():
 def test_every_parameter_takes_part():
     model = model_of(config())
     start_batch(0, 0, torch.arange(4))
-    task.loss(model(torch.randn(4, 3, 8, 8).double()), torch.zeros(4, 3, 8, 8)).backward()
+    images = torch.randn(4, 3, 8, 8).double()
+    task.loss(model(images), torch.zeros_like(images)).backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
     assert len(task.blocks(model)) == 2
     with pytest.raises(UserError, match=r"2 attention .*64 MLP .* 3 ranks"):
