@@ -31,10 +31,11 @@ from utils.checkpoint_file import (
     save_atomically,
     with_plain_numbers,
 )
-from utils.distributed import all_gather_object, fail_together, is_main_process, is_restart
+from utils.distributed import all_gather_object, fail_together, is_main_process, is_restart_of
 from utils.errors import UserError, warn
 from utils.files import link_atomically
 from utils.hooks import FileForm
+from utils.metrics import read_metrics
 
 
 class Wrapper(nn.Module):
@@ -103,7 +104,8 @@ class Checkpointer:
         newest = None
         with fail_together():
             if is_main_process():
-                prepare_folder(self.folder, "always" if is_restart() else self.cfg.resume)
+                starts = read_metrics(self.folder / "starts.jsonl")
+                prepare_folder(self.folder, "always" if is_restart_of(starts) else self.cfg.resume)
                 newest = newest_good_checkpoint(self.folder)
         path = all_gather_object(newest and newest[0])[0]
         contents: dict[str, Any] = {}
@@ -125,7 +127,7 @@ class Checkpointer:
         for hook in self.hooks:
             hook.after_load(self)
         # A whole checkpoint will have plain dicts in place of others in the model's extra state.
-        model = map_tensors(lambda tensor: None, dsd.get_model_state_dict(self.model))
+        model = map_tensors(lambda tensor: tensor, dsd.get_model_state_dict(self.model))
         contents = {"model": model} | self._gather_others()
         with fail_together():
             refuse_unreadable(contents)

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from utils.errors import UserError, required_by, warn
 from utils.files import matching, replacing, unused
@@ -57,7 +59,8 @@ def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]
     except UserError:
         raise
     except Exception as error:  # zip, pickle and OS errors of many kinds
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) not in NOT_PASSING:
+        is_memory = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if is_memory or getattr(error, "errno", None) not in NOT_PASSING:
             reason = getattr(error, "strerror", "no memory is left")
             raise Unreadable(f"{path} cannot be read now: {reason}") from None
         raise UserError(f"{path} cannot be read as a checkpoint: {_reason(error, path)}") from None
@@ -111,12 +114,14 @@ def with_plain_numbers(value: Any) -> Any:
 
 def refuse_unreadable(contents: dict[str, Any]) -> None:
     """Raise UserError if torch.load would not read the contents of a checkpoint. Each part is
-    written to memory and read back, without its tensors."""
+    written to memory and read back, without its tensors, unless they are of classes of others."""
 
     def without_tensors(leaf):
         if type(leaf) is OrderedDict:  # of a module, for example
             return _map_leaves(without_tensors, dict(leaf))
-        return None if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(leaf, DTensor) and name not in ("model", "optimizer"):  # which are gathered
+            raise TypeError("a DTensor is only the part of this rank: take its full_tensor()")
+        return None if type(leaf) in (Tensor, nn.Parameter, DTensor) else leaf
 
     for name, value in contents.items():
         file = io.BytesIO()
@@ -147,7 +152,7 @@ def prepare_folder(folder: Path, resume: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints, metrics = matching(folder, CHECKPOINTS), folder / "metrics.jsonl"
         has_rows = metrics.exists() and metrics.stat().st_size > 0
-        is_lost = resume == "auto" and has_rows and not checkpoints
+        is_lost = resume == "auto" and has_rows and all(p.suffix != ".pt" for p in checkpoints)
         old = checkpoints + matching(folder, WRITTEN)
         if old and (resume == "never" or is_lost):
             aside = unused(folder, "previous-%Y%m%d-%H%M%S")

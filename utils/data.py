@@ -115,7 +115,7 @@ def _fetch(dataset, indices, collate_fn=None, seed=None):
 def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
     """The function that makes a batch of a dataset's samples, which come from `sources`, or from
     the datasets in a Subset or a ConcatDataset among these."""
-    parts = [part for source in sources for part in parts_of(source)]
+    parts = [part for source in sources for part in parts_of(source, until="collate_fn")]
     found = [getattr(part, "collate_fn", collate) for part in parts]
     if len({getattr(function, "__func__", function) for function in found}) > 1:
         raise UserError(
@@ -125,14 +125,15 @@ def collate_fn_of(dataset: Any, sources: Sequence[Any]) -> Any:
     return found[0]
 
 
-def parts_of(dataset: Any) -> list[Any]:
-    """The datasets that a Subset or a ConcatDataset, or both of them, make one of; or [dataset]."""
-    if hasattr(dataset, "collate_fn"):
+def parts_of(dataset: Any, until: str = "") -> list[Any]:
+    """The datasets that a Subset or a ConcatDataset, or both of them, make one of; or [dataset].
+    until: the name of an attribute of which only the outermost counts."""
+    if until and hasattr(dataset, until):
         return [dataset]
     if isinstance(dataset, Subset):
-        return parts_of(dataset.dataset)
+        return parts_of(dataset.dataset, until)
     if isinstance(dataset, ConcatDataset):
-        return [inner for part in dataset.datasets for inner in parts_of(part)]
+        return [inner for part in dataset.datasets for inner in parts_of(part, until)]
     return [dataset]
 
 
@@ -155,7 +156,8 @@ def _subsets_in(dataset):
         values = vars(part).values() if isinstance(part, Dataset) else []
         for value in values:
             inner = value if isinstance(value, list | tuple) else [value]
-            found += [each for each in inner if isinstance(each, Dataset) and each not in found]
+            new = [each for each in inner if isinstance(each, Dataset)]
+            found += [each for each in new if all(each is not known for known in found)]
     return [part for part in found if isinstance(part, Subset)]
 
 

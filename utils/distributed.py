@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,10 @@ from utils.watchdog import watch
 _control_group: Any = None  # gloo with a long timeout
 _data_parallel_group: dist.ProcessGroup | None = None  # None: all ranks
 _device = torch.device("cpu")  # on which this process has its loss
+RESTART_COUNTS = {  # by the id that stays the same
+    "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID": "SLURM_RESTART_COUNT",
+}
 
 
 def set_data_parallel_group(group: dist.ProcessGroup | None) -> None:
@@ -59,10 +63,26 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def is_restart() -> bool:
-    """Whether this job was started again by torchrun --max-restarts, or requeued by SLURM."""
-    counts = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
-    return any(os.environ.get(name, "0") != "0" for name in counts)
+def job_ids() -> dict[str, str]:
+    """The names that this job keeps when torchrun --max-restarts starts it again, and when SLURM
+    requeues it. torchrun calls all jobs "none" unless it has --standalone or --rdzv-id."""
+    ids = {}
+    for name in RESTART_COUNTS:
+        if os.environ.get(name, "none") != "none":
+            ids[name] = os.environ[name]
+    return ids
+
+
+def is_restart_of(starts: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether this job was started again, and one of its starts, rows of starts.jsonl, was noted.
+    Before that, the folder has what an earlier run wrote."""
+    ids = job_ids()
+    for name, count in RESTART_COUNTS.items():
+        if os.environ.get(count, "0") == "0":
+            continue
+        if name not in ids or ids[name] in [row.get(name) for row in starts]:
+            return True
+    return False
 
 
 def control_group() -> dist.ProcessGroup | None:

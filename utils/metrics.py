@@ -87,7 +87,7 @@ class Meter:
             self.count += count
             self.compared += count
         sums, shapes = flatten(values)
-        if self.shapes not in ({}, shapes):
+        if self.shapes and [*self.shapes.items()] != [*shapes.items()]:  # in this order
             raise UserError(
                 f"measure() of the task returns {_shapes(shapes)} after {_shapes(self.shapes)}: "
                 f"these are sums, so they must have the same names and shapes in every batch"
@@ -169,7 +169,8 @@ class Meter:
         else:  # between two epochs
             mine = [[], 0, 0.0]
         ranks = all_gather_object(mine)
-        return {"ranks": ranks[:: len(ranks) // dp_world_size()]}  # one of each replica
+        shapes = {name: list(shape) for name, shape in self.shapes.items()}
+        return {"ranks": ranks[:: len(ranks) // dp_world_size()], "shapes": shapes}  # by replica
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Each rank takes its own sums; if the number of ranks has changed, rank 0 takes all."""
@@ -182,6 +183,7 @@ class Meter:
         sums, counts, seconds = zip(*ranks, strict=True)
         if sums[0]:
             self.sums = torch.tensor(sums, dtype=torch.float64).sum(0)
+            self.shapes = {n: torch.Size(shape) for n, shape in state.get("shapes", {}).items()}
         self.count, self.seconds = sum(counts), max(seconds)
 
 

@@ -113,6 +113,8 @@ class Interrupts(Hook):
                 f"step {checkpoint.state['loader'].step}, and saved in {checkpoint.folder}: the "
                 f"same command{without} continues the run"
             )
+            if "RANK" not in os.environ:  # in a notebook: the process does not end
+                _restore_handlers()
             raise Preempted
 
 

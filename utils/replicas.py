@@ -4,6 +4,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from torch.optim import Optimizer
 from utils.batches import same_values
 from utils.checkpoint import unwrap
 from utils.checkpoint_file import refuse_unreadable, with_plain_numbers
+from utils.config import Saving
 from utils.distributed import all_gather_object
 from utils.errors import UserError
 from utils.hooks import Checkpoint, Hook
 
+OF_A_RANK = {"output_dir", "profile", "logger"}
+SETTINGS_OF_ALL = {field.name for field in fields(Saving)} - OF_A_RANK
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
-    """Raise UserError, on all ranks, if they differ in settings that decide the weights, in facts
+    """Raise UserError, on all ranks, if they differ in settings that decide the weights, or when
+    and what ranks tell each other, in facts
     about the data, in the number of steps per epoch, in the version of torch, or in the code of the
     script or of a module in its folder. All ranks call it together.
 
@@ -34,6 +39,8 @@ def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
     refuse_unreadable(with_plain_numbers(state["data"]))  # nor could arrays be compared
     code = _checksums_of_code()
     mine = cfg.fixed_on_resume() | state["data"]
+    for name in SETTINGS_OF_ALL:
+        mine[name] = getattr(cfg, name)
     mine |= {"steps per epoch": len(state["loader"]), "torch": torch.__version__, "files": code}
     for rank, theirs in enumerate(all_gather_object(mine)):
         for name in mine | theirs:

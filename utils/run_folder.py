@@ -31,6 +31,12 @@ class OutputFolder(Hook):
             if is_main_process():
                 lock_folder(cfg)
 
+    def after_load(self, checkpoint: Checkpoint) -> None:
+        """The run is accepted: a config.yaml that no run wrote gets a different name."""
+        with fail_together():
+            if is_main_process():
+                _keep_edited_config(self.folder / "config.yaml")
+
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         """Raises UserError, on all ranks, if the folder was deleted or replaced, unless the run is
         to outlive that: then it is created and locked again."""
@@ -46,8 +52,8 @@ class OutputFolder(Hook):
 def lock_folder(cfg: Any) -> None:
     """Create cfg.output_dir, and lock it against a second run for as long as this process lives.
 
-    A config.yaml that no run wrote gets a different name. Raises UserError if another run holds the
-    lock, or the folder cannot be written. Only the main process calls it.
+    Raises UserError if another run holds the lock, or the folder cannot be written. Only the main
+    process calls it.
     """
     folder = Path(cfg.output_dir)
     try:
@@ -55,7 +61,6 @@ def lock_folder(cfg: Any) -> None:
         _lock(folder)
         for leftover in filter(Path.is_file, matching(folder, LEFTOVERS)):
             leftover.unlink()
-        _keep_edited_config(folder / "config.yaml")
     except BlockingIOError:
         owner = (folder / ".lock").read_text(encoding="utf-8") or "another run"
         raise UserError(f"{owner} is writing to {folder}: pass another --output-dir") from None

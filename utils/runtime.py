@@ -18,6 +18,7 @@ from utils.distributed import (
     cores_per_rank,
     dp_world_size,
     is_main_process,
+    job_ids,
     launched_world_size,
 )
 from utils.errors import UserError, say, warn
@@ -90,6 +91,6 @@ def log_summary(cfg: Any, state: Mapping[str, Any], start_epoch: int) -> None:
         return
     start = {"time": time.time(), "epoch": start_epoch, "step": loader.start}
     start |= {"steps_per_epoch": len(loader), "world_size": launched_world_size()}
-    start |= facts | {"command": shlex.join(sys.argv), "torch": torch.__version__}
+    start |= facts | {"command": shlex.join(sys.argv), "torch": torch.__version__} | job_ids()
     starts = read_metrics(folder / "starts.jsonl")
     write_rows(folder / "starts.jsonl", [*starts, start])

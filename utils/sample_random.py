@@ -39,10 +39,13 @@ class _Step:
         self.used: dict[str, int] = {}
         self.prefix, self.thread = "", 0
 
-    def start(self, seed: int, epoch: int, indices: Tensor) -> None:
-        """A step with the samples `indices` begins. Does not wait for a device. Raises UserError if
-        a draw of the step before was not for all of its samples."""
+    def start(self, seed: int, epoch: int, indices: Tensor | None) -> None:
+        """A step with the samples `indices` begins; None: the run. Does not wait for a device.
+        Raises UserError if a draw of the step before was not for all of its samples."""
         used, self.used = self.used, {}
+        if indices is None:
+            self.keys = None
+            return
         for name, count in used.items():
             if count < len(self.keys):
                 raise UserError(

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 _MASK = 2**64 - 1
-on_batch: list[Callable[[int, int, Tensor], None]] = []  # called by start_batch()
+on_batch: list[Callable[[int, int, Tensor | None], None]] = []  # called by start_batch()
 parts: list[tuple[int, int]] = []  # (number, count) of a micro-batch: utils/rungs/pipeline.py
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators, on all devices."""
+    """Seed Python's, NumPy's and PyTorch's generators, on all devices, before the first batch."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+    for listener in on_batch:  # a run before this one, in a notebook, may have left its last batch
+        listener(seed, 0, None)
 
 
 def derive_seed(*numbers: int) -> int:

@@ -19,7 +19,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.tv_tensors import Image
 
 import utils.checkpoint
 from tests.forked import FORK
@@ -612,6 +615,16 @@ def test_truncated_file_is_passed_over(part, tmp_path, capsys):
         checkpointer(tmp_path, state).load()
 
 
+def test_lack_of_memory_is_not_taken_for_damage(tmp_path, monkeypatch):
+    def load(*_, **__):  # what PyTorch raises is not a MemoryError
+        raise RuntimeError("[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+    save(tmp_path, make_state())
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(UserError, match=r"last\.pt cannot be read now: no memory"):
+        checkpointer(tmp_path, make_state()).load()
+
+
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "EMFILE", "EACCES"])
 def test_file_that_cannot_be_read_now_is_not_passed_over(number, tmp_path, monkeypatch):
     """It may be whole: to continue from an older one would lose work, without need."""
@@ -802,8 +815,9 @@ class Held:
         (datetime.date(2026, 1, 1), "datetime.date"),
         (collections.defaultdict(int), "collections.defaultdict"),
         (lambda: None, "lambda"),
+        (Image(torch.zeros(1, 2, 2)), "tv_tensors"),
     ],
-    ids=["array", "date", "defaultdict", "function"],
+    ids=["array", "date", "defaultdict", "function", "image"],
 )
 def test_value_that_could_not_be_read_is_refused_before_the_first_step(
     place, value, kind, tmp_path
@@ -829,6 +843,23 @@ def test_value_that_could_not_be_read_is_refused_before_the_first_step(
         with pytest.raises(UserError, match=f"{kind}|function"):  # a value that is there later
             writer.save(1)
         assert not [*tmp_path.iterdir()]
+
+
+def test_tensor_of_which_each_rank_has_a_part_is_refused_in_a_hook(tmp_path):
+    """Such as the average of parameters in train_fsdp.py: each rank would load rank 0's part."""
+    state = make_state()
+    state["model"].register_buffer("image", Image(torch.zeros(1, 2, 2)))
+    with pytest.raises(UserError, match=r"'model', .*tv_tensors"):
+        checkpointer(tmp_path, state).load()
+
+    def body(rank):
+        hook = Hook()
+        part = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        hook.state_dict = lambda: {"average": part}
+        return outcome(checkpointer(tmp_path, make_state(), [hook]).load)
+
+    for kind, text in run_ranks(body, 2):
+        assert kind is UserError and "'hooks'" in text and "full_tensor()" in text
 
 
 def test_large_tensors_are_not_written_to_memory_to_try_that(tmp_path, monkeypatch):

@@ -333,7 +333,18 @@ def test_clock_counts_over_a_resume(clock):
     resumed.loader.started = clock.now  # as Loader.__iter__ does
     clock.now += 4.0
     assert fill(resumed, 1.0).compute()["seconds"] == 7.0
-    assert resumed.state_dict() == {"ranks": [[[], 0, 0.0]]}  # at the end of an epoch
+    assert resumed.state_dict()["ranks"] == [[[], 0, 0.0]]  # at the end of an epoch
+
+
+@pytest.mark.parametrize("names", [("loss", "b", "a"), ("loss", "a"), ("loss", "a", "c")])
+def test_other_sums_do_not_continue_those_of_a_checkpoint(names):
+    """Of an epoch within which measure() of the task was edited."""
+    meter = Meter(COUNTS_NUMBERS, fake_loader())
+    meter.add(dict.fromkeys(("loss", "a", "b"), torch.tensor(1.0)), torch.zeros(1))
+    resumed = Meter(COUNTS_NUMBERS, fake_loader())
+    resumed.load_state_dict(meter.state_dict())
+    with pytest.raises(UserError, match="the same names"):
+        resumed.add(dict.fromkeys(names, torch.tensor(1.0)), torch.zeros(1))
 
 
 @pytest.mark.parametrize("task", [COUNTS_NUMBERS, COUNTS_TENSORS], ids=["numbers", "tensors"])

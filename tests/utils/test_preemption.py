@@ -333,14 +333,21 @@ def test_launcher_learns_that_the_run_is_saved(fake_checkpoint, tmp_path, monkey
     fake_checkpoint.wait = lambda: (tmp_path / "saved").touch()
     interrupts = Interrupts(Config(), {})
     interrupts.agreed = signal.SIGUSR1
-    with pytest.raises(Preempted):
+    handler = signal.signal(signal.SIGHUP, utils.preemption._ignore)
+    monkeypatch.setitem(utils.preemption._handlers, signal.SIGHUP, handler)
+    with monkeypatch.context() as patch, pytest.raises(Preempted):
+        patch.setenv("RANK", "0")
         interrupts.after_save(fake_checkpoint)
+    assert signal.getsignal(signal.SIGHUP) is utils.preemption._ignore  # until the process ends
+    with pytest.raises(Preempted):  # a notebook, in which it does not end
+        interrupts.after_save(fake_checkpoint)
+    assert signal.getsignal(signal.SIGHUP) == handler
     assert (tmp_path / "saved").exists()
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["outcome"] == "stopped"
     for part in ("SIGUSR1", "epoch 1, step 3", f"saved in {tmp_path}", "the same command"):
         assert part in message["message"]
-    assert capfd.readouterr().err == message["message"] + "\n"
+    assert capfd.readouterr().err == 2 * (message["message"] + "\n")
 
 
 def test_saves_when_minutes_are_over_on_the_clock_of_any_rank(fake_checkpoint, monkeypatch):

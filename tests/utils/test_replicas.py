@@ -344,8 +344,9 @@ def test_replicas_are_compared_at_the_start(tmp_path):
 
 def test_differing_ranks_are_refused():
     same, settings = [["a"]] * 3, [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.5}]
-    classes, free = [["a"], ["b"], ["a"]], [{"num_workers": 1}, {}, {"save_steps": 2}]
-    cases = [(settings, same), ([{}] * 3, classes), (free, same)]
+    classes, free = [["a"], ["b"], ["a"]], [{"num_workers": 1}, {}, {"output_dir": "/mnt/runs"}]
+    saves = [{}, {}, {"save_steps": 2}]  # the others would wait for it
+    cases = [(settings, same), ([{}] * 3, classes), (free, same), (saves, same)]
 
     def body(rank):
         outcomes = []
@@ -356,13 +357,14 @@ def test_differing_ranks_are_refused():
         return outcomes
 
     for rank, outcomes in enumerate(run_ranks(body, 3)):
-        (kind, text), (_, of_classes), of_free_settings = outcomes
+        (kind, text), (_, of_classes), of_free_settings, (_, of_saves) = outcomes
         assert kind is UserError, text
         expected = "rank 0 has lr 0.1, not 0.5" if rank == 2 else "rank 2 has lr 0.5, not 0.1"
         assert expected in text and "must agree" in text
         assert "has classes [" in of_classes
         assert rank == 1 or "rank 1 has classes ['b'], not ['a']" in of_classes
         assert of_free_settings == (None, "")
+        assert "has save_steps" in of_saves
 
 
 def test_ranks_with_different_random_splits_are_refused():

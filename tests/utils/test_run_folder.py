@@ -12,7 +12,9 @@ from tests.forked import FORK
 from tests.processes import run_ranks
 from tests.utils.test_checkpoint import checkpointer, make_state, outcome, save
 from utils.config import Config
+from utils.distributed import RESTART_COUNTS, job_ids
 from utils.errors import PeerError, UserError
+from utils.metrics import write_rows
 from utils.run_folder import OutputFolder, lock_folder
 
 
@@ -41,6 +43,7 @@ def test_started_over_run_keeps_the_files_of_the_one_before(tmp_path):
 def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch):
     """As after someone has deleted the checkpoints to free space."""
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "epoch-0001.parts").mkdir()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of a job that had no time to save
     assert start(tmp_path) == 0
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
@@ -57,12 +60,14 @@ def test_metrics_without_a_checkpoint_are_not_overwritten(tmp_path, monkeypatch)
 
 def test_settings_that_a_person_wrote_are_kept(tmp_path, capsys):
     """--config may be a file in the output folder, in which a run writes a config.yaml."""
-    path = tmp_path / "config.yaml"
+    path, folder = tmp_path / "config.yaml", OutputFolder(Config(output_dir=str(tmp_path)), {})
     path.write_text(Config().dump())
-    lock(tmp_path)
+    folder.after_load(None)
     assert capsys.readouterr().err == "" and path.exists()
     path.write_text("lr: 0.1  # not 0.2: it diverges\n")
     lock(tmp_path)
+    assert path.exists()  # a run that is refused can be started again with it
+    folder.after_load(None)
     (kept,) = tmp_path.glob("config-*.yaml")
     assert "it diverges" in kept.read_text() and str(kept) in capsys.readouterr().err
 
@@ -80,7 +85,7 @@ def test_two_configs_of_one_second_are_both_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "config-20261126-000000.yaml")
     for text in ("lr: 0.1  # first", "lr: 0.1  # second"):
         (tmp_path / "config.yaml").write_text(text)
-        lock(tmp_path)
+        OutputFolder(Config(output_dir=str(tmp_path)), {}).after_load(None)
     kept = [path.read_text() for path in tmp_path.glob("config-*.yaml")]
     assert sorted(kept) == ["lr: 0.1  # first", "lr: 0.1  # second"]
 
@@ -94,13 +99,20 @@ def test_main_process_claims_the_folder_for_all(tmp_path):
     assert [kind for kind, _ in run_ranks(body, 2, "file")] == [UserError, PeerError]
 
 
-@pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_restarted_job_resumes_even_a_run_that_started_over(count, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "count"), RESTART_COUNTS.items())
+def test_restarted_job_resumes_even_a_run_that_started_over(name, count, tmp_path, monkeypatch):
     """--resume never under --max-restarts or --requeue: a restart is part of the same job."""
+    monkeypatch.delenv(name, raising=False)
     assert start(tmp_path, "never") == 0
     save(tmp_path, make_state())
     monkeypatch.setenv(count, "1")
     assert start(tmp_path, "never") == 1
+    monkeypatch.setenv(name, "one")
+    write_rows(tmp_path / "starts.jsonl", [{"epoch": 0, **job_ids()}])
+    assert start(tmp_path, "never") == 1
+    monkeypatch.setenv(name, "two")  # which ended before it could put the files aside
+    assert start(tmp_path, "never") == 0
+    save(tmp_path, make_state())
     monkeypatch.setenv(count, "0")
     assert start(tmp_path, "never") == 0
 

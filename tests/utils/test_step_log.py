@@ -1,6 +1,7 @@
 """--log-steps: rows within an epoch."""
 
 import errno
+import io
 import json
 
 import pytest
@@ -106,6 +107,24 @@ def test_resumed_run_neither_repeats_nor_loses_rows(straight, tmp_path):
     run = fork_script("train_ddp.py", 2, **flags)
     assert run.code == 0, run.stderr
     assert facts(log(tmp_path / "run")) == facts(log(straight.output_dir))
+
+
+def test_part_of_a_row_is_taken_back(tmp_path, monkeypatch):
+    (tmp_path / "steps.jsonl").write_text("first\n")
+
+    class Full(io.StringIO):
+        def __init__(self, path, *_, **__):
+            super().__init__()
+            self.path = path
+
+        def write(self, text):
+            self.path.write_text(self.path.read_text() + text[:2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(step_log, "open", Full, raising=False)
+    with pytest.raises(OSError, match="No space"):
+        step_log._append(tmp_path / "steps.jsonl", "second\n")
+    assert (tmp_path / "steps.jsonl").read_text() == "first\n"
 
 
 def test_row_that_cannot_be_written(tmp_path):

@@ -97,7 +97,7 @@ def _write_row(path, row):
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [old for old in map(json.loads, lines) if old["epoch"] < row["epoch"]]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"cannot write {path}: {error}; remove it or free some space") from None
     write_rows(path, [*kept, row])
 

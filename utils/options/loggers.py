@@ -194,7 +194,7 @@ class Loggers(Hook):
     def after_load(self, checkpoint: Checkpoint) -> None:
         """Let the threads log the rows that a killed run has written to files, but not yet passed
         on to a logger; with a logger that is new, all rows."""
-        with suppress(FileNotFoundError, json.JSONDecodeError):
+        with suppress(FileNotFoundError, ValueError):  # damaged
             self.known = json.loads((self.folder / "loggers.json").read_text(encoding="utf-8"))
         self._note_length_of_epochs(checkpoint.epoch)
         rows = read_metrics(self.folder / "steps.jsonl")  # only those that will not be repeated

@@ -11,10 +11,12 @@ that rank 0 has used so far, on its GPU, or as a process that trains on a CPU.
 
 import json
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +121,7 @@ class StepLog(Hook):
         row |= {"samples_per_second": speed, "data_seconds": waited / dp_world_size()}
         row["memory"] = peak_memory(self.loader.device)
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            _append(self.path, json.dumps(row) + "\n")
         except OSError as error:
             text = f"cannot write {self.path}: {error.strerror}"
             if self.save_errors == "stop":
@@ -128,6 +129,18 @@ class StepLog(Hook):
             warn(f"{text}; the run continues")
         for hook in hooks:
             hook.after_row(row)
+
+
+def _append(path, text):
+    """Append to a file. If that fails, it stays as it is: half a row would damage the next one."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def full_tensor(value: Tensor) -> Tensor:
