@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -29,10 +30,13 @@ if __package__ in (None, ""):  # started by its path, from the folder of the scr
 
 from check import report
 from check.mirror import MOST_BYTES
+from check.processes import exits_on_signals
 from check.rules import judge
 from check.scenarios import CannotRun, Options, remove, run_all
 
 WITHOUT_VALUE = ("--standalone", "--no-python", "--no_python", "--use_env", "--use-env")
+WITHOUT_VALUE += ("--virtual-local-rank", "--virtual_local_rank", "--run-path", "--run_path")
+PYTHON_WITH_VALUE = ("-W", "-X")  # python -m is that of the command
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
@@ -224,17 +228,21 @@ def named_datasets(values):
 def script_of(command):
     """The script or module of a command line and its arguments, without python and torchrun."""
     command = list(command)
-    if command and Path(command[0]).name.startswith("python"):
+    if command and re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         command = command[1:]
+        while command and command[0].startswith("-") and command[0] != "-m":
+            command = command[2 if command[0] in PYTHON_WITH_VALUE else 1 :]
     if command[:1] == ["-m"] and command[1:2] and command[1] in TORCHRUN:
         command = command[1:]
     if command and (command[0] in TORCHRUN or Path(command[0]).name == "torchrun"):
         command = command[1:]
-        while command and command[0].startswith("-") and command[0] not in ("-m", "--module"):
+        while command and command[0].startswith("-") and command[0] not in ("-m", "--module", "--"):
             has_value = "=" not in command[0] and command[0] not in WITHOUT_VALUE
             command = command[2 if has_value else 1 :]
         if command[:1] == ["--module"]:
             command[0] = "-m"
+        elif command[:1] == ["--"]:
+            command = command[1:]
     return command
 
 
@@ -273,6 +281,7 @@ def main(arguments=None):
         return 128 + signal.SIGINT
 
 
+@exits_on_signals()
 def check(args):
     """Check a script. Returns the exit code. args: what parse() returns."""
     options = Options(
@@ -304,7 +313,6 @@ def check(args):
     work.mkdir(parents=True, exist_ok=True)
     if any(work.iterdir()):
         raise CannotRun(f"--keep {work}: the folder is not empty")
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
@@ -327,7 +335,6 @@ def check(args):
     finally:
         if not args.keep:
             remove(work)
-        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(text, json_file):

@@ -78,7 +78,7 @@ def survey(source, work, hidden=(), linked=(), most_bytes=MOST_BYTES):
         found.folders.append(relative)
         for entry in entries:
             name, path = relative / entry.name, folder / entry.name
-            real = path.resolve()
+            real = Path(os.path.realpath(path))  # resolve() fails for a link in a circle
             is_folder = path.is_dir()
             if not path.exists() or real == work or (is_folder and _is_skipped(path)):
                 continue

@@ -20,6 +20,21 @@ INSIDE = Path(__file__).parent / "inside"
 MARK = "TOOLS_CHECK_MARK"  # a variable in the environment of whatever is started here
 
 
+@contextlib.contextmanager
+def exits_on_signals():
+    """A context in which SIGTERM, and SIGHUP of a terminal that is closed, raise SystemExit, so
+    that no process and no folder is left behind. What is ignored, as by nohup, stays ignored."""
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class CannotRun(Exception):
     """The script did not run by itself; the message holds its own traceback."""
 

@@ -16,7 +16,6 @@ runs are equal, 1 if they differ, and 2 if one could not be run.
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import signal
@@ -24,6 +23,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import traceback
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from check.diff.factors import EQUAL, ROUNDED
 from check.diff.runs import read_steps
 from check.diff.stages import Comparer, Outcome
 from check.mirror import MOST_BYTES
-from check.processes import Processes
+from check.processes import Processes, exits_on_signals
 from check.scenarios import CannotRun, Options, first_save, last_save, shortened, starting
 
 LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -151,6 +151,9 @@ def parse(arguments):
         args.root_b, args.at_b = args.root_a, args.at_a
     if args.steps < 1:
         parser.error("--steps is at least 1")
+    for path in filter(None, (args.json, args.html)):
+        if Path(path).is_dir():
+            parser.error(f"{path} cannot be written: it is a folder")
     args.fake_data = named_datasets(args.fake_data)
     for name, values in (("--rename", args.rename), ("--join", args.join), ("--env", args.env)):
         for value in values:
@@ -206,25 +209,32 @@ def launched(command, rank_arguments=()):
     return Command(script_of(command), count, [*rank_arguments] or rank_arguments_of(command))
 
 
+@exits_on_signals()
 def main(arguments):
     """Compare two runs. Returns the exit code."""
     args = parse(arguments)
-    if args.json not in (None, "-"):
-        Path(args.json).unlink(missing_ok=True)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     work = Path(tempfile.mkdtemp(prefix="diff-")).resolve()
     try:
+        if args.json not in (None, "-"):
+            Path(args.json).unlink(missing_ok=True)
         return compare(args, work)
     except CannotRun as error:
-        print(error, file=sys.stderr)
-        if args.json:
-            _write(args.json, {"error": str(error)})
-        return 2
+        return _fail(str(error), args.json)
+    except Exception:
+        return _fail(f"{traceback.format_exc()}This is a mistake of the check itself.", args.json)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        signal.signal(signal.SIGTERM, before)
+
+
+def _fail(text, json_file):
+    """Say why there is no result. Returns the exit code."""
+    print(text, file=sys.stderr)
+    if json_file:
+        with contextlib.suppress(OSError, CannotRun):  # the text says more
+            _write(json_file, {"error": text})
+    return 2
 
 
 def compare(args, work):
@@ -237,10 +247,10 @@ def compare(args, work):
         else:
             outcome = outcome_of(args, work, processes)
             find_unseeded(args, work, processes, outcome)
+    if args.html:
+        _write_text(args.html, page.html(outcome, args.commands))
     if args.json:
         _write(args.json, report.as_json(outcome))
-    if args.html:
-        Path(args.html).write_text(page.html(outcome, args.commands), encoding="utf-8")
     if args.json != "-":
         print(report.text(outcome, args.steps))
     return 0 if outcome.first is None else 1
@@ -253,6 +263,8 @@ def bisect_commits(args, work, processes):
     outcomes = {}
 
     def judge(folder):
+        if not folder.is_dir():  # at this commit
+            return "skip"
         commit = bisect.git(folder, "rev-parse", "HEAD").strip()
         args.root_b = folder
         try:
@@ -264,13 +276,13 @@ def bisect_commits(args, work, processes):
 
     said = bisect.first_bad(args.root_a.resolve(), good, bad, work / "clone", judge)
     outcome = outcomes.get(said.split()[0])
+    if args.html and outcome:
+        _write_text(args.html, page.html(outcome, args.commands))
     if args.json:
         _write(args.json, {"bisect": said, **(report.as_json(outcome) if outcome else {})})
-    if args.html and outcome:
-        Path(args.html).write_text(page.html(outcome, args.commands), encoding="utf-8")
     if args.json != "-":
         print(said if outcome is None else f"{said}\n\n{report.headline(outcome)}")
-    return 1
+    return 0 if said == bisect.EQUAL else 1
 
 
 def outcome_of(args, work, processes, first=None):
@@ -430,7 +442,8 @@ def _options(args, letter, work):
 
 def _checked_out(root, revision, target):
     """The folder `root` as it was at a commit."""
-    done = subprocess.run(["git", "-C", str(root), "archive", revision], capture_output=True)
+    command = ["git", "-C", str(root), "archive", revision]
+    done = subprocess.run(command, capture_output=True, env=bisect.environment())
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise CannotRun(f"git cannot read {revision} of {root}: {' '.join(reason)}")
@@ -455,6 +468,13 @@ def _write(path, value):
     if path == "-":
         print(text)
     else:
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(os.path.dirname(path) or ".")
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        _write_text(path, f"{text}\n")
+
+
+def _write_text(path, text):
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotRun(f"cannot write {path}: {error.strerror}") from None

@@ -1,6 +1,7 @@
 """`check diff`: the first difference of two runs, in the order of causes."""
 
 import json
+import os
 import shutil
 import subprocess
 import textwrap
@@ -140,6 +141,9 @@ def test_commit_is_compared_with_the_folder(tmp_path):
     subprocess.run([*git, "commit", "-qm", "first"], check=True)
     code, result, _ = diff(folder, "--at-a", "HEAD", "--", *ONE)
     assert code == 1 and result["first"]["text"] == "lr is 0.1 in B, 0.2 in A"
+    (tmp_path / "file").touch()
+    code, _, text = diff(folder, "--html", str(tmp_path / "file" / "page.html"), "--", *ONE)
+    assert code == 2 and "cannot write" in text
     code, result, text = diff(folder, "--at-a", "no-such", "--", *ONE)
     assert code == 2 and "no-such" in text
 
@@ -489,12 +493,19 @@ def test_commit_that_changed_the_numbers_is_found(tmp_path):
         subprocess.run([*git, "commit", "-qm", f"number {number}"], check=True)
     (tmp_path / "train.py").write_text("not yet finished")
     state = subprocess.check_output([*git, "status", "--porcelain", "--branch"])
-    done = subprocess.run(
-        [*CHECK, "diff", "--bisect", "HEAD~7..HEAD", "--html", "page.html", "--", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    # As in a hook of git: it would check out the commits in the user's folder.
+    names = {"GIT_DIR": tmp_path / ".git", "GIT_INDEX_FILE": tmp_path / ".git" / "index"}
+
+    def bisect(commits):
+        command = [*CHECK, "diff", "--bisect", commits, "--html", "page.html", "--", "train.py"]
+        options = dict(cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run(command, env=os.environ | names, **options)
+
+    equal = bisect("HEAD~2..HEAD")
+    assert equal.returncode == 0 and "the same" in equal.stdout, equal.stderr
+    fails = bisect("HEAD~7..HEAD~4")
+    assert fails.returncode == 2 and "command A fails" in fails.stderr, fails.stdout
+    done = bisect("HEAD~7..HEAD")
     assert done.returncode == 1, done.stderr
     assert "first bad commit" in done.stdout and "number 5" in done.stdout
     assert "8 times" in done.stdout and "number 3: skip" in done.stderr

@@ -34,6 +34,7 @@ def folder_of(tmp_path):
     os.symlink("../scratch", source / "checkpoints")
     os.symlink("package", source / "latest")
     os.symlink("no such file", source / "broken")
+    os.symlink("circle", source / "circle")
     os.symlink(source, source / "elsewhere" / "up")
     return source
 

@@ -173,7 +173,12 @@ def test_remedies_for_data_that_is_missing_and_folders_that_are_not_writable():
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
     """Neither a process, one that has left its session included, nor a folder."""
@@ -192,7 +197,7 @@ def test_interrupted_check_leaves_nothing_behind(number, tmp_path):
         [*CHECK, "--writable", tmp_path, "--", "train.py", pids],
         cwd=folder,
         env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (2, number)],
     )
     try:
         end = time.monotonic() + 60
