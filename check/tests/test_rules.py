@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import ProcessGroup
 
 from check.__main__ import parse, script_of
 from check.advice import ADVICE
@@ -548,6 +549,8 @@ def together(names):
 def test_finds_several_bugs_in_one_script_and_leaves_its_folder_alone(tmp_path):
     script, source, rules = together(TOGETHER[0])
     found, _ = check_source(tmp_path, source, script)
+    if not hasattr(ProcessGroup, "register_pre_hook"):  # the check says so
+        rules.discard("metric-of-one-rank")
     assert rules <= found
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
