@@ -33,9 +33,8 @@ class OutputFolder(Hook):
 
     def after_load(self, checkpoint: Checkpoint) -> None:
         """The run is accepted: a config.yaml that no run wrote gets a different name."""
-        with fail_together():
-            if is_main_process():
-                _keep_edited_config(self.folder / "config.yaml")
+        if is_main_process():
+            _keep_edited_config(self.folder / "config.yaml")
 
     def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
         """Raises UserError, on all ranks, if the folder was deleted or replaced, unless the run is
@@ -73,7 +72,10 @@ def _keep_edited_config(path):
     with suppress(FileNotFoundError, ValueError, yaml.YAMLError):
         text = path.read_text(encoding="utf-8")
         if text != yaml.safe_dump(yaml.safe_load(text), sort_keys=False):
-            kept = path.rename(unused(path.parent, "config-%Y%m%d-%H%M%S.yaml"))
+            try:
+                kept = path.rename(unused(path.parent, "config-%Y%m%d-%H%M%S.yaml"))
+            except OSError as error:
+                raise UserError(f"cannot rename {path}: {error.strerror}") from None
             warn(f"{path} was written or edited by a person, and is now {kept}")
 
 
