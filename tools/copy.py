@@ -43,6 +43,7 @@ from tools.lib.update import (
     python_files,
     read,
     read_record,
+    read_source,
     require_not_undone,
     require_resolved,
     text_of_record,
@@ -119,17 +120,17 @@ def with_packages(files):
         path = file.relative_to(ROOT)
         for package in path.parents[:-1]:
             result.setdefault(package / "__init__.py", b"")
-        result[path] = with_line_feeds(file.read_bytes())
+        result[path] = read_source(file)
     return result
 
 
 def contents(files, task="images"):
     """{path below the destination: bytes} of a copy of the project's files."""
-    result = {Path("utils") / "LICENSE": with_line_feeds((ROOT / "LICENSE").read_bytes())}
+    result = {Path("utils") / "LICENSE": read_source(ROOT / "LICENSE")}
     if task == "images":
         for config in (ROOT / "configs").glob("*.yaml"):
             if config.name not in NOT_TO_COPY:
-                result[config.relative_to(ROOT)] = with_line_feeds(config.read_bytes())
+                result[config.relative_to(ROOT)] = read_source(config)
     result |= with_packages(files)
     script = files[0].relative_to(ROOT)
     result[script] = with_task(files[0], task).encode()
@@ -240,7 +241,7 @@ def texts(scripts, options, guards=()):
         files = files_to_copy(ROOT / script, task, chosen)
         result |= {str(path): text for path, text in contents(files, task).items()}
     for name in guards:  # also one that these scripts do not use: it has settings
-        text = with_line_feeds((ROOT / GUARDS[name].path).read_bytes())
+        text = read_source(ROOT / GUARDS[name].path)
         result.setdefault(GUARDS[name].path, text)
     return without(result, guards)
 

@@ -30,9 +30,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def check_setup(cfg: Any, state: Mapping[str, Any]) -> None:
     """Raise UserError, on all ranks, if they differ in settings that decide the weights, or when
-    and what ranks tell each other, in facts
-    about the data, in the number of steps per epoch, in the version of torch, or in the code of the
-    script or of a module in its folder. All ranks call it together.
+    and what ranks tell each other; in facts about the data, the number of steps per epoch, or the
+    version of torch; or in the code of the script or of a module in its folder. All ranks call it
+    together.
 
     If ranks differ, collectives may silently combine unrelated values.
     """

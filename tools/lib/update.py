@@ -240,6 +240,11 @@ def with_line_feeds(contents):
     return contents.replace(b"\r\n", b"\n")
 
 
+def read_source(path):
+    """The bytes of a file that exists, with_line_feeds()."""
+    return with_line_feeds(path.read_bytes())
+
+
 def apply(folder, changes, record):
     """Write Changes, and a record as bytes. Raises CannotUpdate, as write_files() does."""
     folder = Path(folder)
@@ -326,8 +331,7 @@ def find_commit(folder):
     for name in FOLDERS:
         for path in folder.glob(f"{name}/**/*"):
             if path.is_file() and path.stat().st_size < 1 << 20 and path.stat().st_size:
-                contents = with_line_feeds(path.read_bytes())
-                blobs[path.relative_to(folder).as_posix()] = _blob(contents)
+                blobs[path.relative_to(folder).as_posix()] = _blob(read_source(path))
     commit = _most_alike(folder, blobs, history.commits())
     if not commit:
         raise CannotUpdate(
@@ -388,7 +392,7 @@ def _edits(folder, commit):
     """The number of lines by which the files of a folder differ from the files of a commit."""
     count = 0
     for name in files_in(folder, commit):
-        mine = with_line_feeds((folder / name).read_bytes())
+        mine = read_source(folder / name)
         ours = history.read(commit, SOURCES.get(name, name))
         if mine != ours:
             old, new = (text.decode(errors="replace").splitlines() for text in (ours, mine))
