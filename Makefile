@@ -103,7 +103,7 @@ bench-peers: $(peers)  ## compare with the tutorial, Accelerate, Fabric and Trai
 bench-operations: $(peers)  ## operations and host time per step, besides the model, and of peers
 	$(python) -m lab.bench.operations $(ARGS)
 
-bench-watching: $(env)  ## host time per step that the bar, rows, loggers and --timing take
+bench-watching: $(env)  ## host time per step that lines, rows, loggers and --timing take
 	$(python) -m lab.bench.watching $(ARGS)
 
 bench-loader: $(env)  ## compare the loaders with torchvision's reference, in images/s

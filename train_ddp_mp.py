@@ -18,10 +18,10 @@ from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas, rebuild_ddp_buckets
+from utils.guards import finite, hang, lock, preemption, progress, replicas
 from utils.metrics import Meter, MetricLogger, evaluate
 from utils.optim import build_optimizer, build_scheduler
-from utils.options import build_hooks
-from utils.replicas import CompareReplicas
+from utils.options import option_guards
 from utils.reports import report_errors
 from utils.rungs import model_parallel as mp
 from utils.runtime import configure_torch, log_summary, to_dtype
@@ -37,7 +37,7 @@ def place_stages(model, layers, devices, split):
     return mp.move_the_rest(model, placed, devices[0])
 
 
-def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoint, cfg):
+def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg):
     model.train()
     for inputs, targets in loader:  # on the device
         outputs = model(inputs)
@@ -49,14 +49,12 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, hooks, checkpoin
         optimizer.zero_grad()
         loss.backward()
         if cfg.clip_norm:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
-            meter.note(gradient_norm=norm)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
         optimizer.step()
         scheduler.step()
 
         meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
-        hooks.after_step(checkpoint)  # runs the hooks, which may request a save
-        checkpoint.step()  # saves within the epoch when a save is due
+        checkpoint.step()  # calls the guards, and saves within the epoch when a save is due
     return meter.compute()
 
 
@@ -79,7 +77,7 @@ def main():
 
     # Model
     model = to_dtype(task.build_model(cfg, train_set), cfg.torch_dtype)
-    check_task(task, model, train_loader, val_loader)  # fails now, not after an epoch
+    check_task(task, model, train_loader)  # fails now, not after an epoch
     if cfg.sync_bn:
         model = convert_sync_batchnorm(model)  # a model without BatchNorm stays as it is
     model = place_stages(model, task.layers(model), devices, cfg.split)
@@ -90,7 +88,7 @@ def main():
     # Optimization
     optimizer = build_optimizer(model, cfg)
     scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len(train_loader))
-    meter = Meter(task, train_loader)
+    meter, metrics = Meter(task, train_loader), MetricLogger(cfg)
 
     # Checkpoints: everything that a restarted run needs
     state = {
@@ -99,18 +97,27 @@ def main():
         "scheduler": scheduler,
         "loader": train_loader,
         "meter": meter,
+        "metrics": metrics,
         "data": task.describe(train_set, val_set),
     }
-    hooks = build_hooks(cfg, state, CompareReplicas, mp.RunningStatistics)
-    checkpoint = Checkpointer(cfg, state, hooks)
+    guards = [  # each can be deleted, with its file
+        lock.LockFolder(),  # one run at a time in output_dir
+        replicas.CompareReplicas(),  # the ranks' code, data and weights
+        preemption.SaveOnSignal(),  # and every cfg.save_minutes
+        finite.RefuseNonFinite(),  # keeps the last good checkpoint
+        hang.ShowHang(),  # where each rank waits
+        progress.Progress(),
+        mp.RunningStatistics(),  # warns of BatchNorm
+        *option_guards(cfg),  # such as --logger
+    ]
+    checkpoint = Checkpointer(cfg, state, guards)
     start_epoch = checkpoint.load()  # 0 unless a run is resumed
-    metrics = MetricLogger(cfg, start_epoch, hooks)
     log_summary(cfg, state, start_epoch)
 
     for epoch in range(start_epoch, cfg.epochs):
         train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order
         train_result = train_one_epoch(
-            model, train_loader, optimizer, scheduler, meter, hooks, checkpoint, cfg
+            model, train_loader, optimizer, scheduler, meter, checkpoint, cfg
         )
         val_result = evaluate(model, val_loader, task)
         metrics.log(epoch, train_result, val_result, lr=scheduler.get_last_lr()[0])

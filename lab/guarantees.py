@@ -101,7 +101,7 @@ class Reader:
 class Ours(Reader):
     def open(self):
         flags = [f"--global-batch-size={GLOBAL_BATCH}", f"--num-workers={self.workers}"]
-        cfg = load_config(task.Settings, None, [*flags, "--loader=workers", "--device=cpu"])
+        cfg = load_config(task.Settings, None, [*flags, "--device=cpu"])
         dataset = self.dataset()
         self.sampler = DistributedSampler(dataset, shuffle=False, drop_last=self.drop_last)
         if isinstance(dataset, Shards) and self.drop_last:

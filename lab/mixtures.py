@@ -19,6 +19,7 @@ from collections import Counter
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -68,7 +69,8 @@ class OfMixture(Ours):
             )
             for name in WEIGHTS
         }
-        return Mixture(sources, WEIGHTS, batch_size=GLOBAL_BATCH, samples=SAMPLES)
+        cfg = SimpleNamespace(global_batch_size=GLOBAL_BATCH)
+        return Mixture(sources, WEIGHTS, cfg=cfg, samples=SAMPLES)
 
 
 class OfDatasets(HuggingFace):

@@ -8,7 +8,7 @@ A block is delimited by `<!-- NAME -->` and `<!-- /NAME -->`, or by `<!-- NAME A
 
 import json
 import re
-from functools import cache, partial
+from functools import partial
 
 from check.advice import ADVICE
 from check.report import ORDER
@@ -30,11 +30,11 @@ from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
 from lab.memory import table as memory
 from lab.mixtures import RESULT as MIXTURES
-from tools.copy import TASKS, options_and_commands, texts
-from tools.lib.closure import purpose, size, total
+from tools.copy import TASKS, options_and_commands
+from tools.lib.closure import purpose, size, size_of, total
 from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
 from tools.lib.markdown import anchor, markdown_table
-from tools.lib.prune import GUARDS, can_leave_out
+from tools.lib.prune import GUARDS, without
 from tools.verify import table as verify_table
 from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS
@@ -79,9 +79,10 @@ def loaded_block():
     rows = []
     for script in RUNGS:
         files = loaded_by(script)
-        left_out = [ROOT / GUARDS[name].path for name in removable(script)]
         lines, tokens = (round(number, -2) for number in total(files))
-        plain = round(total([file for file in files if file not in left_out]).lines, -2)
+        texts = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in files}
+        texts = without(texts, GUARDS).values()
+        plain = round(sum(size_of(text.decode()).lines for text in texts), -2)
         counts = size(ROOT / script).lines, len(files) - 1, lines, plain, tokens
         rows.append([f"`{script}`", *(f"{count:,}" for count in counts)])
     head = [
@@ -120,29 +121,13 @@ def options_block():
     return markdown_table(["file", "needed by", "purpose", "code lines"], rows)
 
 
-@cache
-def copied(script):
-    """A copy of a script that trains images: {path: bytes}."""
-    return texts({script: "images"}, [])
-
-
-@cache
-def removable(script):
-    """The names of the guards that a copy of a script can be without."""
-    return can_leave_out(copied(script))
-
-
 def guards_block():
-    """The modules that do not affect the trained weights, which a copy can be without."""
-    rows, hooks = [], [ROOT / guard.path for guard in GUARDS.values()]
-    hooks += sorted((ROOT / "utils" / "options").glob("[a-z]*.py"))
-    for name, guard in GUARDS.items():
-        scripts = [script for script in RUNGS if guard.path in copied(script)]
-        needed = [f"`{s}`" for s in scripts if name not in removable(s)]
-        needed += [f"`{path.stem}`" for path in hooks if guard.module in path.read_text("utf-8")]
-        lines = str(size(ROOT / guard.path).lines)
-        rows.append([f"`{name}`", guard.purpose, lines, ", ".join(needed)])
-    return markdown_table(["name", "what it does", "code lines", "needed by"], rows)
+    """What a copy can be without."""
+    rows = [
+        [f"`{name}`", guard.purpose, str(size(ROOT / guard.path).lines)]
+        for name, guard in GUARDS.items()
+    ]
+    return markdown_table(["name", "what it does", "code lines"], rows)
 
 
 def proof():
@@ -205,30 +190,24 @@ def operations():
 
 
 BEYOND = {
-    "settings from YAML and flags, with an error for each mistake": ("settings", "config"),
+    "settings from YAML and flags, with an error for each mistake": ("config",),
     "any batch: dicts, masks, plain numbers; your task is one import": ("batches", "contract"),
-    "datasets on the device, batches made there; errors of loaders that name the sample": (
-        "data",
-        "resident",
-    ),
+    "any dataset, and those that make whole batches": ("data",),
     "metrics that are not means, the best epoch, `metrics.jsonl`": ("metrics",),
     "checkpoints written while training goes on, kept, and skipped if damaged; any script resumes "
-    "the run of any other": ("checkpoint", "checkpoint_file", "files"),
+    "the run of any other": ("checkpoint",),
     "the same bits after a resume: dropout, DDP's order of summation": ("seeds", "distributed"),
-    "which rank hangs, where, and on which node, before the timeout": ("watchdog",),
     "saves every few minutes and on signals, with an exit code that schedulers know": (
-        "preemption",
+        "guards/preemption",
         "signals",
     ),
     "the ranks compare their weights and optimizer state, bit for bit, before each save": (
-        "replicas",
+        "guards/replicas",
     ),
-    "one error for all ranks on all nodes, as the last line": ("errors", "reports"),
+    "one error for all ranks, as the last line": ("errors", "reports"),
     "BatchNorm over all ranks, on CPUs too": ("sync_batchnorm",),
-    "one run at a time in a folder; `--resume never` keeps the files of the run before": (
-        "run_folder",
-    ),
-    "a bar with the time left, for which no step waits": ("progress",),
+    "the last good checkpoint is kept, one run at a time in a folder, where a rank hangs, and the "
+    "time left": ("guards/finite", "guards/lock", "guards/hang", "guards/progress"),
 }
 
 
@@ -237,7 +216,7 @@ def beyond():
     rows = []
     for what, modules in BEYOND.items():
         paths = [ROOT / "utils" / f"{module}.py" for module in modules]
-        names = ", ".join(f"`utils/{path.name}`" for path in paths)
+        names = ", ".join(f"`{path.relative_to(ROOT)}`" for path in paths)
         rows.append([what, names, str(sum(size(path).lines for path in paths))])
     return markdown_table(["what", "where", "lines"], rows)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from utils.batches import describe
-from utils.data import BatchDataset, collate_fn_of, fetch_samples, parts_of
+from sources.reading import SmallSamples, passed_on
+from utils.batches import collate
+from utils.data import BatchDataset, fetch_samples, inner_dataset
 from utils.errors import UserError
 from utils.seeds import SampleSeeds, derive_seed
 
@@ -41,7 +42,8 @@ class Mixture(BatchDataset):
     weights: {name: its share of the samples}, in any unit, by default the numbers of samples. With
     `tokens`, shares of these. To change them within a run: [(step, weights), ...], of which the
     first step is 0, counted over all epochs; a share is then exact since the last change.
-    batch_size: the global batch size of the run.
+    cfg: the settings of the run, whose global_batch_size the shares are for; of a mixture within a
+    mixture, too.
     samples: per epoch, by default as many as all sources have; less what fills no global batch.
     at_end: what happens when the samples of a source have been used. "repeat": its next pass
     begins, and epochs continue in the pass that the previous one has left. "stop": the epoch ends.
@@ -61,37 +63,33 @@ class Mixture(BatchDataset):
         sources: Mapping[str, Any],
         weights: Weights | Sequence[tuple[int, Weights]] | None = None,
         *,
-        batch_size: int,
+        cfg: Any,
         samples: int | None = None,
         at_end: str = "repeat",
         tokens: Mapping[str, int] | None = None,
         orders: Mapping[str, Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        if not isinstance(sources, Mapping):
+        if not isinstance(sources, Mapping) or not all(isinstance(name, str) for name in sources):
             raise UserError(f"the sources of a mixture are {{name: dataset}}, not {sources!r}")
-        for name in sources:
-            if not isinstance(name, str):
-                raise UserError(f"the names of the sources of a mixture are strings, not {name!r}")
         self.names, self.sources = list(sources), list(sources.values())
         self.at_end = at_end
         self.in_order = any(getattr(source, "in_order", False) for source in self.sources)
         if not sources:
             raise UserError("a mixture has no sources")
-        for value in (batch_size, samples):
-            if value is not None and not (isinstance(value, Integral) and value > 0):
-                raise UserError(f"batch_size and samples are whole numbers above 0, not {value}")
-        self.global_batch_size: int = int(batch_size)
+        if samples is not None and not (isinstance(samples, Integral) and samples > 0):
+            raise UserError(f"samples is a whole number above 0, not {samples}")
+        self.global_batch_size = batch_size = int(cfg.global_batch_size)
         _check_names(self.names, orders, "orders")
         self.samplers = [
             _sampler(name, source, (orders or {}).get(name)) for name, source in sources.items()
         ]
         self.sizes = [len(sampler) for sampler in self.samplers]  # in a pass
-        self.by_batches = any(map(_makes_batches, self.sources))
+        self.by_batches = not all(map(_gives_samples, self.sources))
         if self.by_batches and collate_fn:
             raise UserError("leave collate_fn out: a source of the mixture makes whole batches")
         if not self.by_batches:
-            self.collate_fn = collate_fn or collate_fn_of(self, self.sources)
+            self.collate_fn = collate_fn or _collate_fn_of(self.sources)
         self.phases = self._phases(weights, tokens)
         self.shared = [_Shares(weights, batch_size) for _, weights in self.phases]
         self.known_counts: dict[int, numpy.ndarray] = {}  # of one epoch, by its first step
@@ -131,11 +129,11 @@ class Mixture(BatchDataset):
         """The batch of the samples at these places of the epoch, int64 (n,). If the sources make
         whole batches: what on_device() makes a batch of."""
         if self.by_batches:
-            return self._get_parts(indices.tolist(), epoch, seed)
+            return passed_on(self._get_parts(indices.tolist(), epoch, seed))
         with SampleSeeds(seed, epoch) as seeds:
             samples = self.get_samples(indices.tolist(), epoch, seed)
             seeds.seed(-2 - int(indices[-1]))  # not the seed of any sample
-            return self.collate_fn(samples)
+            return passed_on(self.collate_fn(samples))
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
         """The samples at these places of the epoch. Samples of a stream must be asked for in
@@ -146,7 +144,7 @@ class Mixture(BatchDataset):
             if hasattr(source, "get_samples"):
                 found = source.get_samples(own.tolist(), passed, own_seed)
             else:
-                found = fetch_samples(source, own, passed, own_seed, list)
+                found = _read(source, own.tolist(), passed, own_seed)
             for place, sample in zip(places, found, strict=True):
                 samples[place] = sample
         return samples
@@ -183,10 +181,10 @@ class Mixture(BatchDataset):
         for number, number_of_pass in sorted({*zip(owners.tolist(), passes.tolist(), strict=True)}):
             places = ((owners == number) & (passes == number_of_pass)).nonzero()[0]
             own = torch.from_numpy(inner[places])
-            for part in parts_of(self.sources[number]):  # which sources may share
-                if hasattr(part, "set_epoch") and self.current.get(id(part)) != number_of_pass:
-                    part.set_epoch(number_of_pass)
-                    self.current[id(part)] = number_of_pass
+            shared = inner_dataset(self.sources[number])  # which sources may share
+            if hasattr(shared, "set_epoch") and self.current.get(id(shared)) != number_of_pass:
+                shared.set_epoch(number_of_pass)
+                self.current[id(shared)] = number_of_pass
             yield number, places, own, number_of_pass, derive_seed(seed, number)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -410,22 +408,42 @@ def _sampler(name, source, order):
                 f"a sampler whose __len__ is the number of samples in a pass"
             )
         return order
-    for part in parts_of(source):
-        if isinstance(part, BatchDataset) and part is not source:
-            raise UserError(
-                f"the source {name} of a mixture is a {type(source).__name__}, which cannot make "
-                f"the batches of the {type(part).__name__} in it: choose the samples in the "
-                f"{type(part).__name__} itself"
-            )
+    inner = inner_dataset(source)
+    if inner is not source and isinstance(inner, BatchDataset) and not _gives_samples(inner):
+        raise UserError(
+            f"the source {name} of a mixture is a Subset of a {type(inner).__name__}, which makes "
+            f"whole batches: choose the samples in the {type(inner).__name__} itself"
+        )
     has_order = hasattr(source, "get_samples")  # as streams and mixtures have
     return SequentialSampler(source) if has_order else RandomSampler(source)
 
 
-def _makes_batches(source):
-    """Whether a source makes whole batches, which have no samples to be collated."""
+def _gives_samples(source):
+    """Whether the samples of a source are collated with those of the others."""
     if isinstance(source, Mixture):
-        return source.by_batches
-    return isinstance(source, BatchDataset) and not hasattr(source, "get_samples")
+        return not source.by_batches
+    return (
+        hasattr(source, "get_samples")
+        or not isinstance(source, BatchDataset)
+        or isinstance(source, SmallSamples)
+    )
+
+
+def _collate_fn_of(sources):
+    found = [getattr(inner_dataset(source), "collate_fn", collate) for source in sources]
+    if len({getattr(function, "__func__", function) for function in found}) > 1:
+        raise UserError("the sources of a mixture have different methods collate_fn: pass one")
+    return found[0]
+
+
+def _read(source, indices, epoch, seed):
+    """The samples of a map-style dataset, each with its own random numbers."""
+    with SampleSeeds(seed, epoch) as seeds:
+        samples = []
+        for index in indices:
+            seeds.seed(index)
+            samples.append(source[index])
+        return samples
 
 
 def _join(parts, order):
@@ -441,8 +459,8 @@ def _join(parts, order):
     except (KeyError, RuntimeError, TypeError, ValueError):
         pass
     raise UserError(
-        f"the sources of a mixture make batches that cannot be joined: "
-        f"{', '.join(map(describe, parts))}. Tensors of the same shape, in dicts and tuples, can"
+        "the sources of a mixture make batches that cannot be joined: only tensors of the same "
+        "shape, in dicts and tuples, can"
     )
 
 

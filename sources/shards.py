@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from sources.lines import (
     parse_json,
@@ -26,6 +26,7 @@ from sources.lines import (
     scan_paragraphs,
     scan_texts,
 )
+from sources.reading import SmallSamples
 from sources.scan import BadFile, Format, IndexedField, LeftOut
 from sources.tar import parse_tar, scan_tar
 from utils.cache_file import write_atomically
@@ -37,7 +38,7 @@ OPEN_FILES = 64  # at most, in each process
 VERSION = 2  # of what the index holds: older indexes are not used
 
 
-class Shards(Dataset[Any]):
+class Shards(SmallSamples):
     """The samples of many files, each of which is read where the index says that it is.
 
     The files are read once, by as many processes as there are cores, to make the index: 24 bytes
@@ -51,7 +52,7 @@ class Shards(Dataset[Any]):
       .jsonl: a JSON value per line.
       .txt: a document per line or, with paragraphs=True, between blank lines, as a str.
     transform: makes of this what the dataset returns. Random numbers in it depend on nothing but
-    (seed, epoch, index), as in any dataset.
+    (seed, epoch, index), as in any dataset; it must not keep what it has drawn (see SmallSamples).
     cache_dir: where the index is kept; empty: the folder .cache beside the first file.
     on_bad: for files that are missing, truncated or damaged, and samples that cannot be used.
     "stop" raises UserError; "skip" leaves them out, including everything after the damage in a tar
@@ -61,16 +62,6 @@ class Shards(Dataset[Any]):
     of a tar file or the key of a JSON string whose size in bytes is stored, for `lengths`. For .txt
     files, any name: the size of the document.
     """
-
-    # A sample depends on the file and the random number generators alone, and may be read twice:
-    # utils/data.py reads samples that draw nothing without seeding the generators for each. So
-    # transform must not keep what it has drawn. A subclass with its own __getitem__ says it anew.
-    is_pure = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__getitem__" in vars(cls):
-            cls.is_pure = bool(vars(cls).get("is_pure", False))
 
     def __init__(
         self,
@@ -124,7 +115,8 @@ class Shards(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a spawned process gets: it maps the index and opens the files itself."""
-        return {k: v for k, v in vars(self).items() if k not in ("index", "open_file")}
+        state = super().__getstate__()
+        return {k: v for k, v in state.items() if k not in ("index", "open_file")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from sources.reading import passed_on
 from utils.batches import collate, tensors_of
 from utils.data import BatchDataset
 from utils.errors import UserError
@@ -81,7 +82,7 @@ class Streamed(BatchDataset):
         with SampleSeeds(seed, epoch) as seeds:
             samples = self.get_samples(indices.tolist(), epoch, seed)
             seeds.seed(-2 - int(indices[-1]))  # not the seed of any sample
-            return self.collate_fn(samples)
+            return passed_on(self.collate_fn(samples))
 
     def get_samples(self, indices: list[int], epoch: int, seed: int) -> list[Any]:
         """The samples with these indices, in ascending order."""

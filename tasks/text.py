@@ -63,7 +63,7 @@ class Settings(Config):
     clip_norm: float = 1.0
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings. Raises ConfigError if values contradict each other."""
         if self.width % self.heads:
             raise ConfigError(f"width {self.width} is not a multiple of heads {self.heads}")
         for name in ("dropout", "stochastic_depth"):
@@ -77,8 +77,6 @@ class Documents(Dataset[tuple[Tensor, Tensor]]):
 
     pieces: each of length 2 to context + 1, in a list or a PackedText. padding: as in Settings.
     """
-
-    is_pure = True  # nothing is kept or drawn: samples are read without seeds
 
     def __init__(self, pieces: Any, context: int, padding: str = "longest") -> None:
         self.pieces = pieces

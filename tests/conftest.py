@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from utils.distributed import available_cores
+from utils.distributed import cores_per_rank
 
 # Their failed assertions show values as well.
 pytest.register_assert_rewrite("tests.forked", "tests.processes", "tests.namespaces")
@@ -24,7 +24,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 if "PYTEST_XDIST_WORKER" in os.environ:
     number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, available_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    share = max(1, cores_per_rank() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     first = number * share % len(cores)
     os.sched_setaffinity(0, cores[first:][:share])
 
@@ -39,7 +39,7 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers():
     """For `-n auto`: one process per core, and four on two or three cores, where tests wait half of
     the time for processes that start or end."""
-    count = available_cores()
+    count = cores_per_rank()
     return max(count, 4) if count > 1 else 0
 
 

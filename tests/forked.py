@@ -17,13 +17,10 @@ from pathlib import Path
 import torch
 from torch import set_num_threads  # as it is before a fixture replaces it
 
-import utils.progress
+import utils.guards.progress
 from tests.processes import CRASHES, SMALL
-from tools.lib.runs import Run, flag_list, load_script
-from utils.checkpoint import Checkpointer
-from utils.checkpoint_file import read_checkpoint
-from utils.metrics import read_metrics
-from utils.rungs import half_precision
+from tools.lib.runs import Run, flag_list, load_script, read_rows
+from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.rungs.spawn import host_store, set_environment
 
 FORK = multiprocessing.get_context("fork")
@@ -79,9 +76,7 @@ def fork_script(script, nproc=None, before=None, limit=600, settings=SMALL, **fl
     assert not alive, f"ranks {alive} of {script} did not end in {limit} s:\n{stdout}{stderr}"
     if ranks[0].exitcode:  # for the report of a test that does not expect it
         print(f"{script} ended with {ranks[0].exitcode}:\n{stdout}{stderr}")
-    metrics = folder / "metrics.jsonl"
-    rows = read_metrics(metrics)
-    return Run(ranks[0].exitcode, stdout, stderr, 0.0, rows, folder)
+    return Run(ranks[0].exitcode, stdout, stderr, 0.0, read_rows(folder), folder)
 
 
 def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
@@ -102,8 +97,7 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
     sys.argv = [f"{module.__name__}.py", *flag_list(flags)]
     if nproc:
         set_environment(rank, nproc, port)
-    utils.progress.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the machine's load
-    half_precision.has_instructions = lambda dtype: True  # or on its CPU
+    utils.guards.progress.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the load
     if before:
         before()
     all_started.wait()

@@ -31,4 +31,5 @@ def break_file(path):
 def config(root, *flags):
     """The settings for the images in the folder `root`, with an --image-size of 16."""
     base = ["--dataset=imagefolder", f"--data-dir={root}", f"--output-dir={root}-run"]
-    return load_config(Settings, argv=[*base, "--image-size=16", "--device=cpu", *flags])
+    base += ["--image-size=16", "--device=cpu", "--loader=workers"]
+    return load_config(Settings, argv=[*base, *flags])

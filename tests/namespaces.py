@@ -193,9 +193,9 @@ HELD = """checkpoint.step()
         from pathlib import Path
         import time
         step = checkpoint.epoch * len(loader) + loader.step
-        from utils.preemption import Interrupts
-        (interrupts,) = (hook for hook in checkpoint.hooks if isinstance(hook, Interrupts))
-        while step >= int(Path({gate!r}).read_text()) and not interrupts.signal:
+        from utils.guards.preemption import SaveOnSignal
+        (on_signal,) = (guard for guard in checkpoint.guards if isinstance(guard, SaveOnSignal))
+        while step >= int(Path({gate!r}).read_text()) and on_signal.signalled_at is None:
             Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
             time.sleep(0.02)
 """

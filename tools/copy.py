@@ -3,15 +3,16 @@
     python -m tools.copy train_ddp.py DEST
     python -m tools.copy train_ddp.py DEST --task text     or own: my_task.py, which you write
     python -m tools.copy train_ddp.py DEST --with sharded,weights
-    python -m tools.copy train_ddp.py DEST --without watchdog,progress
+    python -m tools.copy train_ddp.py DEST --without hang,progress
     python -m tools.copy --update DEST
+    python -m tools.copy --recipe ema DEST                 --undo takes it back
 
 Modules that only a setting or a task of your own needs, and commands such as tools.report, are
-copied only if --with names them (or --all). --without leaves out modules that only watch the run,
-with the lines that call them; --plain leaves out everything that the script does not need. This
-prints what was copied, and what was not. --update merges what has changed in this clone since then:
-files that you have edited keep your edits, conflicts are marked as git marks them, and files that
-you have deleted are not restored.
+copied only if --with names them (or --all). --without leaves out guards, modules that only watch
+the run, with their lines in the script; --plain leaves out all of them. This prints what was
+copied, and what was not. --update merges what has changed in this clone since then: files that you
+have edited keep your edits, conflicts are marked as git marks them, and files that you have deleted
+are not restored. --recipe makes the changes of a page of docs/recipes.
 """
 
 import argparse
@@ -20,11 +21,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from tools.lib import recipes
 from tools.lib.closure import Option, closure, options, purpose, size_of
 from tools.lib.history import NoHistory, changed_files, head, is_ancestor, renamed, resolve, tree
-from tools.lib.ladder import LADDER, ROOT, RUNGS
+from tools.lib.ladder import ROOT, RUNGS
 from tools.lib.output import may_be_closed
-from tools.lib.prune import GUARDS, CannotLeaveOut, can_leave_out, without
+from tools.lib.prune import GUARDS, RENAMED, without
 from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
     OWN,
@@ -35,7 +37,6 @@ from tools.lib.update import (
     as_diff,
     base_of,
     checksum,
-    find_commit,
     guessed_record,
     new_record,
     plan,
@@ -44,7 +45,6 @@ from tools.lib.update import (
     read,
     read_record,
     read_source,
-    require_not_undone,
     require_resolved,
     text_of_record,
     with_line_feeds,
@@ -170,9 +170,7 @@ def parse_arguments():
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.copy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    names = [rung.script for rung in LADDER]
-    parser.add_argument("script", nargs="?", type=_script, choices=names, metavar="SCRIPT")
-    parser.add_argument("destination", nargs="?", type=Path, metavar="DEST", help="a folder")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="SCRIPT DEST", help="a folder")
     parser.add_argument(
         "--task",
         choices=(*TASKS, OWN),
@@ -185,9 +183,7 @@ def parse_arguments():
     )
     parser.add_argument("--all", action="store_true", help="--with all modules that it can name")
     parser.add_argument("--without", help=f"leave out some of {','.join(GUARDS)}", **listed)
-    parser.add_argument(
-        "--plain", action="store_true", help="--without all of them that the script does not need"
-    )
+    parser.add_argument("--plain", action="store_true", help="--without all of them")
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
     parser.add_argument("--update", type=Path, metavar="DEST", help="merge what is new into a copy")
     parser.add_argument("--dry-run", action="store_true", help="with --update: list the changes")
@@ -195,6 +191,8 @@ def parse_arguments():
     parser.add_argument(
         "--from", dest="commit", help="with --update: the commit whose files DEST has"
     )
+    parser.add_argument("--recipe", choices=recipes.NAMES, metavar="NAME", help="change a copy")
+    parser.add_argument("--undo", action="store_true", help="with --recipe: take it back")
     args = parser.parse_args()
     args.options, args.without = (
         [name for words in lists for name in words.split(",")]
@@ -204,21 +202,21 @@ def parse_arguments():
         parser.error(f"cannot leave out {', '.join(unknown)}: choose from {', '.join(GUARDS)}")
     if both := sorted(set(args.without) & set(args.options)):
         parser.error(f"--with and --without contradict each other: {', '.join(both)}")
-    if (args.update is None) == (args.destination is None):
-        parser.error("pass SCRIPT and DEST, or --update DEST")
+    number = 0 if args.update else 1 if args.recipe else 2
+    if len(args.paths) != number or (args.update and args.recipe):
+        parser.error("pass SCRIPT and DEST, or --update DEST, or --recipe NAME DEST")
     if args.update is None and (args.dry_run or args.diff or args.commit is not None):
         parser.error("--dry-run, --diff and --from are for --update")
     if args.update is not None and (args.task or args.force):
         parser.error("--task and --force are not for --update")
+    if number == 2:
+        script, args.destination = args.paths
+        if script.parent.name == "one_file":
+            parser.error(f"{script} needs no other file: copy it by itself")
+        if script.name not in RUNGS:
+            parser.error(f"there is no script {script.name}: choose from {', '.join(RUNGS)}")
+        args.script = script.name
     return args
-
-
-def _script(path):
-    """The name of a script, which may be given by its path."""
-    path = Path(path)
-    if path.parent.name == "one_file":
-        raise argparse.ArgumentTypeError(f"{path} needs no other file: copy it by itself")
-    return path.name
 
 
 def choose(names, known):
@@ -233,16 +231,13 @@ def choose(names, known):
 
 def texts(scripts, options, guards=()):
     """{path in a copy: bytes}. scripts: {name: its task}. guards: the names of those that are left
-    out."""
+    out. Later versions call this, to know what this one has copied."""
     result = {}
     for script, task in scripts.items():
         known = options_and_commands(ROOT / script, task) if options else {}
         chosen = [known[name] for name in options if name in known]
         files = files_to_copy(ROOT / script, task, chosen)
         result |= {str(path): text for path, text in contents(files, task).items()}
-    for name in guards:  # also one that these scripts do not use: it has settings
-        text = read_source(ROOT / GUARDS[name].path)
-        result.setdefault(GUARDS[name].path, text)
     return without(result, guards)
 
 
@@ -270,31 +265,16 @@ def make_copy(args):
     known = options_and_commands(ROOT / args.script, task)
     kept = GUARDS.keys() & set(args.options)  # of what --plain would leave out
     options = choose(known if args.all else set(args.options) - kept, known)
-    script, guards = {args.script: task}, set(args.without)
-    scripts = record["scripts"] | script
+    scripts = record["scripts"] | {args.script: task}
     chosen = {*record["options"], *(option.name for option in options)}
-    if args.plain:
-        guards |= set(can_leave_out(texts(script, chosen), kept))
-    if record["scripts"]:  # the scripts share their modules
-        if back := kept.intersection(record["without"]):
-            raise CannotUpdate(
-                f"{folder} is without {', '.join(sorted(back))}: python -m tools.copy --update "
-                f"{folder} --with {','.join(sorted(back))}"
-            )
-        if more := {n for n in guards if GUARDS[n].path in record["files"]}:
-            raise CannotUpdate(
-                f"{folder} has {', '.join(sorted(more))}, which its scripts share: leave them out "
-                f"of all by python -m tools.copy --update {folder} --without "
-                f"{','.join(sorted(more))}, or of none"
-            )
-        guards.update(record["without"])
-    try:
-        new = texts(scripts, chosen, guards)
-    except CannotLeaveOut as error:
-        remedy = "leave these out, too, or do not leave it out"
-        if record["scripts"]:
-            remedy = f"bring it back by python -m tools.copy --update {folder} --with NAME"
-        raise CannotUpdate(f"{error}: {remedy}") from None
+    guards = (GUARDS.keys() if args.plain else {*args.without, *record["without"]}) - kept
+    if record["scripts"] and guards != set(record["without"]):  # its scripts share their modules
+        raise CannotUpdate(
+            f"the scripts in {folder} share their modules, without "
+            f"{', '.join(record['without']) or 'none of the guards'}: change that for all of them, "
+            f"by python -m tools.copy --update {folder} --with or --without NAME"
+        )
+    new = texts(scripts, chosen, guards)
     require_nothing_hidden(folder, new)
     sums = {path: checksum(text) for path, text in new.items()}
     present = {path: read(folder / path) for path in new}
@@ -348,8 +328,7 @@ def print_dirt(new):
             text = f"{', '.join(dirty)} of this clone differ from its commit"
             print(f"warning: {text}: --update will not know what was copied", file=sys.stderr)
     except NoHistory as error:
-        text = f"--update will have to find what was copied by its contents, because {error}"
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: --update will need --from COMMIT, because {error}", file=sys.stderr)
 
 
 def dirty_files(paths):
@@ -400,18 +379,16 @@ def update(args):
     if args.commit is not None:
         record = guessed_record(folder, resolve(args.commit), record)
     elif record is None or record["commit"] is None:
-        record = guessed_record(folder, find_commit(folder), record)
-        found = f"by its contents, {folder} is a copy of commit {record['commit'][:12]}"
-        print(found, file=sys.stderr if args.diff else sys.stdout)
+        raise CannotUpdate(f"{folder / RECORD} names no commit: pass --from COMMIT, of its files")
     require_resolved(folder, record["files"])
     old_commit = resolve(record["commit"])
     if old_commit != new_commit and is_ancestor(new_commit, old_commit):
         raise CannotUpdate(f"{folder} is newer than this clone: run git pull here")
-    require_not_undone(folder, record)
     moved = renamed(old_commit, new_commit)
-    had, wanted, every = set(record["without"]), set(args.options), {}
-    kept = GUARDS.keys() & wanted
-    guards, wanted = had.union(args.without) - kept, wanted - kept
+    had = GUARDS.keys() & {RENAMED.get(name, name) for name in record["without"]}
+    kept, every = GUARDS.keys() & set(args.options), {}
+    guards = (GUARDS.keys() if args.plain else had.union(args.without)) - kept
+    wanted = set(args.options) - kept
     scripts = {moved.get(script, script): task for script, task in record["scripts"].items()}
     for script, task in scripts.items():
         if script not in RUNGS:
@@ -422,12 +399,6 @@ def update(args):
         every |= options_and_commands(ROOT / script, task)
     choose(wanted, every)
     chosen = {*every} if args.all else options_of(record, every, moved) | wanted
-    every_file = texts(scripts, chosen)
-    if kept:  # and what these need
-        can_go = can_leave_out(every_file, GUARDS.keys() - guards)
-        guards -= had.difference(can_go, args.without)
-    if args.plain:
-        guards |= set(can_leave_out(every_file, kept))
     new = texts(scripts, chosen, guards)
     copied = {moved.get(path, path) for path in record["files"]}
     if dirty := dirty_files(new.keys() | copied):
@@ -479,17 +450,46 @@ def update(args):
     return 1 if conflicts or stale else 0
 
 
+def change(folder, name, undo):
+    """Apply a recipe to a copy, with the modules that it imports, or take it back."""
+    record = read_record(folder)
+    if record is None or record["commit"] != head():
+        raise CannotUpdate(f"{folder} is no copy of this commit: update it first")
+    require_resolved(folder, record["files"])
+
+    def text_of(path):
+        found = read(folder / path)
+        return found and with_line_feeds(found).decode()
+
+    texts = recipes.apply(name, record["scripts"], text_of, undo)
+    written = {path: text.encode() for path, text in texts.items() if text is not None}
+    code = [text for path, text in texts.items() if text is not None and path.endswith(".py")]
+    added = with_packages(() if undo else recipes.modules_for(code))
+    added = {str(p): text for p, text in added.items() if not (folder / p).exists()}
+    sums = record["files"] | {path: checksum(text) for path, text in added.items()}
+    facts = (record[key] for key in ("commit", "since", "scripts", "options", "without"))
+    write_files(folder, written | added | {RECORD: text_of_record(*facts, sums)})
+    for path, text in texts.items():
+        if text is None:
+            (folder / path).unlink()
+    for path in sorted(texts.keys() | added.keys()):
+        kind = "added" if path in added else "removed" if texts[path] is None else "changed"
+        print(f"{kind:8}  {path}")
+    print(f"{name} is {'taken back' if undo else 'applied'}: docs/recipes/{name}.md explains it")
+
+
 def main():
     args = parse_arguments()
     try:
         with may_be_closed():
-            if args.update is None:
+            if args.update:
+                return update(args)
+            if args.recipe:
+                change(args.paths[0], args.recipe, args.undo)
+            else:
                 make_copy(args)
-                return 0
-            return update(args)
-    except CannotLeaveOut as error:
-        sys.exit(f"error: {error}: leave these out, too, or do not leave it out")
-    except (CannotUpdate, NoHistory) as error:
+            return 0
+    except (CannotUpdate, NoHistory, recipes.CannotApply) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
         sys.exit(f"error: {error.filename}: {error.strerror}")

@@ -39,12 +39,7 @@ from tools.lib.gpus import (
     transport_findings,
 )
 from tools.lib.output import may_be_closed
-from utils.distributed import (
-    all_gather_object,
-    available_cores,
-    get_local_world_size,
-    init_distributed,
-)
+from utils.distributed import all_gather_object, cores_per_rank, init_distributed
 from utils.errors import UserError
 
 SHM = 0.5 * GB  # loader workers pass batches through /dev/shm; Docker's default is 0.067 GB
@@ -62,6 +57,11 @@ def versions():
     )
 
 
+def local_world_size():
+    """The number of ranks on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def check_software():
     """Findings about Python, PyTorch and the GPUs."""
     new = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
@@ -75,9 +75,10 @@ def check_software():
             else "driver unknown"
         )
         yield Finding("ok", f"{len(names)} GPUs: {', '.join(sorted(set(names)))}; {kernel}")
+        cores = cores_per_rank() * local_world_size()
         yield check(
-            available_cores() >= 2 * len(names),
-            f"{available_cores()} cores for {len(names)} GPUs",
+            cores >= 2 * len(names),
+            f"{cores} cores for {len(names)} GPUs",
             "each rank launches kernels and reads data: ask for more, such as --cpus-per-task or "
             "--exclusive of SLURM",
             "warning",
@@ -294,7 +295,7 @@ def check_links(device, size=8 << 20, rounds=15):
     On one node, to the other ranks. All ranks send at the same time, as they do in training.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    step = get_local_world_size() if ranks > get_local_world_size() else 1
+    step = local_world_size() if ranks > local_world_size() else 1
     outgoing = torch.ones(size // 4, device=device)
     incoming = torch.empty_like(outgoing)
     links = []
@@ -385,8 +386,9 @@ def main():
     if launched:
         try:
             device = init_distributed(args.device, args.timeout)
-        except UserError as error:
-            show([Finding("FAILED", f"rank {os.environ['RANK']} {error}")])
+        except (UserError, RuntimeError) as error:  # the latter: of PyTorch
+            reason = str(error).partition("\n")[0]
+            show([Finding("FAILED", f"rank {os.environ['RANK']}: {reason}")])
             sys.exit(1)
         findings = list(common_findings(device, nccl_log))
         failed = any(all_gather_object(failed))

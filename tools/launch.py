@@ -31,12 +31,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTime
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
-from utils.errors import drop_unwritten, say, write_to_stderr
-from utils.rungs.spawn import OUT_OF_MEMORY
+from utils.errors import say
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
-SECONDS_OF_REPORT = 3.0  # in which ranks of other nodes can read the error of one of this node
+OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
 TASK = re.compile(r"^import ([\w.]+) as task\b", re.MULTILINE)
 NEVER_SENT = "SIGURG"  # in place of the signals that torchrun would handle itself
 
@@ -50,24 +49,21 @@ def root_cause(error):
     if failure.exitcode < 0:
         hint = OUT_OF_MEMORY if failure.exitcode == -signal.SIGKILL else ""
         return code, f"error (rank {rank}): {failure.message}{hint}"
-    return code, f"error (rank {rank}): exit code {code}; see the output above"
+    return code, f"error (rank {rank}): exit code {code}; see the output above, or of other nodes"
 
 
 def error_files(folder):
-    return set(Path(folder).rglob("error.json*"))
+    return set(Path(folder).rglob("error.json"))
 
 
 def reports(folder, old):
-    """What ranks have reported in torchrun's error files below `folder` which are not among `old`:
-    {outcome: the text of a report, or "" if there was no space for it}."""
+    """{outcome: text} of what ranks have reported in torchrun's error files below `folder` which
+    are not among `old`."""
     texts = {}
     for path in error_files(folder) - old:
-        if path.suffix == ".json":
-            report = json.loads(path.read_text(encoding="utf-8"))["message"]
-            outcome = report["extraInfo"].get("outcome", "failed")  # of other scripts: none
-            texts[outcome] = report["message"].rstrip()
-        elif path.suffix != ".tmp":
-            texts.setdefault(path.suffix[1:], "")
+        report = json.loads(path.read_text(encoding="utf-8"))["message"]
+        outcome = report["extraInfo"].get("outcome", "failed")  # of other scripts: none
+        texts[outcome] = report["message"].rstrip()
     return texts
 
 
@@ -111,7 +107,7 @@ def watch_rendezvous(endpoint, patience=PATIENCE):
             pass
         time.sleep(patience / 12)
     text = f"error: the rendezvous at {endpoint} has been unreachable for {patience:.0f} seconds"
-    write_to_stderr(f"{text}: check the network, and that its host is running\n")
+    say(f"{text}: check the network, and that its host is running", sys.stderr)
     os._exit(1)
 
 
@@ -180,15 +176,12 @@ def main():
         except ChildFailedError as error:
             code, text = root_cause(error)
             reported = reports(args.log_dir, old)
-            if "stopped" not in reported:
-                if reported.get("failed") != "":  # the rank has printed it
-                    say(text, sys.stderr)
-            elif "failed" not in reported:
+            if "stopped" in reported and "failed" not in reported:
                 # About one exit in a hundred aborts in C++'s teardown: its code is -6, not 75
                 # (pytorch/pytorch#190489).
                 code = 75
-            if args.nnodes not in ("1", "1:1"):  # this process may hold the store
-                time.sleep(SECONDS_OF_REPORT)
+            else:
+                say(text, sys.stderr)
             sys.exit(code)
         except (RendezvousError, DistError) as error:
             failed = reports(args.log_dir, old).get("failed")
@@ -202,8 +195,6 @@ def main():
                 say(reported["failed"], sys.stderr)
                 sys.exit(1)
             sys.exit(128 + error.sigval)
-        finally:
-            drop_unwritten()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m tools.report runs/a runs/b [-o report.html] [--png report.png]
 
-A run is its --output-dir. The page says what was trained, when and how, and which epoch was the
-best; it has the loss, the metric, the learning rate and the throughput over samples and over time,
-with restarts and skipped steps marked; the settings that differ; and what each rank's time was
-spent on, if the run had --timing. The runs may be anybody's: nothing in their files is trusted.
+A run is its --output-dir. The page says which epoch was the best; it has the loss, the metric, the
+learning rate and the throughput over samples and over time, with skipped steps marked; the settings
+that differ; and what each rank's time was spent on, if the run had --timing. The runs may be
+anybody's: nothing in their files is trusted.
 """
 
 import argparse
@@ -13,8 +13,6 @@ import fcntl
 import json
 import math
 import os
-import time
-from bisect import bisect_right
 from contextlib import suppress
 from datetime import timedelta
 from html import escape
@@ -46,11 +44,9 @@ NUMBERS = {
     "metrics.jsonl": ["epoch", "world_size", "lr"]
     + [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *COUNTS)],
     "steps.jsonl": ["epoch", "samples", "loss", "lr", "samples_per_second"],
-    "starts.jsonl": ["epoch", "step", "steps_per_epoch"],
 }
-LINES = {"solid": "training", "dashed": "validation", "dotted": "restart (vertical)"}
-LINES |= {"cross": "skipped step"}
-WHOLE = ("epoch", "step", "steps_per_epoch", "world_size")
+LINES = {"solid": "training", "dashed": "validation", "cross": "skipped step"}
+WHOLE = ("epoch", "world_size")
 
 
 class Run(NamedTuple):
@@ -59,7 +55,6 @@ class Run(NamedTuple):
     name: str
     rows: list  # of metrics.jsonl
     steps: list  # of steps.jsonl
-    starts: list  # of starts.jsonl
     settings: dict  # texts
     best: int | None  # the epoch of best.pt
     notes: list  # what a reader must know
@@ -83,7 +78,7 @@ def read_run(folder, name):
         read[file], is_complete = read_rows(folder / file)
         if not is_complete:
             notes.append(f"the last line of {file} is incomplete")
-    rows, steps, starts = read.values()
+    rows, steps = read.values()
     if not rows and not steps:
         if (folder / "config.yaml").exists():
             raise UserError(f"the run in {folder} has no rows yet: wait until its first epoch ends")
@@ -99,7 +94,7 @@ def read_run(folder, name):
             notes.append("still in its first epoch: no validation yet")
     elif epochs.isdecimal() and len(rows) < int(epochs[:9]):
         notes.append(f"stopped after {len(rows)} of {epochs} epochs")
-    return Run(name, rows, steps, starts, settings, read_best(folder), notes)
+    return Run(name, rows, steps, settings, read_best(folder), notes)
 
 
 def read_rows(path):
@@ -186,7 +181,7 @@ def read_best(folder):
 
 
 def is_running(folder):
-    """Whether a run holds the lock on its folder (utils/run_folder.py)."""
+    """Whether a run holds the lock on its folder (utils/guards/lock.py)."""
     with suppress(OSError):
         file = os.open(folder / ".lock", os.O_RDONLY)
         try:
@@ -220,13 +215,12 @@ class Axis:
 
     def __init__(self, run):
         self.run, self.starts = run, [(0.0, 0.0)]
-        self.places = sorted((s["epoch"], s["step"], s["steps_per_epoch"]) for s in run.starts)
+        batch = run.settings.get("global_batch_size", "")
+        self.batch = int(batch[:9]) if batch.isdecimal() else 0
         for row in run.rows:
             samples, seconds = self.starts[-1]
             self.starts.append((samples + row["train_samples"], seconds + row["train_seconds"]))
-        sizes = [row["train_samples"] for row in run.rows]
         speeds = [row["samples_per_second"] for row in run.steps]
-        self.size = sizes[-1] if sizes else math.inf
         self.speed = sum(speeds) / len(speeds) if speeds else 1.0
 
     def end(self, epoch, value):
@@ -244,14 +238,7 @@ class Axis:
 
     def step(self, epoch, step):
         """The Point of a step of an epoch, without a value."""
-        before = bisect_right(self.places, (epoch, step, math.inf))
-        share = 1.0
-        if before:  # the number of steps may have changed when the run was resumed
-            share = ratio(step, self.places[before - 1][2])
-        size = self.size
-        if epoch < len(self.run.rows):
-            size = self.run.rows[epoch]["train_samples"]
-        return self.within(epoch, share * size if math.isfinite(size) else 0.0, math.nan)
+        return self.within(epoch, step * self.batch, math.nan)
 
 
 def curves(run):
@@ -303,16 +290,14 @@ def metric_of(run):
     return next((name for name in names if name not in known | {"gradient_norm"}), None)
 
 
-def marks(run):
-    """({Points of restarts}, {Points of skipped steps})."""
+def skipped_steps(run):
+    """The Points of the steps that were skipped."""
     axis = Axis(run)
-    restarts = [axis.step(start["epoch"], start["step"]) for start in run.starts[1:]]
-    skipped = [
+    return [
         axis.step(epoch, step)
         for epoch, row in enumerate(run.rows)
         for step in row.get("skipped_steps", [])
     ]
-    return restarts, skipped
 
 
 def draw_curves(axes, runs, name, by_time):
@@ -332,7 +317,9 @@ def draw_curves(axes, runs, name, by_time):
             else:
                 style |= {"markevery": 1 + len(points) // 200, "markerfacecolor": "none"}
                 axes.plot(x, y, linewidth=1.4, linestyle="--", **style)
-        _draw_marks(axes, run, horizontal, color)
+        x = [_drawable(getattr(point, horizontal)) for point in skipped_steps(run)]
+        transform = axes.get_xaxis_transform()
+        axes.plot(x, [0.02] * len(x), "x", color=color, transform=transform, markersize=6)
     # A diverging loss or a perplexity would flatten everything after it; ratios need no logarithms.
     values = [value for value in values if math.isfinite(value)]
     if values and min(values) > 0 and max(values) > max(1, 100 * min(values)):
@@ -343,16 +330,6 @@ def draw_curves(axes, runs, name, by_time):
     axes.set_xlabel("seconds of training" if by_time else "samples")
     axes.xaxis.set_major_locator(_few_ticks())
     axes.xaxis.set_major_formatter(_with_units())
-
-
-def _draw_marks(axes, run, horizontal, color):
-    """Draw the restarts and the skipped steps of a run."""
-    restarts, skipped = marks(run)
-    for point in restarts:
-        axes.axvline(_drawable(getattr(point, horizontal)), color=color, linewidth=1, linestyle=":")
-    x = [_drawable(getattr(point, horizontal)) for point in skipped]
-    transform = axes.get_xaxis_transform()
-    axes.plot(x, [0.02] * len(x), "x", color=color, transform=transform, markersize=6)
 
 
 def _drawable(number):
@@ -390,26 +367,6 @@ def charts(runs):
             figures.append(figure(drawn, f"{name} over {kind}"))
         parts.append(f'<div class="by {kind}"><div class="grid">{"".join(figures)}</div></div>')
     return "\n".join(parts)
-
-
-def about(runs):
-    """What was run: when, with which command, and what it said of its model and its data."""
-    parts = ["<h2>What was run</h2>"]
-    for run in runs:
-        first, last = (run.starts or [{}])[0], (run.starts or [{}])[-1]
-        facts = {"started": date_of(first.get("time"))}
-        facts |= {name: last.get(name) for name in ("model", "data", "batch", "torch", "command")}
-        lines = [f"{name}: {text}" for name, text in facts.items() if isinstance(text, str)]
-        lines = "<br>".join(map(escape, lines)) or "Its files do not say."
-        parts.append(f"<p><b>{escape(run.name)}</b><br>{lines}</p>")
-    return "".join(parts)
-
-
-def date_of(seconds):
-    """A time as text, None if it is none."""
-    with suppress(TypeError, ValueError, OverflowError, OSError):
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds or math.nan))
-    return None
 
 
 def results_of(runs):
@@ -530,7 +487,7 @@ def report(runs):
         'the rows of steps.jsonl (<span class="whole">--log-steps</span>), if there are any, '
         "otherwise one point per epoch.</p>"
     )
-    parts += [lasts(runs), about(runs), settings(runs)]
+    parts += [lasts(runs), settings(runs)]
     timed = [run for run in runs if rank_times(run)]
     if timed:
         spent = {name for run in timed for name in rank_times(run)}

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tasks.images import Settings
-from tasks.images.arrays import build_synthetic
+from tasks.images import Settings, synthetic
 from tasks.images.files import find_images
 from utils.config import load_config
 from utils.errors import UserError
@@ -59,7 +58,7 @@ def of_folder(data_dir):
 def of_synthetic(count, size, seed):
     """The same of synthetic images, as PNG."""
     flags = [f"--synthetic-samples={count}", f"--image-size={size}", f"--seed={seed}"]
-    sets = build_synthetic(load_config(Settings, argv=flags))
+    sets = synthetic.build(load_config(Settings, argv=flags))
     samples = {}
     for split, dataset in zip(("train", "val"), sets, strict=True):
         samples[split] = []

@@ -1,62 +1,90 @@
-"""How to train: the settings that every script and every task has. Needs no torch.distributed.
+"""How to train: settings from the defaults below, then --config FILE, then the flags.
 
-Order of precedence: the defaults below, then the YAML file (--config FILE), then the flags. A task
-adds its settings in a subclass of Config, and a script in a subclass of BaseSettings.
+Each is a YAML key, a flag, an attribute and a line of --help. A task adds its own in a subclass of
+Config, and a script in a subclass of BaseSettings.
 """
 
+import argparse
+import difflib
+import math
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from inspect import get_annotations
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import torch
 import yaml
 
+from utils.errors import UserError
 from utils.reports import report_errors
-from utils.settings import (
-    BaseSettings,
-    ConfigError,
-    free_setting,
-    parse_settings,
-    rules_of,
-    setting,
-)
 
-__all__ = ["BaseSettings", "Config", "ConfigError", "free_setting", "load_config", "setting"]
+
+class ConfigError(UserError):
+    """A mistake in a config file or a flag."""
+
+    exit_code = 2
+
+
+def setting(
+    default: bool | float | str,
+    help: str,
+    choices: Sequence[str] | None = None,
+    low: float = 0,
+    free: bool = False,
+) -> Any:
+    """A field of a class of settings. low: the smallest number that is allowed. free: may change
+    when a run is resumed, because the weights do not depend on it. A subclass may change the
+    default alone: `lr: float = 0.01`."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, free=free))
+
+
+free_setting = partial(setting, free=True)
+
+
+def facts_of(kind: type, name: str) -> Any:
+    """What setting() was told about a field: "help", "choices", "low" and "free". A field may have
+    a plain default instead."""
+    found = [f for cls in kind.__mro__ if is_dataclass(cls) for f in fields(cls) if f.name == name]
+    return next((f.metadata for f in found if f.metadata), setting(0, "", low=-math.inf).metadata)
+
+
+@dataclass(frozen=True)
+class BaseSettings:
+    """Base of all classes of settings, which can be combined by multiple inheritance."""
+
+    def resolved(self) -> Self:
+        """These settings with all open values filled in. Subclasses extend this, and call it
+        through super(). Raises ConfigError if values contradict each other."""
+        return self
+
+    def fixed_on_resume(self) -> dict[str, Any]:
+        """{name: value} of the settings that decide which weights a run reaches."""
+        names = [f.name for f in fields(self) if not facts_of(type(self), f.name)["free"]]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Watching(BaseSettings):
-    """Watching the run."""
+    """Watching the run: utils/options."""
 
-    check_replicas_every: int = free_setting(
-        0,
-        "steps between comparisons of ranks; 0: only at saves and at the end of epochs; -1: never",
-        low=-1,
-    )
-    log_steps: int = free_setting(
-        0, "write a row to steps.jsonl after every N steps: loss, speed and more; 0: off"
-    )
-    logger: str = free_setting(
-        "",
-        "tensorboard, wandb, trackio, mlflow or MODULE:CLASS, or several with commas; empty: none",
-    )
-    timing: bool = free_setting(
-        False, "report what the time of each rank is spent on, and what limits the run"
-    )
-    profile: str = free_setting(
-        "",
-        "FIRST:LAST, steps of this process: write a trace of them for each rank, and show what "
-        "takes longest; empty: none",
-    )
+    log_steps: int = free_setting(0, "a row of steps.jsonl after every N steps; 0: none")
+    logger: str = free_setting("", "tensorboard, wandb, trackio, mlflow or MODULE:CLASS")
+    timing: bool = free_setting(False, "report what the time of each rank is spent on")
+    profile: str = free_setting("", "FIRST:LAST, steps of this process: trace them, on each rank")
     audit: bool = free_setting(False, "report which samples each epoch trained on")
     max_skipped_steps: int = free_setting(
-        -1,
-        "skip up to N steps, from a start to the next, in which some rank has a gradient that is "
-        "inf or NaN, then fail; -1: do not look",
-        low=-1,
+        -1, "skip up to N steps with a gradient that is inf or NaN; -1: do not look", low=-1
     )
+
+    def resolved(self) -> Self:
+        """See BaseSettings."""
+        if self.timing and self.profile:
+            raise ConfigError("--timing would measure the profiler: pass --profile or --timing")
+        return super().resolved()
 
 
 @dataclass(frozen=True)
@@ -66,33 +94,22 @@ class Saving(Watching):
     output_dir: str = free_setting("", "checkpoints and metrics; empty: runs/<script>")
     resume: str = free_setting(
         "auto",
-        "always: fail if there is no checkpoint; never: move old files to output_dir/previous-TIME",
+        "always: fail if there is no checkpoint; never: fail if there is one",
         choices=("auto", "always", "never"),
     )
     allow_config_change: bool = free_setting(False, "resume with changed settings")
-    save_epochs: int = free_setting(
-        1, "save after every N epochs, the last one, and each that is the best so far", low=1
-    )
+    save_epochs: int = free_setting(1, "save after every N epochs, the best and the last", low=1)
     save_steps: int = free_setting(0, "also save every N steps; 0: never")
-    save_minutes: float = free_setting(
-        10.0, "also save every N minutes, and on SIGTERM before the run stops; 0: neither"
-    )
+    save_minutes: float = free_setting(10.0, "also save every N minutes; 0: never")
     keep_last: int = free_setting(2, "number of epoch checkpoints to keep", low=1)
     save_sharded: bool = free_setting(False, "each rank saves its own part of the tensors")
-    save_errors: str = free_setting(
-        "stop",
-        "warn: continue if a checkpoint cannot be written, and try again at the next one",
-        choices=("stop", "warn"),
-    )
 
 
 @dataclass(frozen=True)
 class Machine(Saving):
     """The machine, and how it computes."""
 
-    device: str = free_setting(
-        "auto", "auto, cpu, cuda or another accelerator, or one device such as cuda:0"
-    )
+    device: str = free_setting("auto", "auto, cpu, cuda or xpu, or one for all, such as cuda:0")
     dtype: str = setting(
         "float32",
         "of the model (changes numerics). On CUDA, float32: convolutions in TF32, as is PyTorch's "
@@ -105,20 +122,7 @@ class Machine(Saving):
         "mode of torch.compile (changes rounding, and which elements nn.Dropout drops)",
         choices=("none", "default", "reduce-overhead", "max-autotune"),
     )
-    cudnn_benchmark: bool = setting(
-        False,
-        "cuDNN times its algorithms and takes the fastest; results may differ between runs",
-    )
-    deterministic: bool = setting(
-        False,
-        "on CUDA: the same bits in every run, where PyTorch has such algorithms, which are slower; "
-        "it warns where it has none",
-    )
-    loader: str = free_setting(
-        "auto",
-        "device: keep the dataset on the training device; auto: if it fits (same batches)",
-        choices=("auto", "workers", "device"),
-    )
+    deterministic: bool = setting(False, "on CUDA: the same bits in every run; slower")
     num_workers: int = free_setting(-1, "loader processes per rank; -1: automatic", low=-1)
     num_threads: int = free_setting(0, "CPU threads (changes rounding); 0: automatic")
     timeout: float = free_setting(300.0, "seconds before a wait for ranks or loaders fails", low=1)
@@ -148,37 +152,25 @@ class Config(Machine):
     seed: int = setting(0, "seed of weights, sample order and augmentation")
 
     @property
-    def precision(self) -> str:
-        """A readable description of the precision."""
-        return "float32 (on CUDA: TF32 convolutions)" if self.dtype == "float32" else self.dtype
-
-    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of weights, and of floating-point inputs and targets."""
         return torch.float64 if self.dtype == "float64" else torch.float32
 
     def resolved(self) -> Self:
-        """See BaseSettings. Raises ConfigError if values contradict each other."""
-        if self.deterministic and self.cudnn_benchmark:
-            raise ConfigError("--cudnn-benchmark picks what is fastest, not --deterministic")
-        if self.save_sharded and self.save_errors == "warn":
-            raise ConfigError(
-                "--save-errors warn needs a checkpoint that rank 0 writes alone: not "
-                "--save-sharded, nor train_pp.py"
-            )
-        if self.timing and self.profile:
-            raise ConfigError("--timing would measure the profiler: pass --profile or --timing")
+        """See BaseSettings."""
+        if "://" in self.output_dir:
+            raise ConfigError(f"output_dir {self.output_dir}: mount it, and pass the folder")
         folder = self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python"))
         return super(Config, replace(self, output_dir=folder)).resolved()
 
-    def fixed_on_resume(self) -> dict[str, Any]:
-        """{name: value} of the settings that decide which weights a run reaches."""
-        names = [f.name for f in fields(self) if not rules_of(type(self), f.name)["free"]]
-        return {name: getattr(self, name) for name in names}
 
-    def dump(self) -> str:
-        """The resolved config as YAML text."""
-        return yaml.safe_dump(vars(self), sort_keys=False)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError(message)
+
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
 
 @report_errors
@@ -186,14 +178,99 @@ def load_config(
     task_settings: type[Config] = Config,
     script_settings: type[BaseSettings] | None = None,
     argv: Sequence[str] | None = None,
-) -> Config:
+) -> Any:
     """The checked and resolved settings of a run, in one frozen object.
 
     task_settings: the task's subclass of Config. script_settings: a script's subclass of
-    BaseSettings. argv: default: sys.argv[1:].
+    BaseSettings. argv: default: sys.argv[1:]. Raises ConfigError, which ends the program with exit
+    code 2 and one line that names the closest known setting.
     """
-    kind = task_settings
+    kind: Any = task_settings
     if script_settings:
-        bases = (script_settings, task_settings)
-        kind = dataclass(frozen=True)(type("RunConfig", bases, {}))
-    return parse_settings(kind, argv).resolved()
+        kind = dataclass(frozen=True)(type("RunConfig", (script_settings, task_settings), {}))
+    parser = _build_parser(kind)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    files = parser.parse_known_args(argv)[0].config or []
+    if len(files) > 1 or "" in files:
+        raise ConfigError(f"pass one file by --config, not {files}")
+    try:
+        values = _parse(parser, [flag for path in files for flag in _flags_of(path)])
+    except ConfigError as error:
+        raise ConfigError(f"{files[0]}: {error}") from None
+    values |= _parse(parser, argv)
+    values.pop("config", None)
+    for name, value in values.items():
+        low = facts_of(kind, name)["low"]
+        if isinstance(value, int | float) and not low <= value < math.inf:
+            raise ConfigError(f"{name} must be a number of at least {low}, not {value}")
+    return kind(**values).resolved()
+
+
+def _build_parser(kind):
+    parser = _Parser(
+        usage="%(prog)s [--config FILE] [--SETTING VALUE ...]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    text = "YAML with any of the names below"
+    parser.add_argument("--config", metavar="FILE", action="append", default=None, help=text)
+    types = get_type_hints(kind)
+    owners = {}  # {class that declares settings: its group}; the script's and the task's first
+    for f in sorted(fields(kind), key=lambda f: kind.__mro__.index(_owner(kind, f.name))):
+        if getattr(kind, f.name, None) != f.default:  # which would be ignored
+            raise ConfigError(f"{f.name}: set it with its type, in a @dataclass(frozen=True)")
+        owner, facts = _owner(kind, f.name), facts_of(kind, f.name)
+        if owner not in owners:
+            title = (owner.__doc__ or owner.__name__).partition("\n")[0].rstrip(".")
+            owners[owner] = parser.add_argument_group(title)
+        default: Any = f.default
+        if types[f.name] is bool:
+            default = "on" if default else "off"
+        text = facts["help"] + (f" (default: {default})" if default != "" else "")
+        options = {"help": text.replace("%", "%%")}
+        if types[f.name] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            choices = facts["choices"] or [types[f.name].__name__.upper()]
+            is_text = types[f.name] is str
+            options["type"] = os.path.expanduser if is_text else types[f.name]
+            options["choices"] = facts["choices"]
+            options["metavar"] = "|".join(choices)
+        owners[owner].add_argument(_flag(f.name), **options)
+    return parser
+
+
+def _owner(kind, name):
+    """The class in which a field appears first; subclasses may only change its default."""
+    return [cls for cls in kind.__mro__ if name in get_annotations(cls)][-1]
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def _parse(parser, argv):
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [flag for flag in parser.format_help().split() if flag.startswith("--")]
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        hint = f" (did you mean {close[0].rstrip(',')}?)" if close else ""
+        raise ConfigError(f"unknown argument {unknown[0]}{hint}")
+    return vars(values)
+
+
+def _flags_of(path):
+    """The keys of a YAML file, as flags: argparse converts and checks both in the same way."""
+    try:
+        contents = yaml.load(Path(path).read_text(encoding="utf-8"), yaml.BaseLoader)  # as text
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(contents, dict):
+        raise ConfigError("must contain lines of 'key: value'")
+    for key, value in contents.items():
+        if not isinstance(value, str) or key == "config":
+            raise ConfigError(f"{key} must be a setting with one value")
+        if value.lower() in ("true", "false"):
+            yield _flag(key) if value.lower() == "true" else f"--no{_flag(key)[1:]}"
+        else:
+            yield f"{_flag(key)}={'' if value in ('~', 'null') else value}"

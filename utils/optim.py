@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate schedule, from the config. Needs torch and errors.py."""
+"""The optimizer and the learning rate schedule, from the config."""
 
 import math
 from collections.abc import Callable
@@ -9,20 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from utils.errors import UserError
-
 
 def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
     """SGD, Adam or AdamW over the model's trainable parameters.
 
     It is fused: one kernel updates all of them, on CUDA and on the CPU. For FSDP's sharded
     parameters, SGD has no such kernel (torch 2.15): a few update all of them (foreach). Neither
-    takes tensors of several meshes together: see tensor_parallel.update_by_mesh(). Raises
-    UserError for layers with sparse gradients, which few optimizers and wrappers take.
+    takes tensors of several meshes together: see tensor_parallel.update_by_mesh().
     """
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True:  # nn.Embedding and nn.EmbeddingBag
-            raise UserError(f"the layer {name} has sparse gradients: build it with sparse=False")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
     is_whole = not any(hasattr(parameter, "device_mesh") for parameter in parameters)
@@ -43,11 +37,7 @@ def build_optimizer(model: nn.Module, cfg: Any) -> Optimizer:
 
 
 def build_scheduler(optimizer: Optimizer, cfg: Any, steps_per_epoch: int) -> LRScheduler:
-    """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step.
-
-    The learning rate depends only on the step. A run that resumes with a different peak, or with
-    a different number of steps per epoch, continues at the same place of its new schedule.
-    """
+    """Linear warmup, then cfg.lr_schedule. Call step() after every optimizer step."""
     total = cfg.epochs * steps_per_epoch
     warmup = round(cfg.warmup_epochs * steps_per_epoch)
 
@@ -65,7 +55,8 @@ def build_scheduler(optimizer: Optimizer, cfg: Any, steps_per_epoch: int) -> LRS
 
 
 class Schedule(LambdaLR):
-    """See build_scheduler()."""
+    """A rate that depends only on the step. A run that resumes with a different peak, or with a
+    different number of steps per epoch, continues at the same place of its new schedule."""
 
     def __init__(
         self, optimizer: Optimizer, factor: Callable[[int], float], steps_per_epoch: int

@@ -23,6 +23,7 @@ from utils import seeds
 from utils.errors import UserError
 
 _LOW = 0xFFFFFFFF  # the lower half of 64 bits
+micro_batches: list[tuple[int, int]] = []  # (number, count) of what runs: utils/rungs/pipeline.py
 
 
 class _Step:
@@ -73,8 +74,8 @@ class _Step:
             copied = _pinned(self.keys, device).to(device, non_blocking=True, copy=True)
             self.on_device[device, total] = copied
         keys = self.on_device[device, total]
-        if seeds.parts:
-            number, parts = seeds.parts[-1]
+        if micro_batches:
+            number, parts = micro_batches[-1]
             start, end = number * count, number * count + count
             if parts > 1 and parts * count != total and torch.is_grad_enabled():
                 raise _wrong_size(name, parts * count, total)

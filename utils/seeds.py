@@ -10,13 +10,12 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 on_batch: list[Callable[[int, int, Tensor | None], None]] = []  # called by start_batch()
-parts: list[tuple[int, int]] = []  # (number, count) of a micro-batch: utils/rungs/pipeline.py
 
 
 def set_seed(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators, on all devices, before the first batch."""
     random.seed(seed)
-    numpy.random.seed(seed)
+    numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     for listener in on_batch:  # a run before this one, in a notebook, may have left its last batch
         listener(seed, 0, None)
@@ -69,25 +68,14 @@ class SampleSeeds:
         self.numbers = seed, epoch
 
     def __enter__(self) -> Self:
-        self.states = _states()
+        self.states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
         return self
 
     def seed(self, index: int) -> None:
         """Seed torch, random and numpy for the sample with this index."""
         _seed_cpu(derive_seed(*self.numbers, index))
 
-    def are_used(self) -> bool:
-        """Whether a generator is in another state than at the start."""
-        (ours, python, legacy), (ours_now, python_now, legacy_now) = self.states, _states()
-        pairs = zip(legacy, legacy_now, strict=True)
-        is_same = torch.equal(ours, ours_now) and python == python_now
-        return not (is_same and all(numpy.array_equal(*pair) for pair in pairs))
-
     def __exit__(self, *_: object) -> None:
         torch.set_rng_state(self.states[0])
         random.setstate(self.states[1])
         numpy.random.set_state(self.states[2])
-
-
-def _states():
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()

@@ -9,19 +9,15 @@ SIGNALS = [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM]
 if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
     SIGNALS.append(signal.SIGHUP)
 # Two signals within this time are one request: SLURM signals all processes, and torchrun, which is
-# one of them, passes it on.
+# one of them, passes it on. So does a terminal with Ctrl-C.
 SECONDS_OF_ONE_REQUEST = 2.0
 
 
 def shield_worker(number: int) -> None:
-    """Let a worker of a DataLoader outlive the signals that stop a run, unless its rank sends them.
-
-    Schedulers signal all processes, but the rank needs its workers until it has saved. If the rank
-    is killed, the worker ends at once, not with a traceback or up to five seconds later.
-    """
+    """Let a worker of a DataLoader outlive the signals that stop a run, unless its rank sends them:
+    schedulers signal all processes, but the rank needs its workers until it has saved. If the rank
+    is killed, the worker ends at once."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # The parent is the rank also where a server forks the worker, and whichever thread has asked
-    # for it: Linux's signal at the death of a parent comes when that thread ends.
     rank = multiprocessing.parent_process()
     for wait in (_wait_for_signal, _wait_for_end):
         threading.Thread(target=wait, args=(rank,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""BatchNorm with statistics over all replicas. Needs torch, distributed.py and errors.py."""
+"""BatchNorm with statistics over all replicas."""
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,6 @@ class SyncBatchNorm(_BatchNorm):
         """images: (n, channels, ...) -> the same shape; n may differ between ranks."""
         if not self.training or dp_world_size() == 1:
             return super().forward(images)
-        if self._can_use_cuda_kernels(images):
-            self.num_batches_tracked += 1
-            running = self.running_mean, self.running_var, self.momentum
-            return _NormalizeOnCuda.apply(images, self.weight, self.bias, self.eps, *running)
         outputs, mean, var, count = _Normalize.apply(images, self.weight, self.bias, self.eps)
         if self.track_running_stats:
             with torch.no_grad():
@@ -41,12 +37,6 @@ class SyncBatchNorm(_BatchNorm):
                 self.running_mean.lerp_(mean, step)
                 self.running_var.lerp_(var * (count / (count - 1)), step)  # unbiased
         return outputs
-
-    def _can_use_cuda_kernels(self, images):
-        # torch.compile cannot trace them, and fuses the operations of _Normalize instead. They take
-        # the momentum from the host.
-        has_momentum = self.track_running_stats and self.momentum is not None
-        return images.is_cuda and has_momentum and not torch.compiler.is_compiling()
 
 
 # torch 2.14 has renamed it, and warns of the old name.
@@ -63,41 +53,6 @@ def _gather(mean, spread, images):
     gathered = stats.new_empty(ranks * len(stats))
     _all_gather(gathered, stats, group=data_parallel_group())
     return gathered.view(ranks, -1).split([channels, channels, 1], dim=1)
-
-
-class _NormalizeOnCuda(torch.autograd.Function):
-    """Computes what _Normalize does, with the kernels of torch.nn.SyncBatchNorm: 12 operations per
-    layer and step instead of 32. Also updates running_mean and running_var.
-
-    backward_elemt takes images to have the memory format of the gradient, without a check.
-    """
-
-    @staticmethod
-    def forward(ctx, images, weight, bias, eps, running_mean, running_var, momentum):
-        is_channels_last = images.is_contiguous(memory_format=torch.channels_last)
-        ctx.layout = torch.channels_last if is_channels_last else torch.contiguous_format
-        images = images.contiguous(memory_format=ctx.layout)
-        means, invstds, counts = _gather(*torch.batch_norm_stats(images, eps), images)
-        counts = counts.squeeze(1)
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            images, means, invstds, running_mean, running_var, momentum, eps, counts
-        )
-        ctx.save_for_backward(images, weight, mean, invstd, counts.to(torch.int32))
-        return torch.batch_norm_elemt(images, weight, bias, mean, invstd, eps)
-
-    @staticmethod
-    def backward(ctx, grad):
-        images, weight, mean, invstd, counts = ctx.saved_tensors
-        grad = grad.contiguous(memory_format=ctx.layout)
-        needed = True, *ctx.needs_input_grad[1:3]
-        grad_sum, product_sum, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
-            grad, images, mean, invstd, weight, *needed
-        )
-        grad_sum, product_sum = all_reduce(torch.stack([grad_sum, product_sum]))
-        grad_images = torch.batch_norm_backward_elemt(
-            grad, images, mean, invstd, weight, grad_sum, product_sum, counts
-        )
-        return grad_images, grad_weight, grad_bias, None, None, None, None
 
 
 class _Normalize(torch.autograd.Function):
@@ -151,47 +106,32 @@ class _Normalize(torch.autograd.Function):
         scale, slope, offset = (t.view(shape) for t in (scale, slope, offset))
         grad_images = torch.addcmul(offset, images, slope, value=-1)
         grad_images = torch.addcmul(grad_images, grad, scale)
-        if not ctx.needs_input_grad[1]:  # affine=False
+        if not any(ctx.needs_input_grad[1:3]):  # affine=False
             grad_weight = grad_bias = None
         return grad_images.to(images.dtype), grad_weight, grad_bias, None
 
 
 def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
-    """The model with every BatchNorm in it synchronized, keeping its parameters and buffers.
+    """Synchronize every BatchNorm in the model, in place. Each changes its class, and so keeps its
+    parameters, its hooks and all references to it.
 
     DistributedDataParallel will not broadcast these buffers before each forward pass: they are the
     same on all ranks. Raises UserError for a subclass of BatchNorm that computes something else,
-    such as timm's BatchNormAct2d: a replacement would leave that out.
+    such as timm's BatchNormAct2d, which would be lost.
     """
-    model = _convert(model, "")
-    names = [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        if isinstance(module, SyncBatchNorm)
-        for name, _ in module.named_buffers()
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return model
-
-
-def _convert(module, name):
-    if isinstance(module, SyncBatchNorm):
-        return module
-    if isinstance(module, _BatchNorm):
-        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    names = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        if type(module).forward not in _FORWARDS:
             raise UserError(
                 f"{name} is a {type(module).__name__}, which computes more than BatchNorm, so "
                 f"--sync-bn cannot replace it: pass --no-sync-bn, or use a different model"
             )
-        options = module.momentum, module.affine, module.track_running_stats
-        synced = SyncBatchNorm(module.num_features, module.eps, *options)
-        for key, parameter in module.named_parameters(recurse=False):
-            synced.register_parameter(key, parameter)
-        for key, buffer in module.named_buffers(recurse=False):
-            synced.register_buffer(key, buffer)
-        return synced.train(module.training)
-    for key, child in module.named_children():
-        converted = _convert(child, f"{name}.{key}".lstrip("."))
-        if converted is not child:
-            setattr(module, key, converted)
-    return module
+        module.__class__ = SyncBatchNorm
+        names += [f"{name}.{key}".lstrip(".") for key, _ in module.named_buffers(recurse=False)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return model
+
+
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)

@@ -67,7 +67,7 @@ def measure(cfg, steps, repeats):
     model = task.build_model(cfg, train_set).to(device)
     optimizer = build_optimizer(model, cfg)
     step = training_step(model, optimizer, *next(iter(loader)))
-    state = {"model": model, "optimizer": optimizer, "loader": loader}
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "data": {}}
     checkpoint = Checkpointer(cfg, state)
     checkpoint.load()
     jobs = {

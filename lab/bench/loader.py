@@ -35,7 +35,7 @@ from lab.bench.runner import machine, take_turns
 from tools.lib.markdown import markdown_table
 from utils.config import load_config
 from utils.data import BatchDataset, build_loader
-from utils.distributed import available_cores
+from utils.distributed import cores_per_rank
 from utils.sampler import EpochSampler
 
 CPU = torch.device("cpu")
@@ -175,13 +175,13 @@ def main():
         small += ["--synthetic-samples=25600", "--loader=device"]
         cases = [
             ("JPEG to uint8, loader=workers", jpeg, 0, False),
-            ("JPEG to uint8, loader=workers", jpeg, available_cores(), False),
+            ("JPEG to uint8, loader=workers", jpeg, cores_per_rank(), False),
             ("JPEG to float, loader=workers", jpeg, 0, True),
-            ("JPEG to float, loader=workers", jpeg, available_cores(), True),
+            ("JPEG to float, loader=workers", jpeg, cores_per_rank(), True),
             ("32x32 to float, loader=device", small, 0, True),
         ]
         if torch.cuda.is_available():
-            cases.append((ON_GPU, jpeg, available_cores(), False))
+            cases.append((ON_GPU, jpeg, cores_per_rank(), False))
         for name, flags, workers, normalized in cases:
             os.sched_setaffinity(0, cores if workers else cores[-1:])
             loaders = [ours(flags, workers, normalized=normalized), reference(flags, workers)]

@@ -46,7 +46,7 @@ import tasks.images as task
 from tasks.images.models import build_classifier
 from utils.config import load_config
 from utils.data import build_loader
-from utils.distributed import available_cores, init_distributed, select_device
+from utils.distributed import cores_per_rank, init_distributed, select_device
 from utils.optim import build_optimizer
 
 EPOCHS = 2
@@ -60,7 +60,7 @@ class PillowImages(Dataset):
     """
 
     def __init__(self, cfg):
-        train_set, _ = task.build_datasets(replace(cfg, augment="none"))
+        train_set, _ = task.build_datasets(replace(cfg, augment="none", loader="workers"))
         images, labels = train_set.get_batch(torch.arange(len(train_set)), epoch=0, seed=0)
         self.pixels, self.labels = images.permute(0, 2, 3, 1).contiguous(), labels.tolist()
         self.transform = transforms.Compose(
@@ -281,6 +281,8 @@ def main():
     # The same for all peers, and as in configure_torch().
     torch.backends.cuda.matmul.allow_tf32 = cfg.dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = cfg.dtype != "ieee"
+    if name != "bare":
+        cfg = replace(cfg, loader="workers")  # none of the others keeps images on the device
     train_set, _ = task.build_datasets(cfg)
     batch_size = cfg.global_batch_size // WORLD_SIZE
     sampler = DistributedSampler(train_set, drop_last=True) if needs_group else None
@@ -299,7 +301,7 @@ def main():
             pin_memory=device.type == "cuda",
             drop_last=True,
         )
-    clock = Clock(cfg.num_threads or max(1, available_cores() // WORLD_SIZE))
+    clock = Clock(cfg.num_threads or cores_per_rank())
     options = {"fused": True} if fused else {}
     classes = len(train_set.classes)
     accuracy = PEERS[peer](cfg, classes, device, loader, precision, clock, **options)

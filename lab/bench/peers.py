@@ -27,7 +27,7 @@ from tasks.images import Settings
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import end_runs_on_sigterm, flag_list
 from utils.config import load_config
-from utils.distributed import available_cores
+from utils.distributed import cores_per_rank
 
 HEAD = ["row", "precision", "workers", f"s / {EPOCH:,} images", "images/s", "ratio to best peer"]
 
@@ -183,7 +183,7 @@ def main():
     parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[])
     parser.add_argument("--output", default="runs/bench-peers", help="folder of the reports")
     args = parser.parse_args()
-    cores, counts = available_cores(), process_counts(args.processes)
+    cores, counts = cores_per_rank(), process_counts(args.processes)
     workers = sorted({0, 1, cores // 2, cores})
     if args.workers:
         workers = [int(n) for n in args.workers.split(",")]

@@ -17,7 +17,7 @@ from tasks.images import Settings
 from tools.lib.ladder import ONE_PROCESS
 from tools.lib.runs import ROOT, finish_run, flag_list, last_line, start_run
 from utils.config import load_config
-from utils.distributed import available_cores
+from utils.distributed import cores_per_rank
 
 TIME_LIMIT = 1800  # seconds that a run may take
 
@@ -183,7 +183,7 @@ def machine():
     commit = output_of("git", "rev-parse", "--short", "HEAD")
     return {
         "cpu": model,
-        "cores": available_cores(),
+        "cores": cores_per_rank(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -198,7 +198,7 @@ def process_counts(text=None):
     """The numbers of processes to measure: "1,2,4", or by default those that the machine has."""
     if text:
         return [int(n) for n in text.split(",")]
-    most = torch.cuda.device_count() or min(available_cores(), 4)
+    most = torch.cuda.device_count() or min(cores_per_rank(), 4)
     return [n for n in (1, 2, 4, 8) if n <= most]
 
 

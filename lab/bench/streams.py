@@ -82,7 +82,7 @@ def decode_all(decode, samples):
 def of_shards(folder, kind, workers, dataset_class=Shards):
     """The scripts' loader."""
     flags = [f"--global-batch-size={BATCH}", f"--num-workers={workers}", "--device=cpu"]
-    cfg = load_config(tasks.images.Settings, None, [*flags, "--loader=workers"])
+    cfg = load_config(tasks.images.Settings, None, flags)
     dataset = dataset_class(sorted(folder.glob(f"*.{kind}")), DECODE[kind])
     sampler = DistributedSamplerWrapper(ShardOrder(dataset.shard_sizes, buffer=BUFFER), cfg.seed)
     return build_loader(dataset, sampler, BATCH, CPU, cfg, train=True)

@@ -3,16 +3,15 @@
     python -m lab.bench.watching
 
 Each row trains train_1gpu.py with a model so small that the host's time is nearly the whole step.
-The hooks that a row is about work during every other block of steps, and rest in the blocks
-between, so that neighbors differ in nothing else. The time within the hooks is also measured
-directly; it leaves out what a logger's thread takes meanwhile. Rows whose packages are not
-installed are left out.
+The guards that a row is about work during every other block of steps, and rest in the blocks
+between, so that neighbors differ in nothing else. The time within them is also measured directly;
+it leaves out what a logger's thread takes meanwhile. Rows whose packages are not installed are left
+out.
 """
 
 import argparse
 import json
 import os
-import pty
 import random
 import statistics
 import subprocess
@@ -28,43 +27,35 @@ from lab.bench.report import write_table
 from lab.bench.runner import machine
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import ROOT, end_runs_on_sigterm, flag_list
+from utils.checkpoint import Checkpointer
 
 BLOCK, PAIRS = 20, 60  # steps; pairs of blocks, after one pair that warms up
-# {row: (flags, whether stderr is a terminal, the package that it needs)}
 LOGGED = {"log_steps": 10}
-ROWS = {
-    "a line every 15 s (default)": ({}, False, None),
-    "the bar (default, on a terminal)": ({}, True, "tqdm"),
-    "--log-steps 10": (LOGGED, False, None),
-    "--log-steps 1": ({"log_steps": 1}, False, None),
-    "--log-steps 10 --logger tensorboard": (LOGGED | {"logger": "tensorboard"}, False, None),
-    "--log-steps 10 --logger wandb": (LOGGED | {"logger": "wandb"}, False, "wandb"),
-    "--log-steps 10 --logger trackio": (LOGGED | {"logger": "trackio"}, False, "trackio"),
-    "--log-steps 10 --logger mlflow": (LOGGED | {"logger": "mlflow"}, False, "mlflow"),
-    "--timing": ({"timing": True}, False, None),
-    "all of it (bar, step log, tensorboard, timing)": (
-        LOGGED | {"logger": "tensorboard", "timing": True},
-        True,
-        "tqdm",
-    ),
+ROWS = {  # {row: (flags, the package that it needs)}
+    "a line every 15 s (default)": ({}, None),
+    "--log-steps 10": (LOGGED, None),
+    "--log-steps 1": ({"log_steps": 1}, None),
+    **{
+        f"--log-steps 10 --logger {name}": (LOGGED | {"logger": name}, name)
+        for name in ("tensorboard", "wandb", "trackio", "mlflow")
+    },
+    "--timing": ({"timing": True}, None),
 }
 WATCHING = ("Progress", "StepLog", "Loggers", "Timing")
-HEAD = ["watched by", "us per step in the hooks", "of the step", "whole step, relative"]
+HEAD = ["watched by", "us per step in the guards", "of the step", "whole step, relative"]
 
 
 def worker(path, flags):
     """Train in this process, and write to `path` the seconds of a step in each block, and those
-    within the hooks in an average step while they worked."""
-    import utils.options
+    within the guards in an average step while they worked."""
+    load, blocks, spent = Checkpointer.load, [], []
 
-    build, blocks, spent = utils.options.build_hooks, [], []
-
-    def build_switched(*arguments):
-        hooks = build(*arguments)
-        for hook in hooks:
-            if type(hook).__name__ in WATCHING:
-                hook.after_step = switched(hook.after_step)
-        return hooks
+    def load_and_switch(checkpoint):
+        start_epoch = load(checkpoint)
+        for guard in checkpoint.guards:
+            if type(guard).__name__ in WATCHING:
+                guard.after_step = switched(guard.after_step)
+        return start_epoch
 
     def switched(after_step):
         def maybe(checkpoint):
@@ -84,37 +75,28 @@ def worker(path, flags):
                 start = now
             yield batch
 
-    utils.options.build_hooks = build_switched
+    Checkpointer.load = load_and_switch
     run_script("train_1gpu.py", flags, around)
-    in_hooks = sum(spent) / (BLOCK * (len(blocks) // 2))
-    Path(path).write_text(json.dumps([blocks, in_hooks]))
+    in_guards = sum(spent) / (BLOCK * (len(blocks) // 2))
+    Path(path).write_text(json.dumps([blocks, in_guards]))
 
 
-def measure(flags, on_terminal):
-    """(seconds per step without, with) the hooks, two lists of neighboring blocks, and the seconds
-    within the hooks."""
+def measure(flags):
+    """(seconds per step without, with) the guards, two lists of neighboring blocks, and the seconds
+    within them."""
     with tempfile.TemporaryDirectory(prefix="watching-") as folder:
         flags = FLAGS | {"output_dir": f"{folder}/run", "save_minutes": 0} | flags
         batch = FLAGS["global_batch_size"]
-        flags |= {"synthetic_samples": (2 * BLOCK * (PAIRS + 1) + 1) * batch, "resume": "never"}
+        flags |= {"synthetic_samples": (2 * BLOCK * (PAIRS + 1) + 1) * batch}
         command = [sys.executable, "-m", "lab.bench.watching", "--worker", f"{folder}/blocks.json"]
-        leader, follower = pty.openpty()
         environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": folder}
         environment |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-        process = subprocess.Popen(
-            [*command, *flag_list(flags)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=follower if on_terminal else subprocess.DEVNULL,
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run(
+            [*command, *flag_list(flags)], cwd=ROOT, env=environment, check=True, **silent
         )
-        os.close(follower)
-        code = process.wait()
-        os.close(leader)
-        if code:
-            raise RuntimeError(f"{command} failed with exit code {code}")
-        blocks, in_hooks = json.loads(Path(f"{folder}/blocks.json").read_text())
-    return blocks[2::2], blocks[3::2], in_hooks
+        blocks, in_guards = json.loads(Path(f"{folder}/blocks.json").read_text())
+    return blocks[2::2], blocks[3::2], in_guards
 
 
 def paired(without, watched, draws=2000):
@@ -130,10 +112,10 @@ def paired(without, watched, draws=2000):
 def table(result):
     """The rows as a table in Markdown."""
     rows = []
-    for name, (without, watched, in_hooks) in result["rows"].items():
-        share = in_hooks / statistics.median(without)
+    for name, (without, watched, in_guards) in result["rows"].items():
+        share = in_guards / statistics.median(without)
         middle, low, high = paired(without, watched)
-        cells = f"{in_hooks * 1e6:.0f}", f"{share:.2%}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        cells = f"{in_guards * 1e6:.0f}", f"{share:.2%}", f"{middle:.3f} ({low:.3f} to {high:.3f})"
         rows.append([name, *cells])
     return markdown_table(HEAD, rows)
 
@@ -154,10 +136,10 @@ def main():
     parser.add_argument("--output", default="runs/bench-watching", help="folder of the reports")
     args = parser.parse_args()
     result = machine() | {"rows": {}}
-    for name, (flags, on_terminal, package) in ROWS.items():
+    for name, (flags, package) in ROWS.items():
         if package and not find_spec(package):
             continue
-        result["rows"][name] = measure(flags, on_terminal)
+        result["rows"][name] = measure(flags)
         print(f"{name}: {result['rows'][name][2] * 1e6:.0f} us", flush=True)
     write_table(result, f"{notes(result)}\n\n{table(result)}\n", args.output, "watching")
 

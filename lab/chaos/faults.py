@@ -33,7 +33,7 @@ KINDS = [
     Kind("kill-rank", "SIGKILL of a rank", End.REPORT, "SIGKILL|Connection|peer|torch.distributed"),
     Kind("kill-launcher", "SIGKILL of the launcher", End.KILLED, launcher=True),
     *(
-        Kind(f"{name}-{target}", f"{signal} to {title}", End.SAVED, f"stopped by {signal}", **needs)
+        Kind(f"{name}-{target}", f"{signal} to {title}", End.SAVED, "stopped by a signal", **needs)
         for name, signal in (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"))
         for target, title, needs in (
             ("rank", "a rank", {}),
@@ -42,11 +42,18 @@ KINDS = [
         )
     ),
     Kind("pause", "SIGSTOP of a rank for a second", End.CONTINUES),
-    Kind("stop", "SIGSTOP of a rank", End.ERROR, "does not respond", ranks=2, forked=True),
+    Kind(
+        "stop",
+        "SIGSTOP of a rank",
+        End.REPORT,
+        r"(?s)Timeout \(.*most recent call first.*Traceback",  # ShowHang's, and the collective's
+        ranks=2,
+        forked=True,
+    ),
     Kind("slow", "a rank sleeps for a second", End.CONTINUES),
     Kind("raise", "exception in a rank", End.REPORT, "RuntimeError: planted by chaos"),
     Kind("leave", "a rank exits with code 0", End.REPORT, ranks=2),
-    Kind("nan", "weight of a rank becomes NaN", End.ERROR, "finite|differ|loss is nan"),
+    Kind("nan", "weight of a rank becomes NaN", End.ERROR, "inf or NaN|differs in|loss is nan"),
     Kind("full-disk", "full disk", End.ERROR, "No space left on device", only_rank_0=True),
     Kind(
         "kill-save",
@@ -70,11 +77,11 @@ KINDS = [
         only_rank_0=True,
     ),
     *(
-        Kind(f"eio-{name}", f"EIO at {title}", End.ERROR, "Input/output error", only_rank_0=True)
-        for name, title in (
-            ("fsync", "a flush"),
-            ("rename", "a rename"),
-            ("link", "a link and its copy"),
+        Kind(f"eio-{name}", f"EIO at {title}", end, "Input/output error", only_rank_0=True)
+        for name, title, end in (
+            ("fsync", "a flush", End.ERROR),
+            ("rename", "a rename", End.ERROR),
+            ("link", "a link and its copy", End.REPORT),
         )
     ),
     Kind("kill-worker", "SIGKILL of a DataLoader worker", End.REPORT, "DataLoader worker"),

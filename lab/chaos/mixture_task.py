@@ -42,9 +42,9 @@ def build_datasets(cfg):
     train_set, val_set = text.build_datasets(cfg)
     parts = [Subset(train_set, range(first, len(train_set), 4)) for first in range(4)]
     stream = Streamed(InRandomOrder(parts[1]), len(parts[1]), collate_fn=train_set.collate_fn)
-    nested = Mixture({"odd": parts[2], "even": parts[3]}, {"odd": 2, "even": 1}, batch_size=5)
+    nested = Mixture({"odd": parts[2], "even": parts[3]}, {"odd": 2, "even": 1}, cfg=cfg)
     sources = {"shards": parts[0], "stream": stream, "nested": nested}
-    return Mixture(sources, WEIGHTS, batch_size=cfg.global_batch_size, samples=60), val_set
+    return Mixture(sources, WEIGHTS, cfg=cfg, samples=60), val_set
 
 
 def describe(train_set, val_set):

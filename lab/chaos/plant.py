@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 import utils.checkpoint
+import utils.data
 from tools.lib.runs import family
-from utils.hooks import Hooks
+from utils.checkpoint import Checkpointer
+from utils.guards.preemption import SaveOnSignal
 from utils.metrics import MetricLogger
-from utils.preemption import Interrupts
 
 SMALL_DISK = 2**25  # bytes
 FILLER = ".filler"  # in output_dir: a file that fills the disk
@@ -32,23 +33,23 @@ def plant(faults, log, tag=None):
     of the run; None: they form a session.
     """
     by_step = {fault["step"]: fault for fault in faults}
-    real, steps = Hooks.after_step, itertools.count(1)
+    real, steps = Checkpointer.step, itertools.count(1)
 
-    def after_step(hooks, checkpoint):
+    def step(checkpoint):
         fault = by_step.get(next(steps))
         if fault:
             checkpoint.wait()  # so that a replay of this fault resumes from the same step
             if int(os.environ.get("RANK", "0")) == fault["rank"]:
                 record(log, fault, checkpoint)
                 ACTIONS[fault["kind"]](checkpoint, fault | {"tag": tag})
-        real(hooks, checkpoint)
+        real(checkpoint)
 
-    Hooks.after_step = after_step
+    Checkpointer.step = step
 
 
 def record(log, fault, checkpoint):
     """Append a line to `log`: which fault, when, after which epoch and step."""
-    place = {"epoch": checkpoint.epoch, "step": checkpoint.state["loader"].step}
+    place = {"epoch": checkpoint.epoch, "step": checkpoint.state["loader"].read}
     line = {"number": fault["number"], "time": time.monotonic(), **place}
     with open(log, "a") as file:
         file.write(json.dumps(line) + "\n")
@@ -85,9 +86,9 @@ def _signal(number, target):
             subprocess.run(command, stderr=subprocess.DEVNULL)
         else:
             os.kill(os.getpid(), number)
-        (interrupts,) = (hook for hook in checkpoint.hooks if isinstance(hook, Interrupts))
+        (guard,) = (guard for guard in checkpoint.guards if isinstance(guard, SaveOnSignal))
         end = time.monotonic() + 60  # a replay needs the handler to have run here
-        while not interrupts.signal and time.monotonic() < end:
+        while guard.signalled_at is None and time.monotonic() < end:
             time.sleep(0.001)
 
     return act
@@ -99,7 +100,9 @@ def _pause(checkpoint, fault):
 
 
 def _stop(checkpoint, fault):
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop the rank before its next batch. The others wait in a collective of a step, which has the
+    run's timeout; those of a save have a longer one."""
+    utils.data.start_batch = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _slow(checkpoint, fault):

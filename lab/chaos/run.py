@@ -17,7 +17,7 @@ from lab.chaos.faults import BY_NAME, End, make_plan
 from lab.chaos.plant import FILLER
 from lab.chaos.start import forked_run, real_run
 from tools.lib.edits import changed
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import ROOT, RUNGS
 from tools.lib.runs import last_line, load_script
 from tools.verify.cases import FLOAT64, MATRIX_FLAGS, SUITES
 from tools.verify.run import (
@@ -27,7 +27,7 @@ from tools.verify.run import (
     write_text,
     write_text_shards,
 )
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.errors import UserError
 
 # Five steps per epoch, with a worker of a DataLoader in every rank; saves after steps 2 and 4, too.
@@ -38,7 +38,6 @@ FLAGS = {
     "lr_schedule": "constant",
     "device": "cpu",
     "num_threads": 1,
-    "loader": "workers",
     "num_workers": 1,
     "save_steps": 2,
     "timeout": 60,
@@ -51,12 +50,14 @@ TIMED = ("samples_per_second", "memory", "resumed_at_step", "world_size")
 SPAWN = "train_ddp_spawn.py"  # has its own launcher, which does not fork
 SCRIPT_FLAGS = MATRIX_FLAGS | {SPAWN: {"num_workers": 0}}  # spawned, too: ten seconds each
 IMAGES = {"dataset": "synthetic", "synthetic_samples": 60, "image_size": 8, "model": "resnet20"}
-TEXT = {"context": 24, "layers": 4, "heads": 4, "width": 16}
+IMAGES |= {"loader": "workers"}
+TEXT = {"context": 24, "layers": 4, "heads": 4, "width": 16, "padding": "context"}
 TASK_FLAGS = {
     "images": IMAGES,
-    "shards": {"dataset": "shards", "image_size": 8, "model": "resnet20"},
+    "shards": IMAGES | {"dataset": "shards"},
     "stream": IMAGES | {"augment": "none"},
     "text": TEXT,
+    "moe": TEXT,
     "mixture": TEXT,
 }
 COPIES = {  # {task: changes of a copy of the script}
@@ -94,9 +95,9 @@ class ChaosRun:
     faults in `output`.
 
     nproc: the number of ranks; several, in a list, take turns; None for a single process. limit,
-    patience: see forked_run(). task: a name in TASK_FLAGS; shards: the images task, reading tar
-    files in the order of a ShardOrder; stream: the same task over Streamed datasets; mixture: the
-    text task over a mixture of shards, a stream and a mixture.
+    patience: see forked_run(). task: a name in TASK_FLAGS; images: what the script trains; shards:
+    the images task, reading tar files in the order of a ShardOrder; stream: the same task over
+    Streamed datasets; mixture: the text task over a mixture of shards, a stream and a mixture.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class ChaosRun:
         self.is_exact = len(self.turns) == 1
         self.limits = limit, patience
         self.folder.mkdir(parents=True, exist_ok=True)
+        own_task = RUNGS[script].task
+        task = own_task if task == "images" else task
         self.flags = FLAGS | TASK_FLAGS[task] | SCRIPT_FLAGS.get(script, {})
         self.path = ROOT / script
         if not self.is_exact:
@@ -131,9 +134,10 @@ class ChaosRun:
         if task == "mixture":
             self.flags["text_file"] = self.folder / "text"
             write_text_shards(self.flags["text_file"], SUITES["text"])
-        if task == "text":
+        if task in ("text", "moe"):
             self.flags["text_file"] = write_text(self.folder / "text", train=60, val=6)
-            self.path = project_with_task(task, self.folder / "project") / script
+            if task != own_task:
+                self.path = project_with_task(task, self.folder / "project") / script
         elif script in WITH_VIT:
             self.flags |= VIT
         if script == SPAWN:
@@ -199,8 +203,7 @@ class ChaosRun:
         """Do to the files what a fault between two runs would have done."""
         last = self.output / "last.pt"
         if fault.kind == "leftover":
-            for name in ("last.pt.tmp", "epoch-9999.pt.tmp"):
-                (self.output / name).write_bytes(b"half of a file")
+            (self.output / "last.pt.tmp").write_bytes(b"half of a file")
             return
         if fault.kind == "torn-row":
             rows = self.output / "metrics.jsonl"
@@ -265,8 +268,6 @@ class ChaosRun:
         alone = not self.has_launcher and kind.name in KILLS
         if not alone and not re.search(kind.text, ended.stderr):
             yield f"no {kind.text!r} on stderr: {last_line(ended.stderr)}"
-        if kind.name == "leftover" and (self.output / "epoch-9999.pt.tmp").exists():
-            yield "epoch-9999.pt.tmp is still there"
         if not ends_run:
             return
         code = 1

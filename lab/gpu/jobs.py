@@ -18,7 +18,7 @@ from lab.bench.rows import Row
 from lab.bench.runner import Runner
 from tools.lib.ladder import ONE_PROCESS, ROOT
 from tools.lib.runs import finish_run, last_line, start_run
-from utils.distributed import available_cores
+from utils.distributed import cores_per_rank
 from utils.errors import UserError
 
 BATCH, SEEDS, EPOCHS = 256, 5, 5
@@ -63,7 +63,7 @@ class Jobs:
         selected = "channels_last" if self.small else "not verify_passes"
         arguments = ["-m", "pytest", "tests/gpu", "-p", "no:cacheprovider", "-k", selected]
         if find_spec("xdist"):
-            arguments += ["-n", max(1, available_cores() // 2)]
+            arguments += ["-n", max(1, cores_per_rank() // 2)]
         return Job("tests", "tests/gpu", 180, partial(self._command, arguments))
 
     def verify(self):
@@ -91,11 +91,6 @@ class Jobs:
         larger = {"global_batch_size": 2 * self.batch}
         more = [
             (f"bfloat16, compiled, {graph}, batch {2 * self.batch}", script, fastest | larger),
-            (
-                f"bfloat16, compiled, {graph}, cudnn_benchmark",
-                script,
-                fastest | {"cudnn_benchmark": True},
-            ),
             (f"float32 (TF32 convolutions), compiled, {graph}", script, {"compile": "default"}),
             *self._modes("float16", "train_ddp_amp.py", {"amp_dtype": "float16"}),
             *self._modes("float32, strict", "train_1gpu.py", {"dtype": "ieee"}),
@@ -124,7 +119,7 @@ class Jobs:
         return Job("speed", f"{model}: {name}", SECONDS[settings.get("compile", "none")], run)
 
     def _plain(self, model, flags):
-        cores = available_cores()
+        cores = cores_per_rank()
         settings = [("tutorial", "float32", "10!")]
         settings += [("tutorial", "float32", str(n)) for n in (cores // 2, cores)]
         settings += [("tuned", "bfloat16", str(n)) for n in (cores // 2, cores)]

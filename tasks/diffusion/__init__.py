@@ -37,6 +37,12 @@ class Settings(Config):
     synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
     image_size: int = setting(32, "pixels per side; a multiple of patch_size", low=1)
     patch_size: int = setting(4, "pixels per side of a token", low=1)
+    loader: str = free_setting(
+        "auto",
+        "device: keep the images on the device; workers: loader processes read them; auto: on the "
+        "device if they fit",
+        choices=("auto", "device", "workers"),
+    )
     layers: int = setting(6, "transformer blocks", low=1)
     heads: int = setting(4, "attention heads per block", low=1)
     width: int = setting(256, "features per token; a multiple of 2 * heads", low=2)
@@ -49,7 +55,7 @@ class Settings(Config):
     weights: ClassVar[str] = ""
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings. Raises ConfigError if values contradict each other."""
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
@@ -69,7 +75,7 @@ class Unlabeled(BatchDataset):
     """The images of an ArrayDataset, which are inputs and targets at once."""
 
     def __init__(self, labeled: ArrayDataset) -> None:
-        self.labeled = labeled
+        self.labeled, self.device = labeled, labeled.device
 
     def __len__(self) -> int:
         return len(self.labeled)
@@ -84,14 +90,6 @@ class Unlabeled(BatchDataset):
     def on_device(self, batch: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 images -> normalized images of `dtype`."""
         return self.labeled.on_device((batch, None), dtype)[0]
-
-    def resident_bytes(self) -> int:
-        return self.labeled.resident_bytes()
-
-    def resident(self, device: torch.device) -> "Unlabeled | None":
-        """A copy on `device`, if the images can be there."""
-        moved = self.labeled.resident(device)
-        return None if moved is None else Unlabeled(moved)
 
 
 def build_datasets(cfg: Settings) -> tuple[Unlabeled, Unlabeled]:

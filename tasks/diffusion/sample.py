@@ -20,7 +20,7 @@ from torchvision.utils import save_image
 from tasks.diffusion import build_model
 from tasks.diffusion.denoiser import Denoiser
 from tasks.images.weights import weights_of
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.distributed import select_device
 from utils.errors import UserError, say
 from utils.reports import report_errors

@@ -11,28 +11,39 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tasks.images.arrays import build_cifar10, build_synthetic
+from tasks.images.arrays import ArrayDataset
 from tasks.images.models import build_model as build_model
 from tasks.images.pixels import PixelDataset
 from tasks.images.settings import Settings as Settings
 from utils.data import describe_datasets
-from utils.distributed import main_process_first
+from utils.distributed import current_device, main_process_first
 from utils.errors import UserError, required_by
 
 BEST = ("accuracy", max)  # the validation metric that decides which epoch is the best
 
 
 def build_datasets(cfg: Settings) -> tuple[PixelDataset, PixelDataset]:
-    """The training set and the validation set that the config selects."""
-    build: Any = {"cifar10": build_cifar10, "synthetic": build_synthetic}.get(cfg.dataset)
-    if cfg.dataset == "imagefolder":
+    """The training set and the validation set that the config selects. All ranks call it together,
+    after the device has been chosen."""
+    build: Any  # a function of cfg
+    if cfg.dataset == "cifar10":
+        from tasks.images.cifar10 import build
+    elif cfg.dataset == "synthetic":
+        from tasks.images.synthetic import build
+    elif cfg.dataset == "imagefolder":
         with required_by("--dataset imagefolder"):
             from tasks.images.folder import build
-    if cfg.dataset == "shards":
+    else:
         with required_by("--dataset shards"):
             from tasks.images.shards import build
     with main_process_first():  # one download per node
-        return build(cfg)
+        train_set, val_set = build(cfg)
+    is_there = isinstance(train_set, ArrayDataset) and current_device().type == "cpu"
+    if cfg.loader == "workers" or is_there:
+        return train_set, val_set
+    from sources.resident import keep_on_device
+
+    return keep_on_device(train_set, cfg.loader), keep_on_device(val_set, cfg.loader)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -44,9 +55,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     expected = outputs.shape if targets.is_floating_point() else outputs.shape[:1]
     if outputs.dim() != 2 or targets.shape != expected:
         raise UserError(
-            f"the model's outputs have the shape {tuple(outputs.shape)}, and the labels "
-            f"{tuple(targets.shape)} ({targets.dtype}): classification needs outputs (n, classes), "
-            f"and integers (n,) or floating-point probabilities (n, classes)"
+            f"outputs {tuple(outputs.shape)} and labels {tuple(targets.shape)} do not fit: "
+            f"classification needs (n, classes), and integers (n,) or probabilities (n, classes)"
         )
     targets = targets if targets.is_floating_point() else targets.long()
     return cross_entropy(outputs, targets, reduction="sum")

@@ -21,6 +21,11 @@ from utils.distributed import available_cores, is_main_process
 from utils.errors import UserError, say
 
 
+def cache_folder(cfg: Any) -> Path:
+    """The folder of decoded images, lists of bad files, and indices of shards."""
+    return Path(cfg.cache_dir or Path(cfg.data_dir) / ".cache")
+
+
 def decoded_images(dataset: Any, cache: str | Path) -> Tensor:
     """The images of a dataset as uint8 (n, 3, size, size), mapped from a file in the folder `cache`
     that later processes and runs share. The first call decodes all images.

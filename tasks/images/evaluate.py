@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 import tasks.images as task
-from tasks.images.cache import bad_files
+from tasks.images.cache import bad_files, cache_folder
 from tasks.images.decode import readable
 from tasks.images.files import find_images, has_validation_images, relative_names
 from tasks.images.inference import Trained, folder_set, load_trained
@@ -83,7 +83,7 @@ def evaluation_set(
     trained: Trained, data_dir: str | None, split: str, *, skip_bad: bool = False
 ) -> PixelDataset:
     """The images of a split: of a folder, or (data_dir=None) of the data of the training run."""
-    cfg = run_settings(trained, augment="none")
+    cfg = run_settings(trained, augment="none", loader="workers")  # one pass: nothing to keep
     if data_dir is None and cfg.dataset != "imagefolder":
         train_set, val_set = task.build_datasets(cfg)  # there is no test set
         return train_set if split == "train" else val_set
@@ -106,7 +106,7 @@ def evaluation_set(
         )
     if skip_bad:
         with main_process_first():
-            bad = bad_files(files.paths, cfg.cache_folder)
+            bad = bad_files(files.paths, cache_folder(cfg))
         if len(bad) == len(files.paths):
             raise UserError(f"none of the {len(bad)} images in {files.folder} can be decoded")
         files = files.select([path not in bad for path in files.paths])
@@ -231,7 +231,7 @@ def main() -> None:
     images = evaluation_set(trained, args.data_dir, args.split, skip_bad=skip_bad)
     sampler = DistributedSampler(images, shuffle=False) if launched else SequentialSampler(images)
     batch_size = args.batch_size * dp_world_size()
-    cfg = replace(cfg, loader="workers", global_batch_size=batch_size)  # one pass: nothing to keep
+    cfg = replace(cfg, global_batch_size=batch_size)
     loader = build_loader(images, sampler, args.batch_size, device, cfg)
     counting = WithConfusion(loader)
     result = evaluate(trained.model.to(device), loader, counting)

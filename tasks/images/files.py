@@ -141,6 +141,8 @@ def split_images(
     """
     if has_validation_images(cfg.data_dir):
         raise UserError(f"{cfg.data_dir} already has validation images: pass --val-fraction 0")
+    if cfg.val_fraction >= 1:
+        raise UserError(f"--val-fraction {cfg.val_fraction} leaves nothing to train on")
     names, current = relative_names(files, cfg.data_dir), (cfg.val_fraction, cfg.seed)
     if saved and (saved.get("val_fraction"), saved.get("seed")) == current:
         chosen = set(saved["val_files"])
@@ -150,7 +152,7 @@ def split_images(
         raise UserError(
             f"{readable(str(Path(cfg.data_dir) / missing[0]))} is missing or cannot be decoded, "
             f"one of {len(missing)} such files that the run in {cfg.output_dir} validates with: "
-            f"restore it, or pass --resume never to start over with another choice"
+            f"restore it, or start over with a different --output-dir"
         )
     train, val = (files.select([(name in chosen) == is_val for name in names]) for is_val in (0, 1))
     if empty := train.empty_classes():

@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as F
 
 from tasks.images.arrays import ArrayDataset
 from tasks.images.augment import CropFlip
-from tasks.images.cache import decoded_images, is_writable, without_bad
+from tasks.images.cache import cache_folder, decoded_images, is_writable, without_bad
 from tasks.images.decode import decode
 from tasks.images.files import find_images, relative_names, saved_data, split_images
 from tasks.images.pixels import PixelDataset
@@ -43,14 +43,14 @@ def build(cfg: Settings) -> tuple["FolderDataset", "FolderDataset"]:
                 f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
             )
     if cfg.on_bad_sample == "skip":
-        splits = without_bad(splits, cfg.cache_folder)
+        splits = without_bad(splits, cache_folder(cfg))
     chosen = None
     if cfg.val_fraction:
         splits = split_images(splits[0], cfg, saved_data(cfg))
         val_files = sorted(relative_names(splits[1], cfg.data_dir))
         chosen = {"val_fraction": cfg.val_fraction, "seed": cfg.seed, "val_files": val_files}
     train, val = splits
-    options: dict[str, Any] = {"preprocessing": preprocessing_of(cfg), "cache": cfg.cache_folder}
+    options: dict[str, Any] = {"preprocessing": preprocessing_of(cfg), "cache": cache_folder(cfg)}
     train_files, val_files = (train.paths, train.labels, train.classes), (val.paths, val.labels)
     train_set = FolderDataset(*train_files, augment=cfg.augment, **options)
     val_set = FolderDataset(*val_files, train.classes, split=chosen, **options)
@@ -74,7 +74,7 @@ class FolderDataset(PixelDataset):
     classes: names. preprocessing: {"image_size", "resize", "interpolation", "mean", "std"}: the
     shorter side is resized to `resize` pixels and a square of image_size pixels cropped from the
     middle; mean and std are for the normalization. augment: "none", "crop_flip" or "resized_crop".
-    cache: the folder for resident(). split: how a validation set was chosen, for the checkpoint:
+    cache: the folder for in_memory(). split: how a validation set was chosen, for the checkpoint:
     {"val_fraction", "seed", "val_files"}, paths relative to data_dir.
     """
 
@@ -116,20 +116,20 @@ class FolderDataset(PixelDataset):
             images = self.crop_flip(images, indices, epoch, seed)
         return images.contiguous(memory_format=torch.channels_last), self.labels[indices]
 
-    def resident_bytes(self) -> int | None:
-        """None if the augmentation needs the original images, or they cannot be cached."""
+    @property
+    def nbytes(self) -> int | None:
+        """For sources.resident: the bytes of all decoded images; None if the augmentation needs the
+        original ones, or they cannot be cached."""
         if self.augment == "resized_crop" or not self.cache or not is_writable(self.cache):
             return None
         return len(self) * 3 * self.size * self.size
 
-    def resident(self, device: torch.device) -> ArrayDataset | None:
+    def in_memory(self) -> ArrayDataset:
         """The decoded images. Raises BadImageError, and UserError if the cache folder cannot be
         written."""
-        if self.augment == "resized_crop" or not self.cache:
-            return None
         images = decoded_images(self, self.cache)
         options = self.mean, self.std, self.size, self.augment
-        return ArrayDataset(images, self.labels, self.classes, *options).resident(device)
+        return ArrayDataset(images, self.labels, self.classes, *options)
 
     def stack(self, indices: Sequence[int]) -> Tensor:
         """uint8 (n, 3, size, size): the images with these indices, not augmented."""

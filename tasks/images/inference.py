@@ -9,7 +9,7 @@ import torch
 from tasks.images.folder import FolderDataset
 from tasks.images.models import build_classifier
 from tasks.images.weights import weights_of
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.errors import UserError
 
 PREPROCESSING = ("image_size", "resize", "interpolation", "mean", "std")

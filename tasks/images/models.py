@@ -7,7 +7,6 @@ import torch
 import torchvision
 from torch import nn
 
-from tasks.images.one_pixel import use_middle_weights
 from utils.errors import UserError, required_by
 
 SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: tasks/images/small_models.py
@@ -40,20 +39,19 @@ def build_classifier(cfg: Any, num_classes: int) -> nn.Module:
         with required_by("--weights"):
             from tasks.images.weights import load_and_freeze
         model = load_and_freeze(model, cfg)
-    return use_middle_weights(model).to(memory_format=torch.channels_last)
+    return model.to(memory_format=torch.channels_last)
 
 
 def _torchvision(name, num_classes, cfg):
+    from tasks.images.one_pixel import use_middle_weights
+
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:
-        known = [*SMALL, *names]
-        close = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
-        raise UserError(f"there is no --model {name!r}: {hint}")
+        close = difflib.get_close_matches(name.lower(), [*SMALL, *names], n=1)
+        hint = f"did you mean {close[0]}?" if close else "see torchvision.models.list_models()"
+        raise UserError(f"there is no --model {name}: {hint}")
     options = {"image_size": cfg.image_size} if name.startswith("vit_") else {}
     if name in ("googlenet", "inception_v3"):
         options = {"aux_logits": False, "init_weights": True}  # one output, like all others
-    try:
-        return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **options)
-    except AssertionError as error:  # of a size that its patches do not divide
-        raise UserError(f"{name} does not take --image-size {cfg.image_size}: {error}") from None
+    model = torchvision.models.get_model(name, num_classes=num_classes, **options)
+    return use_middle_weights(model)

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from utils.config import Config, ConfigError, free_setting, setting
-from utils.errors import UserError, required_by
+from utils.errors import required_by
+
+FOR_FILES = ("val_fraction", "on_bad_sample", "cache_dir")  # settings
 
 
 @dataclass(frozen=True)
@@ -49,48 +51,35 @@ class Settings(Config):
     cache_dir: str = free_setting(
         "", "for decoded images, lists of bad files, and indices of shards; empty: data_dir/.cache"
     )
-
-    @property
-    def cache_folder(self) -> Path:
-        """The folder of decoded images and lists of bad files."""
-        return Path(self.cache_dir or Path(self.data_dir) / ".cache")
+    loader: str = free_setting(
+        "auto",
+        "device: keep the images on the device; workers: loader processes read them; auto: on the "
+        "device if they fit",
+        choices=("auto", "device", "workers"),
+    )
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
-        if self.augment == "resized_crop" and self.loader == "device":
-            raise ConfigError("augment=resized_crop crops the original images: use loader=workers")
-        if self.val_fraction >= 1:
-            raise ConfigError(f"val_fraction={self.val_fraction} leaves nothing to train on")
-        if self.freeze != "none" and not self.weights:
-            raise ConfigError("--freeze backbone needs pretrained --weights")
-        cfg = super().resolved()
-        dataset = cfg.dataset
+        """See BaseSettings. Raises ConfigError if values contradict each other."""
+        cfg, dataset = super().resolved(), self.dataset
         if dataset == "auto":
-            has_cifar10 = (Path(cfg.data_dir) / "cifar-10-batches-py").is_dir()
+            has_cifar10 = Path(cfg.data_dir, "cifar-10-batches-py").is_dir()
             dataset = "cifar10" if has_cifar10 else "synthetic"
-        only_for_folders = {
-            "augment=resized_crop": cfg.augment == "resized_crop",
-            "val_fraction": cfg.val_fraction > 0,
-            "on_bad_sample": cfg.on_bad_sample == "skip",
-            "cache_dir": cfg.cache_dir != "",
-        }
-        for name, is_set in only_for_folders.items():
-            if is_set and dataset not in ("imagefolder", "shards"):
-                raise ConfigError(f"{name} is for dataset=imagefolder or shards, not {dataset}")
-        size = cfg.image_size
-        if size == 0:
-            size = expected_inputs(cfg).get("image_size", 32)
+        if dataset in ("cifar10", "synthetic"):
+            given = [name for name in FOR_FILES if getattr(cfg, name) != getattr(Settings, name)]
+            given += ["augment=resized_crop"] * (cfg.augment == "resized_crop")
+            if given:
+                raise ConfigError(f"{given[0]} is for dataset=imagefolder or shards, not {dataset}")
+        if cfg.freeze != "none" and not cfg.weights:
+            raise ConfigError("--freeze backbone needs pretrained --weights")
+        size = cfg.image_size or expected_inputs(cfg).get("image_size", 32)
         return replace(cfg, dataset=dataset, image_size=size)
 
 
 def expected_inputs(cfg: Settings) -> dict[str, Any]:
     """What cfg.weights expects of its images, as far as it is known: "image_size", "resize",
-    "interpolation", "mean" and "std". Raises ConfigError if there are no such weights."""
+    "interpolation", "mean" and "std". Raises UserError if there are no such weights."""
     if not cfg.weights:
         return {}
     with required_by("--weights"):
         from tasks.images.weights import inputs_of_run
-    try:
-        return inputs_of_run(cfg)
-    except UserError as error:
-        raise ConfigError(str(error)) from None
+    return inputs_of_run(cfg)

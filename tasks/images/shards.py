@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sources.shards import Shards, find_shards
-from tasks.images.cache import in_parallel, kept_list
+from tasks.images.cache import cache_folder, in_parallel, kept_list
 from tasks.images.decode import BadImageError, decode_bytes, readable
 from tasks.images.files import EXTENSIONS
 from tasks.images.folder import FolderDataset, preprocessing_of
@@ -38,10 +38,10 @@ def build(cfg: Settings) -> tuple["ShardDataset", "ShardDataset"]:
         paths = find_shards(cfg.data_dir, name, [".tar"])
         if not paths:
             raise UserError(f"there are no files {cfg.data_dir}/{name}-*.tar: pass --data-dir")
-        splits.append(Shards(paths, cache_dir=cfg.cache_folder, on_bad=on_bad, label="cls"))
+        splits.append(Shards(paths, cache_dir=cache_folder(cfg), on_bad=on_bad, label="cls"))
     classes = _classes(Path(cfg.data_dir) / "classes.txt", splits)
     facts = splits[0].describe("train") | splits[1].describe("val")
-    options: dict[str, Any] = {"preprocessing": preprocessing_of(cfg), "cache": cfg.cache_folder}
+    options: dict[str, Any] = {"preprocessing": preprocessing_of(cfg), "cache": cache_folder(cfg)}
     kept = [_decodable(s, cfg) if on_bad == "skip" else torch.arange(len(s)) for s in splits]
     train_set = ShardDataset(splits[0], kept[0], classes, augment=cfg.augment, **options)
     return train_set, ShardDataset(splits[1], kept[1], classes, split=facts, **options)
@@ -97,7 +97,7 @@ def _classes(path, splits):
 
 def _decodable(shards, cfg):
     """The indices of the images that can be decoded; all are read once, and the list is kept."""
-    listed = cfg.cache_folder / f"bad-{shards.index_file.stem}.json"
+    listed = cache_folder(cfg) / f"bad-{shards.index_file.stem}.json"
     find_all = partial(in_parallel, partial(_undecodable, shards), range(len(shards)))
     bad = dict(kept_list(listed, find_all))
     if bad and is_main_process():

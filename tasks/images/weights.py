@@ -88,7 +88,7 @@ def load_weights(model: nn.Module, name: str, weights: str) -> None:
     entry = find_weights(name, weights)
     saved: Any = _download(_base_name(name), entry) if entry.enum else _read(entry.path)
     if _is_checkpoint(saved):
-        from utils.checkpoint_file import read_checkpoint  # verifies checksums, reads sharded ones
+        from utils.checkpoint import read_checkpoint  # verifies checksums, reads sharded ones
 
         saved = weights_of(read_checkpoint(entry.path))
     saved = saved.get("model", saved.get("state_dict", saved))

@@ -52,7 +52,7 @@ class Settings(Config):
     weight_decay: float = 0.01
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings. Raises ConfigError if values contradict each other."""
         if self.image_size % 4:
             raise ConfigError(f"image_size must be a multiple of 4, not {self.image_size}")
         if not 0 < self.val_fraction < 1:

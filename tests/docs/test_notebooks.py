@@ -11,7 +11,7 @@ import pytest
 from tests.processes import SMALL
 from tools.lib.ladder import ROOT
 from tools.lib.runs import flag_list
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

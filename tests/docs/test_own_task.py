@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tools.lib.ladder import ROOT
-from utils.metrics import read_metrics
+from tools.lib.runs import read_rows
 
 PAGE = (ROOT / "docs" / "own-task.md").read_text()
 
@@ -71,7 +71,7 @@ def test_own_task_trains_on_two_processes(project):
     _, task, _, _, settings = blocks("python")
     (folder / "my_task.py").write_text(task)
     shell(training, folder, "--device", "cpu", "--num-workers", "1")
-    rows = read_metrics(folder / "runs" / "train_ddp" / "metrics.jsonl")
+    rows = read_rows(folder / "runs" / "train_ddp")
     assert [row["world_size"] for row in rows] == [2] * 5
     assert [row["train_samples"] for row in rows] == [1000] * 5
     assert rows[-1]["val_samples"] == 201 and rows[-1]["val_error"] < 0.6 * rows[0]["val_error"]
@@ -82,5 +82,7 @@ def test_own_task_trains_on_two_processes(project):
         task.replace(line, "").replace("import torch\n", settings, 1)
     )
     (folder / "my_task.py").write_text("import torch\n" + (folder / "my_task.py").read_text())
-    shell(training, folder, "--device", "cpu", "--width", "8", "--epochs", "1", "--resume", "never")
-    assert "width: 8" in (folder / "runs" / "train_ddp" / "config.yaml").read_text()
+    shell(
+        training, folder, "--device", "cpu", "--width", "8", "--epochs", "1", "--output-dir", "new"
+    )
+    assert "width: 8" in (folder / "new" / "config.yaml").read_text()

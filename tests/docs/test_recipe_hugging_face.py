@@ -10,7 +10,7 @@ from torch import nn
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
 from tools.lib.ladder import ROOT
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 transformers = pytest.importorskip("transformers")
 PAGE = ROOT / "docs" / "recipes" / "hugging-face.md"

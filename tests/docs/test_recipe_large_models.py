@@ -138,17 +138,6 @@ def test_buffers_without_values_change_the_weights(project, tmp_path):
     assert largest_difference(wrong["model"], end["model"]) > 1e-4
 
 
-def test_gathered_weights_are_not_for_the_optimizer(project, tmp_path):
-    """Without model.reshard(), the first save fails."""
-    project.choose("gpt2")
-    text = project.large.read_text()
-    assert text.count("    model.reshard()") == 1
-    wrong = project.large.with_name("train_wrong.py")
-    wrong.write_text(text.replace("    model.reshard()", "    pass"))
-    with pytest.raises(AssertionError, match="in _get_optim_state_dict"):
-        run_text_to_end(wrong, 2, tmp_path / "run", pretrained=project.pretrained / "gpt2")
-
-
 def test_a_weight_that_is_missing_is_an_error(project, tmp_path):
     project.choose("llama")
     with pytest.raises(AssertionError, match=r"Missing key .*lm_head\.weight"):

@@ -6,7 +6,7 @@ import torch
 from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
 from tools.lib.ladder import ROOT
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 PAGE = ROOT / "docs" / "recipes" / "lora.md"
 SIZES = [TEXT[name] for name in ("context", "layers", "heads", "width")]

@@ -9,7 +9,7 @@ from tests.recipes import TEXT, import_new
 from tests.verifying import ForkServer
 from tools.lib.runs import finish_run
 from tools.verify.run import apply_recipe, project_with_task, write_text
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 TOLERANCE = 1e-10
 

@@ -9,7 +9,7 @@ from tests.processes import run_ranks
 from tests.recipes import applied, import_new
 from tests.utils.test_checkpoint import outcome
 from utils.errors import UserError
-from utils.replicas import check_replicas
+from utils.guards.replicas import compare_replicas
 
 
 def test_codebook_does_not_depend_on_the_number_of_ranks(tmp_path, monkeypatch):
@@ -27,7 +27,7 @@ def test_codebook_does_not_depend_on_the_number_of_ranks(tmp_path, monkeypatch):
             optimizer.zero_grad()
             (model(batch[rank::ranks]).square().sum() * ranks / 12).backward()
             optimizer.step()
-        compared = outcome(lambda: check_replicas(model, optimizer, between_steps=True))
+        compared = outcome(lambda: compare_replicas(model, optimizer, between_steps=True))
         return compared, {name: t.numpy() for name, t in model.module.state_dict().items()}
 
     def tensors(ranks):

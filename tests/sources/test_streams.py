@@ -209,7 +209,8 @@ class Batches:
 
     def __getitem__(self, number):
         try:
-            return self.dataset.get_batch(torch.arange(4) + 4 * number, 0, 0)[0]
+            made = self.dataset.get_batch(torch.arange(4) + 4 * number, 0, 0)
+            return pickle.loads(pickle.dumps(made))[0]  # as from a loader process
         except UserError as error:
             return str(error)
 
@@ -272,21 +273,18 @@ def test_the_line_of_the_page_for_one_process(script, tmp_path):
 @pytest.mark.parametrize(
     ("stream", "workers", "pattern"),
     [
-        ("DividedAmongRanks", 0, "has train_stream "),
-        ("DividedHuggingFace", 0, "has train_stream "),
+        ("DividedAmongRanks", 0, "train_stream: "),
+        ("DividedHuggingFace", 0, "train_stream: "),
         ("DividedAmongWorkers", 2, "DividedAmongWorkers .*loader process: .*--num-workers 0"),
         ("HuggingFace", 1, "IterableDataset .*loader process: .*--num-workers 0"),
         ("Numbers-short", 0, "ended after 63 samples of epoch 0, "),
         ("Raising", 1, "ValueError: row 40 is broken"),
-        ("Stalling", 0, r"rank \d .* is behind: "),
     ],
 )
 def test_faults_end_the_run(stream, workers, pattern, script, tmp_path):
     if "HuggingFace" in stream:
         pytest.importorskip("datasets")
     flags = RUN | {"data_dir": stream, "num_workers": workers, "output_dir": tmp_path / "run"}
-    if stream == "Stalling":
-        flags["timeout"] = 4
     run = fork_script(script, 2, **flags)
     assert run.code == 1 and re.search(pattern, run.stderr)
 

@@ -21,7 +21,7 @@ from tasks.text_folder import packed_splits
 from tests.forked import FORK, ROUNDING, fork_script, killed_at, largest_difference
 from tests.recipes import TEXT
 from tools.verify.run import project_with_task
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.errors import UserError
 
 WORDS = [f"word{number}" for number in range(300)]

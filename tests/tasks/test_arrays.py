@@ -1,10 +1,8 @@
 """dataset=cifar10 and dataset=synthetic: images in memory."""
 
-import gc
 import hashlib
 import pickle
 import tarfile
-import weakref
 
 import numpy
 import pytest
@@ -13,13 +11,13 @@ import torchvision
 from torchvision.transforms.v2 import functional as F
 
 from tasks.images import Settings, build_datasets, describe
-from tasks.images.arrays import CIFAR10, ArrayDataset
+from tasks.images.arrays import ArrayDataset
 from tasks.images.augment import CropFlip
+from tasks.images.cifar10 import CIFAR10
 from tests.processes import run_ranks, web_server
 from utils.config import load_config
 from utils.data import build_loader
 from utils.errors import PeerError, UserError
-from utils.sampler import EpochSampler
 
 GOLDEN_IMAGES = "696286ebffd55604"
 CPU = torch.device("cpu")
@@ -71,7 +69,6 @@ def test_images_are_resized_to_the_size_of_the_model(images):
     batch, _ = dataset.get_batch(indices, 1, 3)
     resized = F.resize(images[indices], [12, 12])
     assert torch.equal(batch, CropFlip(20)(resized, indices, epoch=1, seed=3))
-    assert dataset.resident_bytes() == 20 * 3 * 12 * 12
     assert dataset.preprocessing == {
         "image_size": 12,
         "resize": 12,
@@ -79,21 +76,6 @@ def test_images_are_resized_to_the_size_of_the_model(images):
         "mean": [0.4, 0.5, 0.6],
         "std": [0.2, 0.2, 0.2],
     }
-
-
-def test_dataset_moves_to_a_device(images):
-    dataset = make(images, augment="crop_flip")
-    expected, _ = dataset.get_batch(torch.tensor([1]), epoch=0, seed=3)
-    moved = dataset.resident(torch.device("meta"))
-    batch, labels = moved.get_batch(torch.tensor([1], device="meta"), epoch=0, seed=3)
-    assert batch.device.type == labels.device.type == "meta"
-    # The dataset itself is not moved.
-    assert torch.equal(dataset.get_batch(torch.tensor([1]), epoch=0, seed=3)[0], expected)
-
-
-def test_a_gpu_does_not_resize_because_it_rounds_differently(images):
-    assert make(images, size=12).resident(torch.device("cuda")) is None
-    assert make(images, size=12).resident(CPU).size == 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,50 +114,27 @@ def test_training_images_alone_are_augmented():
         assert torch.equal(first, second) is same
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_and_numbers_of_ranks_give_the_same_batches(workers):
-    base = ("--image-size=16", "--global-batch-size=6")
-    device = config(*base, "--loader=device", "--num-workers=2")
-    with_workers = config(*base, "--loader=workers", f"--num-workers={workers}")
-    train, _ = build_datasets(device)
-
-    def batches(cfg, rank=0, ranks=1):
+def test_loaders_and_numbers_of_ranks_give_the_same_batches():
+    def batches(ranks, workers, rank=0):
+        flags = ("--image-size=16", "--global-batch-size=6", f"--num-workers={workers}")
+        cfg = config(*flags)
+        train, _ = build_datasets(cfg)
         sampler = torch.utils.data.DistributedSampler(train, ranks, rank, drop_last=True)
-        if ranks == 1:
-            sampler = EpochSampler(train, cfg.seed)
         loader = build_loader(train, sampler, 6 // ranks, CPU, cfg, train=True)
-        assert loader.name == cfg.loader
-        assert loader.reader.num_workers == (0 if cfg is device else workers)
+        result = []
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            yield from loader
+            result += loader
+        return result
 
-    expected = list(batches(device))
+    expected = batches(1, 0)
     assert len(expected) == 20
     assert expected[0][0].is_contiguous(memory_format=torch.channels_last)
-    for (images, labels), other in zip(expected, batches(with_workers), strict=True):
+    for (images, labels), other in zip(expected, batches(1, 2), strict=True):
         assert torch.equal(images, other[0]) and torch.equal(labels, other[1])
-    cfg = device if workers else with_workers
-    for rank, share in enumerate(run_ranks(lambda rank: list(batches(cfg, rank, 3)), 3)):
-        for (images, labels), (other, other_labels) in zip(expected, share, strict=True):
-            assert torch.equal(images[rank::3], other)
-            assert torch.equal(labels[rank::3], other_labels)
-
-
-def test_workers_end_at_once_with_their_loader():
-    """They would run until a garbage collection if it were part of a cycle."""
-    cfg = config("--image-size=8", "--global-batch-size=6", "--loader=workers", "--num-workers=2")
-    train, _ = build_datasets(cfg)
-    loader = build_loader(train, EpochSampler(train, 0), 6, CPU, cfg, train=True)
-    next(iter(loader))
-    workers = loader.reader._iterator._workers
-    iterator = weakref.ref(loader.reader._iterator)
-    gc.disable()
-    try:
-        del loader
-        assert iterator() is None and not any(worker.is_alive() for worker in workers)
-    finally:
-        gc.enable()
+    for rank, share in enumerate(run_ranks(lambda rank: batches(3, 2, rank), 3)):
+        for (images, labels), other in zip(expected, share, strict=True):
+            assert torch.equal(images[rank::3], other[0]) and torch.equal(labels[rank::3], other[1])
 
 
 # CIFAR-10
@@ -237,5 +196,5 @@ def test_failed_download_ends_all_ranks(server, tmp_path, monkeypatch):
     monkeypatch.setattr(torchvision.datasets.CIFAR10, "tgz_md5", "0" * 32)
     first, *others = load_on_ranks(tmp_path / "data", 3)
     assert isinstance(first, UserError) and server[0] in str(first)
-    assert "pass --data-dir, or --dataset synthetic" in str(first)
+    assert "--data-dir" in str(first)
     assert [type(error) for error in others] == [PeerError, PeerError]

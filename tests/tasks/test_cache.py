@@ -16,8 +16,6 @@ from tests.images import break_file, config, folder, photo
 from utils.cache_file import write_atomically
 from utils.errors import UserError
 
-CPU = torch.device("cpu")
-
 
 def test_file_that_may_not_be_read_is_not_a_broken_one(tmp_path, monkeypatch):
     """It would otherwise stay on the list of bad files when the permissions are corrected."""
@@ -37,13 +35,12 @@ def test_file_that_may_not_be_read_is_not_a_broken_one(tmp_path, monkeypatch):
 def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
     break_file(folder(tmp_path) / "train" / "dog" / "3.jpg")
     with pytest.raises(BadImageError, match=r"dog/3\.jpg"):
-        build_datasets(config(tmp_path))[0].resident(CPU)
+        build_datasets(config(tmp_path, "--loader=device"))
     cfg = config(tmp_path, "--on-bad-sample=skip")
     train, val = build_datasets(cfg)
     assert (len(train), len(val), train.labels.tolist()) == (11, 12, [0] * 6 + [1] * 5)
     out = capsys.readouterr().err
     assert "skipping 1 of 24 files" in out and "dog/3.jpg" in out
-    assert len(train.resident(CPU)) == 11
     for path in (tmp_path / "val").rglob("*.jpg"):
         break_file(path)
     with pytest.raises(UserError, match=r"none .* in .*/val/cat, .*/val/dog "):
@@ -57,23 +54,24 @@ def test_folder_is_decoded_once_until_a_file_changes(tmp_path, monkeypatch):
     everything = torch.arange(12)
     for expected in (12, 12):
         train, _ = build_datasets(cfg)
-        images, labels = train.resident(CPU).get_batch(everything, 0, 0)
+        images, labels = train.in_memory().get_batch(everything, 0, 0)
         assert len(calls) == expected
     assert torch.equal(images, train.get_batch(everything, 0, 0)[0])
     assert torch.equal(labels, train.labels)
     calls.clear()
     photo(tmp_path / "train" / "cat" / "0.jpg", (30, 30))
-    build_datasets(cfg)[0].resident(CPU)
+    build_datasets(cfg)[0].in_memory()
     assert len(calls) == 12
     for path in (tmp_path / ".cache").iterdir():  # a cache that was cut short is not used
         os.truncate(path, 100)
-    assert len(build_datasets(cfg)[0].resident(CPU)) == 12 and len(calls) == 24
+    assert len(build_datasets(cfg)[0].in_memory()) == 12 and len(calls) == 24
 
 
 def test_cache_folder_can_be_moved_and_must_be_writable(tmp_path):
     folder(tmp_path / "images")
-    build_datasets(config(tmp_path / "images", f"--cache-dir={tmp_path / 'c'}"))[0].resident(CPU)
-    assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 1
+    flags = [f"--cache-dir={tmp_path / 'c'}", "--loader=device"]
+    build_datasets(config(tmp_path / "images", *flags))
+    assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 2
     assert not (tmp_path / "images" / ".cache").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"/file/cache.*: .*--cache-dir"):

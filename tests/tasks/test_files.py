@@ -107,7 +107,7 @@ def test_file_names_in_any_script_and_dangling_links(tmp_path, capsys):
         photo(tmp_path / split / "犬" / "1.jpg")
     train, _ = build_datasets(config(tmp_path))
     assert train.classes == ["Ёж", "犬"]
-    assert len(train.resident(CPU)) == 5
+    assert len(train.in_memory()) == 5
     os.symlink("/nowhere.jpg", tmp_path / "train" / "犬" / "2.jpg")
     break_file(tmp_path / "train" / "Ёж" / latin1)
     with pytest.raises(BadImageError, match=r"caf.\.jpg cannot be decoded") as caught:
@@ -182,7 +182,7 @@ def test_resumed_run_keeps_its_split(tmp_path):
     assert len(build_datasets(config(tmp_path, "--val-fraction=0.5"))[1]) == 14 + 4
     assert len(build_datasets(split_config(tmp_path, "--resume=never"))[1]) == 10 + 3
     os.unlink(val.paths[0])
-    with pytest.raises(UserError, match=r"\.jpg .*missing .* 1 .*--resume never"):
+    with pytest.raises(UserError, match=r"\.jpg is missing"):
         build_datasets(split_config(tmp_path))
 
 
@@ -202,16 +202,14 @@ def test_class_added_to_a_resumed_run_is_trained_with(tmp_path):
         split_images(find_images(tmp_path, "all"), cfg, saved)
 
 
-def test_impossible_splits_are_refused(tmp_path, capfd):
+def test_impossible_splits_are_refused(tmp_path):
     for name, count in (("cat", 1), ("dog", 2), ("owl", 1)):
         for i in range(count):
             photo(tmp_path / "train" / name / f"{i}.jpg")
     with pytest.raises(UserError, match=r"one image in \S*/cat, \S*/owl, .*: add"):
         build_datasets(split_config(tmp_path))
-    with pytest.raises(SystemExit):
-        config(tmp_path, "--val-fraction=1")
-    error = capfd.readouterr().err
-    assert "val_fraction=1.0 " in error and "nothing to train" in error
+    with pytest.raises(UserError, match="--val-fraction"):
+        build_datasets(config(tmp_path, "--val-fraction=1"))
     (tmp_path / "val").mkdir()
     with pytest.raises(UserError, match="pass --val-fraction 0"):
         build_datasets(split_config(tmp_path))

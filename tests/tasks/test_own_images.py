@@ -21,10 +21,9 @@ from tasks.images.inference import load_trained
 from tasks.images.weights import find_weights
 from tests.images import break_file, photo
 from tests.processes import run_isolated
-from tools.lib.runs import ROOT
-from utils.checkpoint_file import read_checkpoint
+from tools.lib.runs import ROOT, read_rows
+from utils.checkpoint import read_checkpoint
 from utils.errors import UserError
-from utils.metrics import read_metrics
 
 pytestmark = pytest.mark.slow  # the page trains seven times
 CLASSES = ("cat", "dog", "图")
@@ -65,7 +64,7 @@ def clone(tmp_path_factory):
     configs/finetune.yaml is as published, except for the sizes.
     """
     root = tmp_path_factory.mktemp("clone")
-    for name in ("Makefile", "train_ddp.py", "utils", "tasks", "tools"):
+    for name in ("Makefile", "train_ddp.py", "utils", "tasks", "sources", "tools"):
         (root / name).symlink_to(ROOT / name)
     text = (ROOT / "configs" / "finetune.yaml").read_text()
     for line, small in (
@@ -180,7 +179,7 @@ def test_evaluation_agrees_with_predictions_and_training(clone, results):
     correct = sum(f"/{row['class 1']}/" in row["path"] for row in rows)
     assert f"({correct} of 36 images)" in test and "图" in test
     assert (clone / "confusion.png").read_bytes().startswith(b"\x89PNG")
-    rows = read_metrics(clone / "runs" / "finetune" / "metrics.jsonl")
+    rows = read_rows(clone / "runs" / "finetune")
     best = max(rows, key=lambda row: row["val_accuracy"])
     assert f"of 7 images), loss {best['val_loss']:.4f}" in val
     assert f"accuracy {best['val_accuracy']:.2%}" in val
@@ -249,7 +248,7 @@ def test_mistakes_are_one_line(clone, results, monkeypatch, capfd, tmp_path):
     for module, arguments, message in (
         (predict, ["/no/best.pt", "x.jpg"], "no file /no/best.pt"),
         (predict, [tmp_path / "bad.jpg", "x.jpg"], "bad.jpg cannot be read"),
-        (predict, [best, "x.jpg", "--device=tpu"], "'tpu' "),
+        (predict, [best, "x.jpg", "--device=tpu"], "--device tpu"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=test"], "know: horse"),
         (evaluate, [best, "--data-dir", tmp_path, "--split=train"], "no class folders"),
         (evaluate, bad_folder, "none of the 1 images in"),

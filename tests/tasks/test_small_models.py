@@ -33,11 +33,6 @@ def test_own_models_take_images_of_any_size(name, millions):
     assert name in SMALL
 
 
-def test_vit_of_torchvision_takes_images_of_whole_patches():
-    with pytest.raises(UserError, match=r"^vit_b_16 .*--image-size 20: Input shape"):
-        make("vit_b_16", image_size=20)
-
-
 def test_vit_tiny_takes_images_of_whole_patches():
     model = make("vit_tiny", classes=7, image_size=16)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -58,7 +53,7 @@ def test_cifar_stem_keeps_the_resolution():
             assert model.maxpool(model.conv1(images)).shape[2:] == (size, size)
         with pytest.raises(UserError, match=r"_cifar .*ResNets, .* vgg11 .*leave"):
             make("vgg11_cifar")
-    with pytest.raises(UserError, match=r"no --model 'resnet17': did you mean"):
+    with pytest.raises(UserError, match=r"no --model resnet17"):
         make("resnet17_cifar")
 
 

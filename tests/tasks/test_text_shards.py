@@ -13,7 +13,7 @@ from tests.recipes import TEXT
 from tools.shards import main
 from tools.verify.cases import SUITES
 from tools.verify.run import project_with_task, write_text_shards
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
 

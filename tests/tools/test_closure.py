@@ -7,23 +7,26 @@ import pytest
 from tools.lib.closure import closure, default_command, loaded, options, purpose, size, total
 from tools.lib.ladder import LADDER, ROOT
 
+FILES = {
+    "train.py": '"""Trains.\n\nMore.\n"""\n\nimport os  # comment\nfrom utils import core\n',
+    "utils/__init__.py": "",
+    "utils/core.py": (
+        "import utils.base\nfrom utils.guards import lock\n\n\ndef run(on):\n"
+        "    from utils.plain import f\n\n    if on:\n"
+        '        with required_by("--extra"):\n            from utils import extra\n'
+    ),
+    "utils/base.py": "x = 1\n",
+    "utils/guards/__init__.py": "y = 1\n",
+    "utils/guards/lock.py": "z = 1\n",
+    "utils/plain.py": "f = 1\n",
+    "utils/extra.py": '"""Extra."""\n\nfrom utils.more import y\n',
+    "utils/more.py": "y = 1\n",
+}
+
 
 @pytest.fixture
 def project(tmp_path):
-    """A script that imports core.py, which imports base.py, and an option, which imports more."""
-    files = {
-        "train.py": '"""Trains.\n\nMore.\n"""\n\nimport os  # comment\nfrom utils import core\n',
-        "utils/__init__.py": "",
-        "utils/core.py": (
-            "import utils.base\n\n\ndef run(on):\n    from utils.plain import f\n\n    if on:\n"
-            '        with required_by("--extra"):\n            from utils import extra\n'
-        ),
-        "utils/base.py": "x = 1\n",
-        "utils/plain.py": "f = 1\n",
-        "utils/extra.py": '"""Extra."""\n\nfrom utils.more import y\n',
-        "utils/more.py": "y = 1\n",
-    }
-    for name, text in files.items():
+    for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -31,14 +34,16 @@ def project(tmp_path):
 
 
 def test_closure_follows_imports_but_not_options(project):
-    names = [path.name for path in closure(project / "train.py", root=project)]
-    assert names == ["base.py", "core.py", "plain.py"]
+    paths = closure(project / "train.py", root=project)
+    names = [path.relative_to(project / "utils").as_posix() for path in paths]
+    assert names == ["base.py", "core.py", "guards/__init__.py", "guards/lock.py", "plain.py"]
 
 
 def test_import_required_by_a_setting_is_an_option(project):
     by_name = options(project / "train.py", root=project)
     assert list(by_name) == ["extra"]
-    assert by_name["extra"].setting == "--extra" and purpose(by_name["extra"].path) == "Extra."
+    assert by_name["extra"].setting == "--extra"
+    assert purpose(by_name["extra"].path) == "Extra."
 
 
 def test_code_lines_leave_out_comments_docstrings_and_blank_lines(project):
@@ -68,4 +73,8 @@ OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
 def test_published_files_are_those_of_a_default_run(script):
     """docs/results/loaded.json, from which the README's table is made."""
     published = json.loads((ROOT / "docs" / "results" / "loaded.json").read_text())[script]
-    assert published == [str(path.relative_to(ROOT)) for path in loaded(ROOT / script)]
+    files = loaded(ROOT / script)
+    assert published == [str(path.relative_to(ROOT)) for path in files]
+    script = ROOT / script
+    assert {*files} <= {script, *closure(script)}
+    assert not {*files} & {option.path for option in options(script).values()}

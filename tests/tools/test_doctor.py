@@ -62,7 +62,7 @@ def test_cores_that_the_ranks_of_a_node_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     for cores, level in ((1, "warning"), (15, "warning"), (16, "ok")):
-        monkeypatch.setattr(tools.doctor, "available_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(tools.doctor, "cores_per_rank", lambda cores=cores: cores)
         (finding,) = [f for f in tools.doctor.check_software() if "cores for 8 GPUs" in f.text]
         assert finding.level == level
         assert level == "ok" or "--cpus-per-task" in finding.advice

@@ -224,6 +224,7 @@ def test_settings_of_a_script_are_not_passed_to_a_different_one():
     assert candidates.arguments_for(tp, "train_fsdp.py", given) == expected
     assert candidates.value_of(given, "fsdp_dtype") == "bfloat16"
     assert candidates.value_of(given, "fsdp_size") == "4"
+    assert candidates.value_of([], "fsdp_size") is None
 
 
 def test_bytes_sent_are_those_of_a_ring():

@@ -160,7 +160,7 @@ def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
             process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert error.count(f"stopped by {number.name} after epoch") == 1 and "Traceback" not in error
+    assert error.count("stopped by a signal after epoch") == 1 and "Traceback" not in error
 
 
 def children_of(process):
@@ -224,7 +224,6 @@ def test_reports_are_those_of_this_run_whatever_the_clock_says(tmp_path):
         path = tmp_path / name / "error.json"
         path.write_text(json.dumps({"message": message}))
         os.utime(path, (1, 1))
-    (tmp_path / "new" / "error.json.tmp").touch()
     assert reports(tmp_path, old) == {"stopped": "new"}
 
 

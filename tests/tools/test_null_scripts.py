@@ -59,7 +59,6 @@ OPTIONS = {
     "graph, bfloat16": ("train_1gpu_graph.py", {"amp_dtype": "bfloat16", "clip_norm": 1.0}),
     "ddp, BatchNorm": ("train_ddp.py", RESNET),
     "ddp, skipped steps": ("train_ddp.py", {"max_skipped_steps": 3}),
-    "ddp, comparing": ("train_ddp.py", {"check_replicas_every": 100}),
     "amp, bfloat16": ("train_ddp_amp.py", {"clip_norm": 1.0}),
     "fsdp, BatchNorm": ("train_fsdp.py", RESNET),
     "fsdp, BatchNorm, bfloat16": ("train_fsdp.py", RESNET | {"fsdp_dtype": "bfloat16"}),

@@ -1,28 +1,24 @@
-"""Copies without the modules that only watch a run: they are complete, and train the same model."""
+"""Copies without guards: they are complete, and train the same model."""
 
-import re
 import subprocess
 import sys
 
 import pytest
 
-from tests.tools.test_copy import copy, run_alone
+from tests.copies import copied, copy, refused, run_alone
 from tests.verifying import ForkServer, run_verify
 from tools.copy import texts
 from tools.lib.closure import small_flags
 from tools.lib.ladder import RUNGS
-from tools.lib.prune import GUARDS, SETTINGS, CannotLeaveOut, can_leave_out, without
+from tools.lib.prune import GUARDS, SETTINGS
 from tools.verify.cases import IMAGES, cases_of
 
-# guards that report through another one
-REPORTING = {"preemption", "progress", "reports", "watchdog"}
-ALONE = ("train_1gpu.py", "train_1gpu_graph.py", "train_dp.py", "train_mp.py")
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
+ROWS = {
+    "train_1gpu.py": "1gpu, resumed",
+    "train_fsdp.py": "fsdp x2",
+    "train_ddp_amp.py": "amp x2, float16",
+    "train_ddp.py": "killed, resumed x3",
+}
 
 
 def write(files, folder):
@@ -33,84 +29,61 @@ def write(files, folder):
 
 @pytest.mark.parametrize("script", RUNGS)
 def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
-    files = texts({script: "images"}, ["audit"])
-    expected = set(GUARDS)
-    if script in ALONE:
-        expected -= {"replicas"}  # one process has none
-    assert set(can_leave_out(files)) == expected
-    for names in [*([name] for name in expected - {"reports"}), REPORTING & expected, expected]:
-        left = without(files, names)
-        gone = {GUARDS[name].path for name in names}
-        assert files.keys() - left.keys() == gone
-        for path, contents in left.items():
-            text = contents.decode()
-            assert not any(re.search(rf"{GUARDS[name].module}\b", text) for name in names), path
-            compile(text, path, "exec") if path.endswith(".py") else None
-    write(left, tmp_path)
+    whole = texts({script: "images"}, [])
+    for number, names in enumerate([*([name] for name in GUARDS), list(GUARDS)]):
+        files = texts({script: "images"}, [], names)
+        gone = {GUARDS[name].path for name in names} & whole.keys()
+        assert gone <= whole.keys() - files.keys()
+        for guard in gone:
+            module = guard.removesuffix(".py").replace("/", ".")
+            assert not any(f"import {module}".encode() in text for text in files.values())
+        write(files, tmp_path / str(number))
     unused = "F,RUF100"  # and names that are not defined
     command = ["ruff", "check", "--isolated", "--select", unused, "--ignore=F841", tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_guard_that_other_code_needs_stays():
-    files = texts({"train_1gpu.py": "images"}, [])
-    files["tasks/own.py"] = b"from utils.contract import check_task\nchecks = [check_task]\n"
-    with pytest.raises(CannotLeaveOut, match=r"^tasks/own\.py needs utils/contract\.py$"):
-        without(files, ["contract"])
-    assert set(can_leave_out(files)) == GUARDS.keys() - {"contract", "replicas"}
-
-
-def test_guard_that_others_report_through_goes_with_them():
-    files = texts({"train_1gpu.py": "images"}, [])
-    with pytest.raises(CannotLeaveOut, match=r"utils/progress\.py needs utils/reports\.py$"):
-        without(files, ["reports", "preemption", "watchdog"])
-    assert "reports" in can_leave_out(files)
-    with_loggers = texts({"train_1gpu.py": "images"}, ["loggers"])
-    assert "reports" not in can_leave_out(with_loggers)
+def test_lines_of_a_guard_are_gone_and_those_of_others_stay():
+    script = texts({"train_ddp.py": "images"}, [], ["replicas", "progress"])["train_ddp.py"]
+    text = script.decode()
+    assert "from utils.guards import finite, hang, lock, preemption\n" in text
+    assert "lock.LockFolder()" in text and "*option_guards(cfg)" in text
+    assert "CompareReplicas" not in text and "Progress" not in text
+    plain = texts({"train_ddp.py": "images"}, [], GUARDS)["train_ddp.py"].decode()
+    assert "    guards = []\n" in plain and "convert_sync_batchnorm(model)" in plain
 
 
 def test_settings_that_nothing_reads_are_gone():
     """A flag that does nothing would be worse than one that is unknown."""
-    files = texts({"train_ddp.py": "images"}, [])
-    for name, setting in (("preemption", "save_minutes"), ("replicas", "check_replicas_every")):
-        assert f"    {setting}:" in files[SETTINGS].decode()
-        left = without(files, [name])
-        assert not any(setting in text.decode() for text in left.values())
-    fsdp = without(texts({"train_fsdp.py": "images"}, []), ["replicas"])
-    assert "    check_replicas_every:" in fsdp[SETTINGS].decode()  # CompareShards reads it
+    config = texts({"train_ddp.py": "images"}, [])[SETTINGS].decode()
+    without_saves = texts({"train_ddp.py": "images"}, [], ["preemption"])[SETTINGS].decode()
+    plain = texts({"train_ddp.py": "images"}, [], GUARDS)[SETTINGS].decode()
+    for name in ("save_minutes", "log_steps", "logger", "max_skipped_steps"):
+        assert f"    {name}:" in config and f"    {name}:" not in plain
+    assert "save_minutes" not in without_saves and "    log_steps:" in without_saves
+    assert "    save_steps:" in plain and "    seed:" in plain
 
 
 def test_plain_copy_runs_its_default_command(tmp_path):
-    copied = copy("train_ddp.py", tmp_path / "mine", "--plain")
-    assert copied.returncode == 0, copied.stderr
-    assert all(f"  {name}: {guard.purpose}" in copied.stdout for name, guard in GUARDS.items())
-    table = tmp_path / "mine/utils/options/__init__.py"  # without rows whose files were not copied
-    lines = table.read_text().splitlines(keepends=True)
-    rows = [line for line in lines if '"utils.options.' in line]
-    table.write_text("".join(line for line in lines if line not in rows))
-    assert len(rows) == 7 and [*table.parent.glob("[a-z]*.py")] == []
-    run = run_alone(
-        tmp_path / "mine", "train_ddp.py", small_flags(tmp_path / "mine/train_ddp.py", tmp_path)
-    )
+    folder = tmp_path / "mine"
+    printed = copied("train_ddp.py", folder, "--plain")
+    assert all(f"  {name}: " in printed for name in GUARDS)
+    run = run_alone(folder, "train_ddp.py", small_flags(folder / "train_ddp.py", tmp_path))
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert "epoch 0: train loss" in run.stdout
-    unknown = copy("train_ddp.py", tmp_path / "other", "--without", "watchdog,progres")
-    assert unknown.returncode == 2 and "out progres: choose" in unknown.stderr
-    both = copy("train_1gpu.py", tmp_path / "other", "--without=finite", "--with=finite")
-    assert both.returncode == 2 and "--with and --without" in both.stderr
-    kept = copy("train_1gpu.py", tmp_path / "kept", "--plain", "--with", "preemption")
-    assert kept.returncode == 0, kept.stderr
-    names = {path.stem for path in (tmp_path / "kept/utils").iterdir()}
-    assert "preemption" in names and not names & {"contract", "progress", "watchdog"}
-    needs = copy("train_ddp.py", tmp_path / "mine", "--with", "loggers")
-    assert needs.returncode == 1 and "utils/reports.py" in needs.stderr
-    assert f"--update {tmp_path / 'mine'} --with NAME" in needs.stderr
-    more = copy("train_1gpu.py", tmp_path / "mine")  # the modules are those of the first script
-    assert more.returncode == 0 and not (tmp_path / "mine" / "utils" / "contract.py").exists()
-    assert "contract" not in (tmp_path / "mine" / "train_1gpu.py").read_text()
+    assert "--update" in refused("train_1gpu.py", folder, "--with", "lock")
+    copied("train_1gpu.py", folder)  # the modules are those of the first script
+    assert "check_task" not in (folder / "train_1gpu.py").read_text()
+
+
+def test_guards_are_named_by_their_modules(tmp_path):
+    copied("train_1gpu.py", tmp_path / "kept", "--plain", "--with", "preemption")
+    kept = {path.stem for path in (tmp_path / "kept" / "utils" / "guards").iterdir()}
+    assert kept == {"__init__", "preemption"}
+    assert "progres" in refused("train_ddp.py", tmp_path, "--without", "hang,progres", code=2)
+    assert copy("train_1gpu.py", tmp_path, "--without=finite", "--with=finite").returncode == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 @pytest.mark.slow
@@ -118,24 +91,23 @@ def test_plain_copy_runs_its_default_command(tmp_path):
     ("script", "options"),
     [
         *(
-            pytest.param("train_ddp.py", ["--without", names], marks=pytest.mark.rare)
-            for names in (*(GUARDS.keys() - {"reports"}), ",".join(REPORTING))
+            pytest.param("train_ddp.py", ["--without", name], marks=pytest.mark.rare)
+            for name in GUARDS
+            if name != "options"  # a row of make verify needs --audit
         ),
-        *((name, ["--plain"]) for name in ("train_1gpu.py", "train_ddp.py", "train_ddp_amp.py")),
-        ("train_fsdp.py", ["--plain"]),
+        *((name, ["--without", ",".join(n for n in GUARDS if n != "options")]) for name in ROWS),
     ],
-    ids=lambda value: value if isinstance(value, str) else value[-1],
+    ids=str,
 )
 def test_copy_without_guards_trains_the_same_weights(
-    script, options, tmp_path, server, monkeypatch, capsys
+    script, options, tmp_path, monkeypatch, capsys
 ):
     """A row of make verify."""
-    copied = copy(script, tmp_path, *options, "--with", "audit")
-    assert copied.returncode == 0, copied.stderr
-    row = {"train_1gpu.py": "1gpu, resumed", "train_fsdp.py": "fsdp x2"}.get(script)
-    row = row or {"train_ddp_amp.py": "amp x2, float16"}.get(script, "killed, resumed x3")
+    copied(script, tmp_path, *options, "--with", "audit")
+    row = ROWS[script]
     assert any(case.name == row for case in cases_of(IMAGES, script))
-    arguments = "--script", tmp_path / script, "--only", row
-    code = run_verify(monkeypatch, *arguments, start=server.start)
+    with ForkServer() as server:
+        arguments = "--script", tmp_path / script, "--only", row
+        code = run_verify(monkeypatch, *arguments, start=server.start)
     printed = capsys.readouterr().out
     assert code == 0 and "cases passed" in printed, printed

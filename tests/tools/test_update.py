@@ -5,15 +5,15 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tools.test_copy import run_alone
+from tests.copies import copied, copy, refused, run_alone
 from tools.copy import texts, with_more
 from tools.lib.closure import small_flags
 from tools.lib.ladder import ROOT
+from tools.lib.prune import GUARDS
 from tools.lib.stale import stale_imports, stale_overrides, stale_settings
 from tools.lib.update import (
     RECORD,
@@ -57,12 +57,6 @@ def git(folder, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def tools_copy(project, *arguments):
-    """Run tools.copy of a clone, or of a tree, as a user does."""
-    command = [sys.executable, "-m", "tools.copy", *map(str, arguments)]
-    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-
-
 def assert_lines(lines, *expected):
     """Each line contains all parts in its list."""
     assert len(lines) == len(expected)
@@ -73,14 +67,50 @@ def assert_lines(lines, *expected):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A clone of this repository at its last commit, without changes."""
+    """A clone of this repository with this work tree as its last commit."""
     if not (ROOT / ".git").exists():
         pytest.skip("there is no history")
     if git(ROOT, "rev-parse", "--is-shallow-repository") == "true":
         pytest.skip("the history is incomplete")
     folder = tmp_path_factory.mktemp("clone") / "clone"
     git(ROOT, "clone", "--quiet", "--shared", str(ROOT), str(folder))
+    git(folder, "rm", "-r", "--quiet", ".")
+    for name in git(ROOT, "ls-files", "-z", "-co", "--exclude-standard").split("\0")[:-1]:
+        if (ROOT / name).exists():  # or it is about to be removed
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--allow-empty", "--message=work tree")
     return folder
+
+
+@pytest.fixture
+def newer(clone, tmp_path):
+    """A clone of the clone, for commits."""
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(tmp_path / "newer"))
+    return tmp_path / "newer"
+
+
+def append(text, *paths):
+    for path in paths:
+        with open(path, "a") as file:
+            file.write(text)
+
+
+def commit(project):
+    git(project, "add", "--all")
+    git(project, "commit", "--quiet", "--message=newer")
+
+
+def update(project, folder, *options, code=0):
+    """Returns what an update prints to stdout."""
+    done = copy("--update", folder, *options, project=project)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def record_of(folder):
+    return json.loads((folder / RECORD).read_text())
 
 
 # One file at a time
@@ -251,8 +281,9 @@ def test_names_of_a_file_with_conflicts_are_known(tmp_path):
 
 def test_module_that_an_owner_has_copied_besides_is_updated():
     """Recipes import modules that no script does."""
-    new = texts({"train_ddp.py": "images"}, [], ["watchdog"])
-    more = with_more(dict(new), {"sources/samplers.py", "utils/watchdog.py", "tasks/mine.py"})
+    new = texts({"train_ddp.py": "own"}, [], ["hang"])
+    paths = {"sources/samplers.py", "utils/guards/hang.py", "tasks/mine.py"}
+    more = with_more(dict(new), paths)
     assert more.keys() - new.keys() == {"sources/__init__.py", "sources/samplers.py"}
     assert more["sources/samplers.py"] == (ROOT / "sources" / "samplers.py").read_bytes()
 
@@ -328,53 +359,19 @@ def test_conflicts_are_marked_as_git_marks_them(tmp_path):
     assert merged.decode().splitlines() == [*marks, ">>>>>>> new (new)"]
 
 
-def test_update_waits_until_conflicts_are_resolved(clone, tmp_path):
-    copy, newer = tmp_path / "copy", tmp_path / "newer"
-    assert tools_copy(clone, "train_1gpu.py", copy, "--task", "text").returncode == 0
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    for folder, line in ((copy, "# ours\n"), (newer, "# new\n")):
-        with open(folder / "utils" / "seeds.py", "a") as file:
-            file.write(line)
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    first = tools_copy(newer, "--update", copy)
-    assert first.returncode == 1 and "conflicts in utils/seeds.py" in first.stdout, first.stderr
-    marked = (copy / "utils" / "seeds.py").read_bytes()
+def test_update_waits_until_conflicts_are_resolved(clone, newer, tmp_path):
+    folder = tmp_path / "copy"
+    copied("train_1gpu.py", folder, "--task", "text", project=clone)
+    append("# ours\n", folder / "utils" / "seeds.py")
+    append("# new\n", newer / "utils" / "seeds.py")
+    commit(newer)
+    assert "utils/seeds.py" in update(newer, folder, code=1)
+    marked = (folder / "utils" / "seeds.py").read_bytes()
     for options in ([], ["--dry-run"], ["--from", "HEAD~1"]):
-        again = tools_copy(newer, "--update", copy, *options)
-        assert again.returncode == 1 and "conflicts in utils/seeds.py" in again.stderr
-        assert (copy / "utils" / "seeds.py").read_bytes() == marked
-    (copy / "utils" / "seeds.py").write_text("# both\n")
-    assert tools_copy(newer, "--update", copy).returncode == 0
-
-
-def test_update_that_was_undone_is_noticed(clone, tmp_path):
-    """git brings the files back, but not a record that it does not know."""
-    copy, newer = tmp_path / "copy", tmp_path / "newer"
-    assert tools_copy(clone, "train_1gpu.py", copy, "--task", "text").returncode == 0
-    (copy / RECORD).unlink()
-    with open(copy / "utils" / "optim.py", "a") as file:
-        file.write("# ours\n")
-    git(copy, "init", "--quiet")
-    git(copy, "add", "--all")
-    git(copy, "commit", "--quiet", "--message=ours")
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    for name in ("optim", "seeds"):
-        text = (newer / "utils" / f"{name}.py").read_text()
-        (newer / "utils" / f"{name}.py").write_text(f"# new\n{text}")
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    old, new = (git(folder, "rev-parse", "HEAD")[:12] for folder in (clone, newer))
-    assert tools_copy(newer, "--update", copy).returncode == 0
-    git(copy, "checkout", "--quiet", ".")
-    for options in ([], ["--dry-run"]):
-        again = tools_copy(newer, "--update", copy, *options)
-        assert again.returncode == 1, again.stdout
-        assert again.stderr.startswith("error: utils/seeds.py ")  # optim.py is of no commit
-        assert f"--from {old}" in again.stderr and f"--from {new}" in again.stderr
-    redone = tools_copy(newer, "--update", copy, "--from", old)
-    assert redone.returncode == 0 and (copy / "utils" / "seeds.py").read_text()[:5] == "# new"
-    assert (copy / "utils" / "optim.py").read_text()[:5] == "# new"
-    git(copy, "stash", "--include-untracked")  # as docs/copy.md says
-    assert "by its contents" in tools_copy(newer, "--update", copy, "--dry-run").stdout
+        assert "utils/seeds.py" in refused("--update", folder, *options, project=newer)
+        assert (folder / "utils" / "seeds.py").read_bytes() == marked
+    (folder / "utils" / "seeds.py").write_text("# both\n")
+    update(newer, folder)
 
 
 def test_damaged_record_is_named(tmp_path):
@@ -382,285 +379,282 @@ def test_damaged_record_is_named(tmp_path):
     lists = json.dumps(new_record("a") | {"files": ["utils/seeds.py"]})
     for text in ("{", "[]", '{"commit": "a"}', lists):
         (tmp_path / RECORD).write_text(text)
-        with pytest.raises(CannotUpdate, match=rf"{RECORD} cannot be read .*--from COMMIT"):
+        with pytest.raises(CannotUpdate, match=rf"{RECORD} .*--from"):
             read_record(tmp_path)
 
 
 # Copies
 
 
-def test_copy_that_is_updated(clone, tmp_path):
+def test_copy_that_is_updated(clone, newer, tmp_path):
     """From the commit before the last one, with a record, and an edit that is kept."""
-    copy = tmp_path / "copy"
-    assert tools_copy(clone, "train_ddp.py", copy).returncode == 0
-    record = json.loads((copy / RECORD).read_text())
+    folder = tmp_path / "copy"
+    utils = folder / "utils"
+    copied("train_ddp.py", folder, project=clone)
+    record = record_of(folder)
     assert record["commit"] == git(clone, "rev-parse", "HEAD")
     assert record["scripts"] == {"train_ddp.py": "images"} and record["options"] == []
-    text = (copy / "utils" / "seeds.py").read_bytes()
-    assert record["files"]["utils/seeds.py"] == checksum(text)
-    (copy / "utils" / "optim.py").write_text("# ours\n" + (copy / "utils" / "optim.py").read_text())
-    (copy / "utils" / "watchdog.py").unlink()
-    newer = tmp_path / "newer"
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    for name in ("optim", "seeds", "watchdog"):
-        with open(newer / "utils" / f"{name}.py", "a") as file:
-            file.write("# new\n")
-    dirty = tools_copy(newer, "--update", copy)
-    assert dirty.returncode == 1 and "utils/optim.py" in dirty.stderr and "stash" in dirty.stderr
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    for option in ("--dry-run", "--diff"):
-        shown = tools_copy(newer, "--update", copy, option)
-        assert shown.returncode == 0, shown.stderr
-        is_diff = option == "--diff"  # stdout is then a patch
-        listed = shown.stderr if is_diff else shown.stdout
-        assert re.search(r"^merged +utils/optim.py", listed, re.M)
-        assert re.search(r"^deleted .* utils/watchdog.py$", listed, re.M)
-        assert "up to date" not in listed
-        assert not is_diff or (shown.stdout[:4] == "diff" and "+# new" in shown.stdout)
-    nothing = tools_copy(clone, "--update", copy, "--dry-run")
-    assert nothing.returncode == 0, nothing.stderr  # it does not list what was deleted long ago
-    assert nothing.stdout.count("\n") == 1 and "up to date" in nothing.stdout
-    assert str(copy) in nothing.stdout and record["commit"][:12] in nothing.stdout
-    assert before == {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    refused = tools_copy(newer, "train_ddp.py", copy, "--with", "audit")
-    assert refused.returncode == 1 and "--update" in refused.stderr
-    done = tools_copy(newer, "--update", copy, "--with", "audit")
-    assert done.returncode == 0, done.stderr
-    optim = (copy / "utils" / "optim.py").read_text()
+    assert record["files"]["utils/seeds.py"] == checksum((utils / "seeds.py").read_bytes())
+    (utils / "optim.py").write_text("# ours\n" + (utils / "optim.py").read_text())
+    (utils / "guards" / "hang.py").unlink()
+    append("# new\n", *(newer / "utils" / f"{n}.py" for n in ("optim", "seeds", "guards/hang")))
+    assert "utils/optim.py" in refused("--update", folder, project=newer)  # not committed
+    commit(newer)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    listed = update(newer, folder, "--dry-run")
+    shown = copy("--update", folder, "--diff", project=newer)  # stdout is then a patch
+    assert shown.returncode == 0 and listed.startswith(shown.stderr)
+    assert shown.stdout[:4] == "diff" and "+# new" in shown.stdout
+    assert re.search(r"^merged +utils/optim.py", listed, re.M)
+    assert re.search(r"^deleted .* utils/guards/hang.py$", listed, re.M)
+    assert update(clone, folder, "--dry-run").count("\n") == 1  # not what was deleted long ago
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert "--update" in refused("train_ddp.py", folder, "--with", "audit", project=newer)
+    update(newer, folder, "--with", "audit")
+    optim = (utils / "optim.py").read_text()
     assert optim.startswith("# ours\n") and optim.endswith("# new\n")
-    assert (copy / "utils" / "seeds.py").read_text().endswith("# new\n")
-    assert not (copy / "utils" / "watchdog.py").exists()
-    assert (copy / "utils" / "options" / "audit.py").exists()
-    older = tools_copy(clone, "--update", copy)  # the commit is not there, or not yet pulled
-    assert older.returncode == 1 and "this clone" in older.stderr
+    assert (utils / "seeds.py").read_text().endswith("# new\n")
+    assert not (utils / "guards" / "hang.py").exists()
+    assert (utils / "options" / "audit.py").exists()
+    assert "this clone" in refused("--update", folder, project=clone)  # has no such commit yet
     git(newer, "checkout", "--quiet", "HEAD~1")
-    older = tools_copy(newer, "--update", copy)
-    assert older.returncode == 1 and "git pull" in older.stderr
+    assert "git pull" in refused("--update", folder, project=newer)
     git(newer, "checkout", "--quiet", "-")
-    typo = tools_copy(newer, "--update", copy, "--with", "adit")
-    assert typo.returncode == 2 and "unknown option adit" in typo.stderr
-    again = tools_copy(newer, "--update", copy)
-    assert again.returncode == 0 and "utils/optim.py" not in again.stdout
-    assert json.loads((copy / RECORD).read_text())["options"] == ["audit"]
+    assert "adit" in refused("--update", folder, "--with", "adit", project=newer, code=2)
+    assert "utils/optim.py" not in update(newer, folder)
+    assert record_of(folder)["options"] == ["audit"]
 
 
 def test_update_by_a_commit_keeps_what_the_record_says(clone, tmp_path):
     """--from and a copy made without git have no commit, but they know what was left out."""
-    copied = tools_copy(clone, "train_1gpu.py", tmp_path, "--task", "own", "--plain")
-    assert copied.returncode == 0, copied.stderr
+    copied("train_1gpu.py", tmp_path, "--task", "own", "--plain", project=clone)
     script = (tmp_path / "train_1gpu.py").read_text()
     script = script.replace("import my_task", "# \xe9\nimport tasks.birds")
     (tmp_path / "train_1gpu.py").write_bytes(f"# coding: latin-1\n{script}".encode("latin-1"))
     files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    record = json.loads((tmp_path / RECORD).read_text())
+    record = record_of(tmp_path)
     (tmp_path / RECORD).write_text(json.dumps(record | {"commit": None}))
-    for options in ([], ["--from", "HEAD"]):
-        done = tools_copy(clone, "--update", tmp_path, *options)
-        assert done.returncode == 0, done.stderr
-        assert json.loads((tmp_path / RECORD).read_text()) == record
-        assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    (tmp_path / RECORD).unlink()
-    done = tools_copy(clone, "--update", tmp_path)  # it has the guards, but no other task
-    assert json.loads((tmp_path / RECORD).read_text())["scripts"] == record["scripts"], done.stderr
-    assert not (tmp_path / "tasks").exists()
+    assert "--from" in refused("--update", tmp_path, project=clone)
+    update(clone, tmp_path, "--from", "HEAD")
+    assert record_of(tmp_path) == record
+    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
 
-def test_clone_that_lacks_files_updates_nothing(clone, tmp_path):
+def test_clone_that_lacks_files_updates_nothing(clone, newer, tmp_path):
     """git knows that they are there: a sparse checkout, or somebody has deleted them."""
-    newer, copy = tmp_path / "newer", tmp_path / "copy"
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    assert tools_copy(newer, "train_1gpu.py", copy).returncode == 0
+    folder = tmp_path / "copy"
+    copied("train_1gpu.py", folder, project=newer)
     git(newer, "sparse-checkout", "set", "--no-cone", "/*", "!/configs/")
-    refused = tools_copy(newer, "--update", copy)
-    assert refused.returncode == 1 and "configs/cifar10.yaml" in refused.stderr
-    assert (copy / "configs" / "cifar10.yaml").exists()
+    assert "configs/cifar10.yaml" in refused("--update", folder, project=newer)
+    assert (folder / "configs" / "cifar10.yaml").exists()
     git(newer, "sparse-checkout", "disable")
     (newer / "utils" / "seeds.py").unlink()
-    refused = tools_copy(newer, "--update", copy)
-    assert refused.returncode == 1 and "utils/seeds.py" in refused.stderr
-    assert "utils/seeds.py" in tools_copy(newer, "train_1gpu.py", tmp_path / "other").stderr
+    assert "utils/seeds.py" in refused("--update", folder, project=newer)
 
 
 def test_clone_below_any_folder_with_any_line_ends_and_any_git(clone, tmp_path, monkeypatch):
-    newer, copy = tmp_path / "images" / "tasks" / "clone", tmp_path / "copy"
+    newer, folder = tmp_path / "images" / "tasks" / "clone", tmp_path / "copy"
     git(clone, "clone", "--quiet", "--shared", "--no-checkout", str(clone), str(newer))
     (newer / ".git" / "info" / "attributes").write_text("*.py text eol=crlf\n")
     git(newer, "checkout", "--quiet")
     assert b"\r" in (newer / "utils" / "seeds.py").read_bytes()
     git(tmp_path, "init", "--quiet", "different")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "different" / ".git"))
-    done = tools_copy(newer, "train_1gpu.py", copy, "--task", "own", "--with", "audit")
-    assert done.returncode == 0 and done.stderr == "" and "Write my_task.py" in done.stdout
-    assert b"\r" not in (copy / "utils" / "seeds.py").read_bytes()
-    assert b"\r" not in (copy / "train_1gpu.py").read_bytes()
-    (copy / "utils" / "options" / "audit.py").unlink()
-    done = tools_copy(newer, "--update", copy)
-    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
-    done = tools_copy(newer, "--update", copy, "--all")
-    names = json.loads((copy / RECORD).read_text())["options"]
-    assert "loggers" in names and (copy / "utils" / "options" / "loggers.py").exists()
-    assert not (copy / "utils" / "options" / "audit.py").exists()
-    done = tools_copy(newer, "--update", copy, "--with", "audit")
-    assert done.returncode == 0 and (copy / "utils" / "options" / "audit.py").exists()
-
-
-def test_guard_that_is_renamed_stays_out(clone, tmp_path):
-    newer, copy = tmp_path / "newer", tmp_path / "copy"
-    assert tools_copy(clone, "train_1gpu.py", copy, "--plain").returncode == 0
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    git(newer, "mv", "utils/progress.py", "utils/bar.py")
-    for name in ("utils/options/__init__.py", "tools/lib/prune.py"):
-        text = (newer / name).read_text().replace("utils.progress", "utils.bar")
-        (newer / name).write_text(text)
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    done = tools_copy(newer, "--update", copy)
-    assert done.returncode == 0 and not (copy / "utils" / "bar.py").exists(), done.stderr
+    copied("train_1gpu.py", folder, "--task", "own", "--with", "audit", project=newer)
+    for path in folder.rglob("*.py"):
+        assert b"\r" not in path.read_bytes()
+    audit = folder / "utils" / "options" / "audit.py"
+    audit.unlink()
+    assert update(newer, folder).count("\n") == 1
+    update(newer, folder, "--all")
+    assert "loggers" in record_of(folder)["options"] and not audit.exists()
+    assert (folder / "utils" / "options" / "loggers.py").exists()
+    update(newer, folder, "--with", "audit")
+    assert audit.exists()
 
 
 @pytest.mark.slow
-def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, tmp_path):
-    copy, newer = tmp_path / "copy", tmp_path / "newer"
-    assert tools_copy(clone, "train_ddp.py", copy, "--plain").returncode == 0
-    (copy / "train_ddp.py").write_text("# ours\n" + (copy / "train_ddp.py").read_text())
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
-    for name in ("distributed", "watchdog"):
-        with open(newer / "utils" / f"{name}.py", "a") as file:
-            file.write("# new\n")
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    done = tools_copy(newer, "--update", copy)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1]]
+def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, newer, tmp_path):
+    folder = tmp_path / "copy"
+    copied("train_ddp.py", folder, "--plain", project=clone)
+    (folder / "train_ddp.py").write_text("# ours\n" + (folder / "train_ddp.py").read_text())
+    append("# new\n", newer / "utils" / "distributed.py", newer / "utils" / "guards" / "hang.py")
+    commit(newer)
+    lines = [line.split() for line in update(newer, folder).splitlines()[:-1]]
     assert lines == [["replaced", "utils/distributed.py"]]
-    done = tools_copy(newer, "--update", copy, "--with", "contract,watchdog")
-    assert done.returncode == 0, done.stderr
-    assert (copy / "utils" / "watchdog.py").read_text().endswith("# new\n")
-    assert "    watch(store" in (copy / "utils" / "distributed.py").read_text()
-    script = (copy / "train_ddp.py").read_text()
+    update(newer, folder, "--with", "contract,hang")
+    assert (folder / "utils" / "guards" / "hang.py").read_text().endswith("# new\n")
+    script = (folder / "train_ddp.py").read_text()
     assert script.startswith("# ours\n") and "check_task(task" in script
-    assert "CompareReplicas" not in script
-    assert (copy / "utils" / "reports.py").exists()  # which the watchdog needs
-    left_out = ["finite", "preemption", "progress", "replicas", "run_folder"]
-    assert json.loads((copy / RECORD).read_text())["without"] == left_out
-    done = tools_copy(newer, "--update", copy, "--without", "watchdog")
-    assert done.returncode == 0 and "removed       utils/watchdog.py" in done.stdout
-    assert "watch(" not in (copy / "utils" / "distributed.py").read_text()
+    assert "hang.ShowHang()" in script and "CompareReplicas" not in script
+    assert set(record_of(folder)["without"]) == GUARDS.keys() - {"contract", "hang"}
+    update(newer, folder, "--without", "hang")
+    assert not (folder / "utils" / "guards" / "hang.py").exists()
+    assert "hang" not in (folder / "train_ddp.py").read_text().partition("def main")[0]
 
 
 def test_place_of_a_name_that_has_moved_is_named():
     then = {"utils/errors.py": b"def report():\n    pass\n"}
     now = {"utils/errors.py": b"", "utils/reports.py": then["utils/errors.py"]}
     own = {"own.py": b"from utils.errors import report\n"}
-    lines = stale_imports(now | own, then, now, {})
-    assert_lines(lines, ["own.py imports report, which utils/errors.py no", "utils/reports.py has"])
+    assert_lines(
+        stale_imports(now | own, then, now, {}),
+        ["own.py ", " report, ", "utils/errors.py ", "utils/reports.py "],
+    )
 
 
 def test_own_files_that_use_what_an_update_leaves_out_are_named(clone, tmp_path):
-    assert tools_copy(clone, "train_ddp.py", tmp_path).returncode == 0
+    copied("train_ddp.py", tmp_path, project=clone)
     (tmp_path / "own.py").write_text(
-        "from utils.preemption import Interrupts\n\nprint(Interrupts, cfg.save_minutes)\n"
+        "from utils.guards.preemption import SaveOnSignal\n\n"
+        "print(SaveOnSignal, cfg.save_minutes)\n"
     )
-    done = tools_copy(clone, "--update", tmp_path, "--plain")
-    assert done.returncode == 1
-    named = [line for line in done.stdout.splitlines() if line.startswith("own.py")]
-    assert_lines(named, ["utils/preemption.py", "left out"], ["own.py:3 ", "cfg.save_minutes"])
+    lines = update(clone, tmp_path, "--plain", code=1).splitlines()
+    named = [line for line in lines if line.startswith("own.py")]
+    assert_lines(named, ["utils/guards/preemption.py"], ["own.py:3 ", "cfg.save_minutes"])
 
 
 @pytest.mark.slow
-def test_option_that_has_moved_stays(clone, tmp_path):
-    copy, newer = tmp_path / "copy", tmp_path / "newer"
-    flags = ["--task", "text", "--with", "text_folder"]
-    assert tools_copy(clone, "train_1gpu.py", copy, *flags).returncode == 0
-    (copy / "tasks" / "own.py").write_text("from tasks.text_folder import packed_splits\n")
-    with open(copy / "tasks" / "text_folder.py", "a") as file:
-        file.write("# ours\n")
-    git(clone, "clone", "--quiet", "--shared", str(clone), str(newer))
+def test_option_that_has_moved_stays(clone, newer, tmp_path):
+    folder = tmp_path / "copy"
+    copied("train_1gpu.py", folder, "--task", "text", "--with", "text_folder", project=clone)
+    own = folder / "tasks" / "own.py"
+    own.write_text("from tasks.text_folder import packed_splits\n")
+    append("# ours\n", folder / "tasks" / "text_folder.py")
     git(newer, "mv", "tasks/text_folder.py", "sources/texts.py")
-    text = (newer / "tasks" / "text.py").read_text()
-    (newer / "tasks" / "text.py").write_text(text.replace("tasks.text_folder", "sources.texts"))
-    git(newer, "commit", "--quiet", "--all", "--message=newer")
-    done = tools_copy(newer, "--update", copy)
-    assert done.returncode == 1, done.stderr
-    assert re.search("tasks/own.py .*tasks/text_folder.py, .*sources/texts.py ", done.stdout)
-    assert not (copy / "tasks" / "text_folder.py").exists()
-    assert (copy / "sources" / "texts.py").read_text().endswith("# ours\n")
-    assert json.loads((copy / RECORD).read_text())["options"] == ["texts"]
-    again = tools_copy(newer, "--update", copy)  # until it is changed
-    assert again.returncode == 1 and "sources/texts.py" in again.stdout
-    (copy / "tasks" / "own.py").write_text("from sources.texts import packed_splits\n")
-    assert tools_copy(newer, "--update", copy).returncode == 0
-    assert json.loads((copy / RECORD).read_text())["since"] is None
+    text = newer / "tasks" / "text.py"
+    text.write_text(text.read_text().replace("tasks.text_folder", "sources.texts"))
+    commit(newer)
+    for _ in range(2):  # until it is changed
+        printed = update(newer, folder, code=1)
+        assert re.search("tasks/own.py .*tasks/text_folder.py, .*sources/texts.py ", printed)
+    assert not (folder / "tasks" / "text_folder.py").exists()
+    assert (folder / "sources" / "texts.py").read_text().endswith("# ours\n")
+    assert record_of(folder)["options"] == ["texts"]
+    own.write_text("from sources.texts import packed_splits\n")
+    update(newer, folder)
+    assert record_of(folder)["since"] is None
 
 
 def test_option_is_added_to_an_edited_copy(clone, tmp_path):
-    assert tools_copy(clone, "train_1gpu.py", tmp_path).returncode == 0
-    with open(tmp_path / "train_1gpu.py", "a") as file:
-        file.write("# edited\n")
-    added = tools_copy(clone, "train_1gpu.py", tmp_path, "--with", "step_log")
-    assert added.returncode == 0, added.stderr
+    copied("train_1gpu.py", tmp_path, project=clone)
+    append("# edited\n", tmp_path / "train_1gpu.py")
+    copied("train_1gpu.py", tmp_path, "--with", "step_log", project=clone)
     assert (tmp_path / "utils" / "options" / "step_log.py").exists()
     assert (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
 
 
 def test_updates_that_are_refused_are_one_line(clone, tmp_path):
-    copy, damaged = tmp_path / "copy", tmp_path / "damaged"
+    folder, damaged = tmp_path / "copy", tmp_path / "damaged"
     shallow, archive = tmp_path / "shallow", tmp_path / "archive"
-    assert tools_copy(clone, "train_1gpu.py", copy).returncode == 0
+    copied("train_1gpu.py", folder, project=clone)
     git(clone, "clone", "--quiet", "--depth=1", clone.as_uri(), str(shallow))
-    archive.mkdir()
-    tar = subprocess.run(["git", "-C", clone, "archive", "HEAD"], capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(archive)], input=tar.stdout, check=True)
+    archived(clone, "HEAD", archive)
     (tmp_path / "empty").mkdir()
-    record = json.loads((copy / RECORD).read_text())
-    (copy / RECORD).write_text(json.dumps(record | {"commit": "0" * 40}))
-    shutil.copytree(copy, damaged)
+    record = record_of(folder)
+    (folder / RECORD).write_text(json.dumps(record | {"commit": "0" * 40}))
+    shutil.copytree(folder, damaged)
     (damaged / RECORD).write_text("{")
     for project, target, options, words in (
         (clone, clone, [], ["git pull"]),
-        (clone, copy, [], ["000000", "not in this clone", "--from"]),
-        (clone, damaged, [], ["cannot be read", "--from"]),
-        (clone, copy, ["--from", "no-such-commit"], ["no-such-commit"]),
-        (shallow, copy, [], ["git fetch --unshallow"]),
-        (archive, copy, [], ["no history", "clone the repository"]),
+        (clone, folder, [], ["000000", "--from"]),
+        (clone, damaged, [], [RECORD, "--from"]),
+        (clone, folder, ["--from", "no-such-commit"], ["no-such-commit"]),
+        (shallow, folder, [], ["git fetch --unshallow"]),
+        (archive, folder, [], ["clone the repository"]),
         (clone, tmp_path / "empty", [], ["--from COMMIT"]),
-        (clone, archive, [], ["the whole project"]),
+        (clone, archive, ["--from", "HEAD"], [str(archive)]),
     ):
-        refused = tools_copy(project, "--update", target, *options)
-        assert refused.returncode == 1, refused.stdout
-        assert refused.stderr.count("\n") == 1 and refused.stderr.startswith("error: ")
-        assert all(word in refused.stderr for word in words), refused.stderr
-    done = tools_copy(clone, "--update", damaged, "--from", "HEAD")
-    assert done.returncode == 0 and read_record(damaged)["scripts"] == {"train_1gpu.py": "images"}
+        line = refused("--update", target, *options, project=project)
+        assert all(word in line for word in words), line
+    update(clone, damaged, "--from", "HEAD")
+    assert read_record(damaged)["scripts"] == {"train_1gpu.py": "images"}
+
+
+def archived(project, name, folder):
+    """The project's files at a commit."""
+    folder.mkdir()
+    tar = subprocess.run(["git", "-C", project, "archive", name], capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=tar.stdout, check=True)
+
+
+def edit(folder, edits):
+    for name, (old, new) in edits.items():
+        text = (folder / name).read_text()
+        assert text.count(old) == 1, name
+        (folder / name).write_text(text.replace(old, new))
+
+
+def assert_trains(folder, script):
+    run = run_alone(folder, script, small_flags(folder / script, folder))
+    assert run.returncode == 0, run.stderr
+
+
+BEFORE_GUARDS = "4e7e158"  # the guards were modules in a table
+EDITS_OF_DDP = {
+    "train_ddp.py": (
+        "        scheduler.step()\n",
+        "        scheduler.step()\n        ours = scheduler.last_epoch  # ours\n",
+    ),
+    "utils/config.py": (
+        "    seed: int = setting(0,",
+        '    ours: int = setting(3, "ours")\n    seed: int = setting(0,',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--plain"], ["--without", "watchdog,progress", "--with", "sharded"]],
+    ids=["whole", "plain", "without"],
+)
+def test_copy_of_the_time_before_guards_is_updated_and_trains(options, clone, tmp_path):
+    """By the record; what it left out stays out, though its modules have different names now."""
+    past, folder = tmp_path / "past", tmp_path / "copy"
+    git(clone, "clone", "--quiet", "--shared", str(clone), str(past))
+    git(past, "checkout", "--quiet", BEFORE_GUARDS)
+    copied("train_ddp.py", folder, *options, project=past)
+    edit(folder, EDITS_OF_DDP)
+    line = "import tasks.images as task  # to train something else, change this line\n"
+    edit(folder, {"train_ddp.py": (line, "import tasks.ours as task\n")})
+    (folder / "tasks" / "ours.py").write_text("from tasks.images import *\n")
+    update(clone, folder)
+    text = (folder / "train_ddp.py").read_text()
+    assert "# ours\n" in text and "import tasks.ours as task\n" in text
+    assert "    ours: int" in (folder / "utils" / "config.py").read_text()
+    names = {"hang", "progress"} if options else set()
+    if "--plain" in options:
+        names |= {"finite", "lock", "preemption", "replicas"}
+    guards = {path.stem for path in (folder / "utils" / "guards").glob("[a-z]*.py")}
+    assert guards == {path.stem for path in (ROOT / "utils" / "guards").glob("[a-z]*.py")} - names
+    assert not (folder / "utils" / "hooks.py").exists()
+    if "--with" not in options:
+        flags = [*small_flags(folder / "train_ddp.py", folder), "--ours=4"]
+        flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
+        run = run_alone(folder, "train_ddp.py", flags)
+        assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "commit", [pytest.param(c, marks=[pytest.mark.rare] * (c != "952ec81")) for c in PAST]
+    "name", [pytest.param(c, marks=[pytest.mark.rare] * (c != "952ec81")) for c in PAST]
 )
-def test_copy_of_the_past_is_updated_and_trains(commit, clone, tmp_path):
-    """Without a record: copies did not have one. Its commit is found by what was not edited."""
-    past, copy = tmp_path / "past", tmp_path / "copy"
-    past.mkdir()
-    tar = subprocess.run(["git", "-C", clone, "archive", commit], capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(past)], input=tar.stdout, check=True)
-    copied = tools_copy(past, "train_1gpu.py", copy)
-    assert copied.returncode == 0, copied.stderr
-    for name, (old, new) in EDITS.items():
-        text = (copy / name).read_text()
-        assert text.count(old) == 1, (commit, name)
-        (copy / name).write_text(text.replace(old, new))
-    (copy / "our_own.py").write_text("# ours\n")
-    updated = tools_copy(clone, "--update", copy)
-    assert updated.returncode == 0, updated.stdout + updated.stderr
-    for name, (_, new) in EDITS.items():
-        assert new in (copy / name).read_text(), (commit, name)
-    assert (copy / "our_own.py").exists()
-    run = run_alone(copy, "train_1gpu.py", small_flags(copy / "train_1gpu.py", tmp_path))
-    assert run.returncode == 0, run.stderr
-    again = tools_copy(clone, "--update", copy)
-    assert again.returncode == 0 and len(again.stdout.splitlines()) == 1, again.stdout
+def test_copy_of_the_past_is_updated_and_trains(name, clone, tmp_path):
+    """Without a record: copies did not have one."""
+    past, folder = tmp_path / "past", tmp_path / "copy"
+    archived(clone, name, past)
+    copied("train_1gpu.py", folder, project=past)
+    edit(folder, EDITS)
+    (folder / "our_own.py").write_text("# ours\n")
+    (folder / RECORD).unlink(missing_ok=True)
+    update(clone, folder, "--from", name)
+    for path, (_, new) in EDITS.items():
+        assert new in (folder / path).read_text(), path
+    assert (folder / "our_own.py").exists()
+    assert_trains(folder, "train_1gpu.py")
+    assert len(update(clone, folder).splitlines()) == 1
 
 
 def test_commits_of_the_past_are_in_this_history(clone):
-    for commit in PAST:
-        assert git(clone, "cat-file", "-t", commit) == "commit"
+    for name in (*PAST, BEFORE_GUARDS):
+        assert git(clone, "cat-file", "-t", name) == "commit"

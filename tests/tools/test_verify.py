@@ -242,7 +242,7 @@ def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys, serv
 @pytest.mark.parametrize(
     ("script", "line", "row"),
     [
-        ("train_1gpu.py", '        "data": task.describe(train_set, val_set),\n', "1gpu, resumed"),
+        ("train_1gpu.py", '        "scheduler": scheduler,\n', "1gpu, resumed"),
         ("train_ddp_amp.py", '        "scaler": scaler,\n', "amp x2, float16"),
     ],
 )
@@ -356,7 +356,7 @@ def test_judge_names_a_loss_that_hardly_shows_in_the_weights():
 def test_judge_names_what_a_checkpoint_lacks():
     case = CASE._replace(script="train_ddp_amp.py")
     row = judge(IMAGES, case, GOOD._replace(state=["model", "optimizer", "loader", "data"]), GOOD)
-    assert (row.problem, row.details) == (Problem.STATE, "meter, scaler, scheduler")
+    assert (row.problem, row.details) == (Problem.STATE, "meter, metrics, scaler, scheduler")
 
 
 def test_judge_requires_a_resumed_run_to_resume():

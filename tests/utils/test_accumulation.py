@@ -9,36 +9,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tasks.images
 from tests.forked import ROUNDING, fork_script, largest_difference
-from utils.checkpoint_file import read_checkpoint
+from tests.processes import run_ranks
+from utils.checkpoint import read_checkpoint
 from utils.config import Config, load_config
 from utils.rungs.accumulation import AccumulationSettings, RunningStatistics
 
 
-def test_micro_batches_need_a_sample_each(monkeypatch, capfd):
+def settings(*flags):
+    return load_config(Config, AccumulationSettings, ["--global-batch-size=12", *flags])
+
+
+def test_each_micro_batch_has_a_sample(monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = ["--global-batch-size=12", "--micro-batches"]
-    assert load_config(Config, AccumulationSettings, [*flags, "6"]).micro_batches == 6
-    for count, parts in (
-        ("7", ("6 samples per step", "7 micro-batches", "a smaller --micro-batches")),
-        ("0", ("micro_batches", "at least 1 ")),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            load_config(Config, AccumulationSettings, [*flags, count])
-        assert caught.value.code == 2
-        error = capfd.readouterr().err
-        for part in parts:
-            assert part in error
+    assert settings("--micro-batches=6").micro_batches == 6
+    with pytest.raises(SystemExit, match="2"):
+        settings("--micro-batches=7")
+    assert "7 micro-batches" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_cuda_graphs_are_refused(mode, capfd):
+def test_cuda_graphs_are_refused(capfd):
     """The gradients of a micro-batch are in memory that the next one's graph overwrites."""
-    flags = [f"--compile={mode}", "--micro-batches"]
-    assert load_config(Config, AccumulationSettings, [*flags, "1"]).compile == mode
-    with pytest.raises(SystemExit):
-        load_config(Config, AccumulationSettings, [*flags, "2"])
-    error = capfd.readouterr().err
-    assert "--compile default" in error and "--micro-batches 1" in error
+    assert settings("--compile=max-autotune").micro_batches == 1
+    with pytest.raises(SystemExit, match="2"):
+        settings("--compile=max-autotune", "--micro-batches=2")
+    assert "--compile default" in capfd.readouterr().err
 
 
 def test_last_part_may_be_shorter(tmp_path):
@@ -114,22 +108,48 @@ def test_micro_batches_with_different_numbers_of_targets_equal_one_batch(tmp_pat
             assert run.rows[1][name] == pytest.approx(whole.rows[1][name], rel=ROUNDING)
 
 
-def test_modules_whose_statistics_are_those_of_a_micro_batch_are_named(capsys):
-    class Cached(nn.Linear):
-        def forward(self, inputs):
-            self.register_buffer("cache", inputs.detach(), persistent=False)
-            return super().forward(inputs)
+class Cached(nn.Linear):
+    def forward(self, inputs):
+        self.cache = inputs.detach()
+        return super().forward(inputs)
 
-    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), Cached(3, 2))
-    for micro_batches, named in ((2, True), (1, False)):
-        checkpoint = SimpleNamespace(model=model)
-        hook = RunningStatistics(SimpleNamespace(micro_batches=micro_batches), {})
-        hook.after_load(checkpoint)
-        for _ in range(2):
-            model(torch.randn(2, 2, 3))
-            hook.after_step(checkpoint)
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.rpartition(": ")[2] for line in lines] == ["1"] * named
+
+def test_modules_with_running_statistics_are_named(capsys):
+    cached = Cached(3, 2)
+    cached.register_buffer("cache", torch.zeros(1), persistent=False)
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), cached)
+    checkpoint = SimpleNamespace(model=model, cfg=settings("--micro-batches=2"))
+    guard = RunningStatistics()
+    guard.at_start(checkpoint)
+    for _ in range(2):
+        model(torch.randn(2, 2, 3))
+        guard.after_step(checkpoint)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith(": 1")
+
+
+def test_one_micro_batch_has_the_statistics_of_the_batch(capsys):
+    model = nn.BatchNorm1d(4)
+    checkpoint = SimpleNamespace(model=model, cfg=settings())
+    guard = RunningStatistics()
+    guard.at_start(checkpoint)
+    model(torch.randn(2, 4))
+    guard.after_step(checkpoint)
+    assert capsys.readouterr().out == ""
+
+
+def test_ranks_of_a_pipeline_compare_what_each_holds():
+    """Some may hold no buffer at all."""
+
+    def body(rank):
+        model = nn.BatchNorm1d(4) if rank == 0 else nn.Linear(4, 2)
+        checkpoint = SimpleNamespace(model=model, cfg=settings("--micro-batches=2"))
+        guard = RunningStatistics()
+        guard.at_start(checkpoint)
+        model(torch.randn(2, 4))
+        guard.after_step(checkpoint)
+
+    assert run_ranks(body, 2) == [None, None]
 
 
 def test_gradients_are_reduced_once_per_step(tmp_path):

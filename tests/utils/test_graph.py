@@ -12,10 +12,9 @@ from torch.utils._pytree import tree_leaves
 from tasks.images import Settings
 from tests.forked import assert_resumes, fork_script
 from train_1gpu_graph import build_step
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
-from utils.metrics import Meter
 from utils.optim import build_optimizer, build_scheduler
 from utils.rungs import graph
 
@@ -47,7 +46,7 @@ class Recording(TorchDispatchMode):
 @pytest.fixture
 def trainer(monkeypatch):
     """A function that trains a model for some steps, in a recorded graph or not, and returns its
-    state, the losses and norms, and the GraphedStep. Capturing computes nothing: the state is put
+    state, the losses, and the GraphedStep. Capturing computes nothing: the state is put
     back."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
@@ -65,8 +64,7 @@ def trainer(monkeypatch):
         model = torch.nn.Sequential(*layers)
         optimizer = build_optimizer(model, cfg)
         scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=steps)
-        meter = Meter(task=None, loader=None)
-        train_step = build_step(model, optimizer, meter, CPU, cfg)
+        train_step = build_step(model, optimizer, CPU, cfg)
         train_step = graph.GraphedStep(train_step, optimizer, device)
 
         @contextmanager
@@ -88,7 +86,7 @@ def trainer(monkeypatch):
             images, labels = torch.randn(6, 3), torch.randint(2, (6,))
             loss_sum, outputs = train_step(images, labels)
             scheduler.step()
-            numbers += [loss_sum.item(), meter.noted["gradient_norm"].item()]
+            numbers.append(loss_sum.item())
             assert outputs.shape == (6, 2)
             assert isinstance(optimizer.param_groups[0]["lr"], float)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -128,9 +126,8 @@ def test_adam_is_capturable_while_it_is_captured(trainer):
 def test_batches_of_different_shapes_are_refused(trainer):
     """Also if only the targets differ, or if they would broadcast."""
     *_, train_step = trainer(CUDA)
-    text = r" \[\({}, 3\), \({},\)\] follows \[\(6, 3\), \(6,\)\]: .*--padding context"
     for images, labels in ((5, 5), (6, 1), (1, 6)):
-        with pytest.raises(UserError, match=text.format(images, labels)):
+        with pytest.raises(UserError, match=rf"\({images}, 3\), \({labels},\)"):
             train_step(torch.randn(images, 3), torch.zeros(labels, dtype=torch.int64))
 
 
@@ -146,12 +143,10 @@ def test_inputs_may_be_nested():
     assert torch.equal(step.batch[1], torch.ones(2))
 
 
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_other_cuda_graphs_are_refused(mode, capfd):
+def test_other_cuda_graphs_are_refused(capfd):
     with pytest.raises(SystemExit, match="2"):
-        load_config(Settings, graph.GraphSettings, argv=[f"--compile={mode}"])
-    error = capfd.readouterr().err
-    assert f"compile {mode} " in error and "--compile default" in error
+        load_config(Settings, graph.GraphSettings, argv=["--compile=max-autotune"])
+    assert "--compile default" in capfd.readouterr().err
 
 
 def test_script_trains_the_same_bits_on_a_cpu(tmp_path):

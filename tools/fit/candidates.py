@@ -3,6 +3,7 @@
 import ast
 import re
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def without(arguments, names):
 def value_of(arguments, name):
     """The value of a setting among the arguments, or None."""
     value = None
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in pairwise([*arguments, ""]):
         if word.startswith("--") and name_of(word) == name:
             value = word.partition("=")[2] or following
     return value

@@ -5,8 +5,7 @@
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
 would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
-is an option if it is imported in a block `with required_by(SETTING):`, or if a row of HOOKS
-(utils/options) names it whose setting is off by default.
+is an option if it is imported in a block `with required_by("--setting"):`.
 """
 
 import ast
@@ -103,46 +102,19 @@ def purpose(path):
 def imports(path, root=ROOT):
     """The project's modules that a file imports, in functions, too, but not as options."""
     optional = {id(node) for block, _ in option_blocks(path) for node in ast.walk(block)}
-    nodes = [node for node in nodes_of(path) if id(node) not in optional]
-    return modules_in(nodes + [row for row, _, is_on in hook_rows(path) if is_on], root)
+    return modules_in((node for node in nodes_of(path) if id(node) not in optional), root)
 
 
 @cache
 def option_blocks(path):
-    """(block, setting) of what a file imports as an option: each `with required_by("SETTING"):`,
-    and each row of HOOKS that is off by default, as an import."""
+    """(block, setting) of what a file imports as an option."""
     blocks = []
     for node in nodes_of(path):
         call = node.items[0].context_expr if isinstance(node, ast.With) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "required_by":
             named = isinstance(call.args[0], ast.Constant)  # the others read a file, for example
             blocks.append((node, call.args[0].value if named else ""))
-    return blocks + [(row, setting) for row, setting, is_on in hook_rows(path) if not is_on]
-
-
-def hook_rows(path):
-    """(its module as an import, setting, whether it is on by default) of each row of HOOKS."""
-    for _, (name, off, module, _) in rows_of_table(parse(path)):
-        is_on = not name or default_settings(path.parent.parent / "config.py")[name] != off
-        yield ast.parse(f"import {module}").body[0], f"--{name.replace('_', '-')}", is_on
-
-
-def rows_of_table(tree):
-    """(node, its value) of each row of HOOKS in a syntax tree."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOOKS":
-            for row in node.value.elts:
-                yield row, ast.literal_eval(row)
-
-
-@cache
-def default_settings(path):
-    """{name: default} of the settings that the classes of a file declare."""
-    return {
-        node.target.id: ast.literal_eval(node.value.args[0])
-        for node in nodes_of(path)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call)
-    }
+    return blocks
 
 
 def modules_in(nodes, root):

@@ -98,16 +98,6 @@ def read(commit, path):
     return _contents.get(blob)
 
 
-def blobs(commits, paths):
-    """Yields {path: the id of its contents}, of the paths that it has, for each of the commits."""
-    names = [f"{commit}:{path}" for commit in commits for path in paths]
-    output = git("cat-file", "--batch-check=%(objectname)", input="\n".join(names).encode())
-    ids = iter(output.decode().splitlines())
-    for _ in commits:
-        found = zip(paths, ids, strict=False)
-        yield {path: blob for path, blob in found if not blob.endswith(" missing")}
-
-
 @cache
 def renamed(old, new):
     """{old path: new path} of the files that git takes for renamed between two commits."""
@@ -115,9 +105,3 @@ def renamed(old, new):
     options = "-M40%", "-l0", "-O/dev/null", "--diff-filter=R", "--name-status", "-z"
     fields = git("diff", *options, old, new).split("\0")
     return dict(zip(fields[1::3], fields[2::3], strict=False))
-
-
-def commits(newest="HEAD"):
-    """A commit and all its ancestors, the newest first."""
-    require()
-    return git("rev-list", newest).split()

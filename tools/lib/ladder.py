@@ -30,7 +30,7 @@ LADDER = [
     Rung(
         "train_1gpu_graph.py",
         "train_1gpu.py",
-        30,
+        26,
         "the whole training step in one CUDA graph",
         "utils.rungs.graph:GraphSettings",
     ),
@@ -84,7 +84,7 @@ LADDER = [
     Rung(
         "train_ep.py",
         "train_fsdp.py",
-        20,
+        12,
         "expert parallelism: experts of a mixture on different ranks, with all-to-all",
         "utils.rungs.fsdp:FsdpSettings",
         "moe",
@@ -92,14 +92,14 @@ LADDER = [
     Rung(
         "train_cp.py",
         "train_ddp.py",
-        35,
+        24,
         "context parallelism: each sequence is divided among the ranks",
         task="text",
     ),
     Rung(
         "train_pp.py",
         "train_ddp.py",
-        43,
+        44,
         "pipeline parallelism: layers on different ranks, with schedules such as 1F1B",
         "utils.rungs.pipeline:PipelineSettings",
     ),

@@ -36,7 +36,7 @@ figcaption { font-weight: 600; } svg { display: block; width: 100%; height: auto
 .key li { list-style: none; } .swatch { display: inline-block; width: 14px; height: 14px;
   border-radius: 3px; margin-right: 6px; vertical-align: -2px; line-height: 14px; }
 .line { display: inline-block; width: 26px; border-top: 2px solid; margin-right: 6px;
-  vertical-align: 4px; } .dashed { border-top-style: dashed; } .dotted { border-top-style: dotted; }
+  vertical-align: 4px; } .dashed { border-top-style: dashed; }
 .cross { border: 0; width: auto; vertical-align: 0; } .cross::before { content: "×"; }
 .whole { white-space: nowrap; }
 .by { display: none; } #samples:checked ~ .samples, #time:checked ~ .time { display: block; }

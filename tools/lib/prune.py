@@ -1,216 +1,78 @@
-"""Leave modules that only watch a run out of a copy, with the code that uses them.
+"""Leave guards out of a copy: their lines in the script, their files, and the settings that only
+they read.
 
-What uses such a module is taken out of the other files, whole statements or elements at a time: its
-imports; calls for their effect (`check_task(...)`), with the `if` around them; decorators;
-arguments of build_hooks(); rows of HOOKS (utils/options/__init__.py); and the settings that nothing
-reads then.
+A guard is a module of utils/guards. Two more can be left out: the check of the task, and the
+options, with what their settings add.
 """
 
 import ast
 import re
-from functools import cache
 from typing import NamedTuple
 
-from tools.lib.closure import rows_of_table
+from tools.lib.closure import purpose
+from tools.lib.ladder import ROOT, RUNGS
 
 SETTINGS = "utils/config.py"
-TABLE = "utils/options/__init__.py"
+BASE_CLASS = "utils/guards/__init__.py"
+CLASS_OF_OPTIONS = re.compile(r"@dataclass.*\nclass Watching\(.*\n(?:(?:    .*)?\n)+")
 
 
 class Guard(NamedTuple):
-    """A module that can be left out."""
+    """What a copy can be without."""
 
-    module: str
-    purpose: str  # what a copy without it does not have
-
-    @property
-    def path(self):
-        """The path of its file in a copy."""
-        return self.module.replace(".", "/") + ".py"
-
-    def at(self, path):
-        """The same, with its file at a different path."""
-        return self._replace(module=path.removesuffix(".py").replace("/", "."))
+    path: str
+    purpose: str
 
 
-GUARDS = {
-    "contract": Guard(
-        "utils.contract",
-        "tries the task on a few samples before the first epoch; refuses missing names, a loss or "
-        "a metric that is a mean, and samples that differ between ranks or after a resume",
-    ),
-    "finite": Guard(
-        "utils.finite", "refuses to save a model that holds inf or NaN, and keeps the last good one"
-    ),
-    "preemption": Guard(
-        "utils.preemption", "saves every few minutes, and on SIGTERM or Ctrl-C before the run stops"
-    ),
-    "progress": Guard("utils.progress", "shows the step, the loss and the time left"),
-    "replicas": Guard(
-        "utils.replicas",
-        "refuses to start if ranks differ in code, settings or data, and to go on or to save if "
-        "their weights, buffers or optimizers differ",
-    ),
-    "reports": Guard(
-        "utils.reports",
-        "reports one error for all ranks, on one line if it is not a bug, and ends every rank with "
-        "an exit code that schedulers know",
-    ),
-    "run_folder": Guard(
-        "utils.run_folder",
-        "locks the output folder against a second run, which would overwrite files of the first",
-    ),
-    "watchdog": Guard(
-        "utils.watchdog", "names the rank that hangs, or the host that is lost, and where"
-    ),
-}
+def _guard(path):
+    return Guard(path.relative_to(ROOT).as_posix(), purpose(path))
 
 
-class CannotLeaveOut(Exception):
-    """Files need the module; the message names all."""
-
-    def __init__(self, paths, guard):
-        verb = "needs" if len(paths) == 1 else "need"
-        super().__init__(f"{', '.join(sorted(paths))} {verb} {guard.path}")
-        self.guard = guard
+GUARDS = {path.stem: _guard(path) for path in sorted((ROOT / "utils/guards").glob("[a-z]*.py"))}
+RENAMED = {"run_folder": "lock", "watchdog": "hang"}  # in records of older copies
+GUARDS["contract"] = _guard(ROOT / "utils" / "contract.py")
+GUARDS["options"] = _guard(ROOT / "utils" / "options" / "__init__.py")
 
 
-def without(files, names, guards=GUARDS):
-    """A copy, {path: bytes}, without the guards of these names. guards: {name: Guard} as they were
-    when it was made. Raises CannotLeaveOut."""
-    files, hooks = dict(files), {guard.path for guard in guards.values()}
-    removed = {name: files.pop(guards[name].path, b"").decode() for name in sorted(names)}
-    for name, text in removed.items():
-        guard, needed_by = guards[name], []
-        for path, contents in files.items():
-            if path.endswith(".py") and guard.module in contents.decode():
-                edited = _without_module(contents.decode(), guard.module)
-                if edited is None or path in hooks or _is_option(path):  # calls would be missed
-                    needed_by.append(path)
-                else:
-                    files[path] = edited.encode()
-        if needed_by:
-            raise CannotLeaveOut(needed_by, guard)
-        unread = _attributes(text) - set().union(
-            *(_attributes(t.decode()) for path, t in files.items() if path.endswith(".py"))
+def without(files, names):
+    """A copy, {path: bytes}, without the guards of these names."""
+    texts = {path: text.decode() for path, text in files.items()}
+    removed = [texts.pop(GUARDS[name].path, "") for name in names]
+    for script in RUNGS.keys() & texts.keys():
+        texts[script] = _script_without(texts[script], names)
+    if "options" in names and SETTINGS in texts:
+        texts[SETTINGS] = CLASS_OF_OPTIONS.sub("", texts[SETTINGS]).replace(
+            "(Watching)", "(BaseSettings)"
         )
-        files = {path: _without_settings(path, t, unread) for path, t in files.items()}
-    return files
+    if not any("utils.guards import" in text for text in texts.values()):
+        texts.pop(BASE_CLASS, None)
+    code = [text for path, text in texts.items() if path.endswith(".py")]
+    for setting in _attributes(removed) - _attributes(code):
+        for path in (p for p in texts if p == SETTINGS or p.endswith(".yaml")):
+            texts[path] = _without_setting(texts[path], setting)
+    return {path: text.encode() for path, text in texts.items()}
 
 
-def can_leave_out(files, kept=()):
-    """The names of the guards that a copy, {path: bytes}, can be without, all at once. kept: of
-    guards that stay."""
-    names = [name for name in GUARDS if GUARDS[name].path in files and name not in kept]
-    while True:
-        try:
-            without(files, names)
-            return names
-        except CannotLeaveOut as error:
-            names = [name for name in names if GUARDS[name] != error.guard]
+def _script_without(text, names):
+    for name in names:
+        text = re.sub(rf"^(from utils\.guards import .*?)\b{name}\b(, )?", r"\1", text, flags=re.M)
+        text = re.sub(rf"^ +{name}\.\w+\(.*\),.*\n", "", text, flags=re.M)
+    text = re.sub(r"^(from utils\.guards import .*), $", r"\1", text, flags=re.M)
+    text = re.sub(r"^from utils\.guards import \n", "", text, flags=re.M)
+    if "contract" in names:
+        text = re.sub(r"^( *check_task\(|from utils\.contract ).*\n", "", text, flags=re.M)
+    if "options" in names:
+        text = re.sub(r"^( *\*option_guards\(|from utils\.options ).*\n", "", text, flags=re.M)
+    return re.sub(r"^    guards = \[.*\n    \]\n", "    guards = []\n", text, flags=re.M)
 
 
-@cache
-def _attributes(text):
-    """The names behind a dot, and the strings of HOOKS, that a file reads."""
-    tree = ast.parse(text)
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return names | {row[0] for _, row in rows_of_table(tree)}
+def _attributes(texts):
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def _is_option(path):
-    return path.startswith("utils/options/") and path != TABLE
-
-
-def _without_module(text, module):
-    """A file's text without what uses a module; None if it needs the module for more than that."""
-    tree = ast.parse(text)
-    names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == module
-        for alias in node.names
-    }
-    finder = _Finder(module, names)
-    finder.visit(tree)
-    rows = [(row, "") for row, value in rows_of_table(tree) if value[2] == module]
-    text = _edited(text, finder.edits + rows)
-    text = _without_unused_imports(text, _names(tree))
-    return None if names & _names(ast.parse(text)) else text
-
-
-class _Finder(ast.NodeVisitor):
-    """Collects edits: (node, its new text, "" if it goes)."""
-
-    def __init__(self, module, names):
-        self.module, self.names, self.edits = module, names, []
-
-    def is_effect(self, node):
-        call = node.value if isinstance(node, ast.Expr) else None
-        return isinstance(call, ast.Call) and ast.unparse(call.func) in self.names
-
-    def visit_ImportFrom(self, node):
-        if node.module == self.module:
-            self.edits.append((node, ""))
-
-    def visit_Expr(self, node):
-        if self.is_effect(node):
-            self.edits.append((node, ""))
-
-    def visit_FunctionDef(self, node):
-        used = [each for each in node.decorator_list if ast.unparse(each) in self.names]
-        self.edits += [(decorator, "") for decorator in used]
-        self.generic_visit(node)
-
-    def visit_If(self, node):
-        if not node.orelse and all(map(self.is_effect, node.body)):
-            self.edits.append((node, ""))
-        else:
-            self.generic_visit(node)
-
-    def visit_Assign(self, node):
-        call = node.value
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "build_hooks":
-            kept = [ast.unparse(arg) for arg in call.args if ast.unparse(arg) not in self.names]
-            if len(kept) < len(call.args):
-                target = ast.unparse(node.targets[0])
-                self.edits.append((node, f"{target} = build_hooks({', '.join(kept)})"))
-
-
-def _edited(text, edits):
-    """A text with whole lines replaced. edits: (node, its new text, "" if it goes)."""
-    lines = text.splitlines(keepends=True)
-    for node, new in edits:
-        indent = " " * node.col_offset
-        lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-        lines[node.lineno - 1] = new and f"{indent}{new}\n"
-    return "".join(lines)
-
-
-def _names(tree):
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _without_unused_imports(text, used_before):
-    """A text without imports of names that were used before, and no longer are."""
-    tree, edits = ast.parse(text), []
-    unused = used_before - _names(tree)
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            kept = [alias for alias in node.names if (alias.asname or alias.name) not in unused]
-            if len(kept) < len(node.names):
-                node.names = kept
-                edits.append((node, ast.unparse(node) if kept else ""))
-    return _edited(text, edits)
-
-
-def _without_settings(path, contents, unread):
-    """A file without settings, as fields of config.py and as keys of configs/*.yaml."""
-    if path == SETTINGS:
-        fields = [node for node in ast.walk(ast.parse(contents)) if isinstance(node, ast.AnnAssign)]
-        edits = [(node, "") for node in fields if ast.unparse(node.target) in unread]
-        return _edited(contents.decode(), edits).encode()
-    if path.endswith(".yaml") and unread:
-        names = "|".join(map(re.escape, sorted(unread)))
-        return re.sub(rf"^({names}):.*\n", "", contents.decode(), flags=re.MULTILINE).encode()
-    return contents
+def _without_setting(text, name):
+    """A file without a setting, as a field of a class on one line or several, or a key of YAML."""
+    text = re.sub(rf"^    {name}: \w+ = .*(?<!\()\n", "", text, flags=re.M)
+    text = re.sub(rf"^    {name}: \w+ = .*\(\n(?:        .*\n)+    \)\n", "", text, flags=re.M)
+    return re.sub(rf"^{name}:.*\n", "", text, flags=re.M)

@@ -1,6 +1,7 @@
 """Running the scripts as a user would, always with a time limit and without orphaned processes."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from tools.lib.ladder import ROOT
-from utils.metrics import read_metrics
 
 
 class Run(NamedTuple):
@@ -142,9 +142,14 @@ def finish_run(process, output_dir, limit=180):
     seconds = time.monotonic() - process.started
     left = wait_for_family(process.run_tag)
     assert not left, f"{process.args} left processes behind: {left}"
-    metrics = Path(output_dir) / "metrics.jsonl"
-    rows = read_metrics(metrics)
+    rows = read_rows(Path(output_dir))
     return Run(process.returncode, stdout, stderr, seconds, rows, Path(output_dir))
+
+
+def read_rows(folder):
+    """The rows of a run's metrics.jsonl; [] if it has not written any."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def kill_within_second_epoch(process, output_dir, limit=120):

@@ -7,11 +7,14 @@ with the version that was copied. Nothing is written before all of this has been
 
 import difflib
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +22,19 @@ from pathlib import Path
 
 from tools.lib import history
 from tools.lib.ladder import RUNGS
-from tools.lib.prune import GUARDS, without
 
 RECORD = "copied.json"
 OWN = "own"  # in place of a task: the user's module
 FOLDERS = ("utils", "tasks", "sources", "tools", "configs")  # of a copy, besides the scripts
 SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
+
+
+# Prints {path: text}.
+AS_MADE = """
+import json, sys
+from tools.copy import texts
+print(json.dumps({path: text.decode() for path, text in texts(*json.loads(sys.argv[1])).items()}))
+"""
 
 
 class CannotUpdate(Exception):
@@ -65,8 +75,6 @@ def read_record(folder):
             raise ValueError("it has other entries")
         if not isinstance(record["files"], dict) or not isinstance(record["scripts"], dict):
             raise ValueError("its entries are of other types")
-        if unknown := set(record["without"]) - GUARDS.keys():
-            raise ValueError(f"it is without {', '.join(unknown)}, which this clone does not know")
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, OSError) as error:
@@ -156,17 +164,16 @@ def base_of(record, commit, of_task):
     of_task(text, task): the text of a script as a copy has it. Raises CannotUpdate if they are not
     what was copied.
     """
-    moved = {new: old for old, new in history.renamed(commit, history.resolve("HEAD")).items()}
-    then = {n: guard.at(moved.get(guard.path, guard.path)) for n, guard in GUARDS.items()}
-    guards, base = record["without"], {}
-    for path in [*record["files"], *(then[name].path for name in guards)]:
-        contents = history.read(commit, SOURCES.get(path, path))
-        if contents is None:
-            contents = b""  # the __init__.py of a package that has none
+    base = {}
+    for path in record["files"]:
+        base[path] = history.read(commit, SOURCES.get(path, path))
+        if base[path] is None:
+            base[path] = b""  # the __init__.py of a package that has none
         if path in record["scripts"]:
-            contents = of_task(contents.decode(), record["scripts"][path]).encode()
-        base[path] = contents
-    base = without(base, guards, then)
+            base[path] = of_task(base[path].decode(), record["scripts"][path]).encode()
+    if record["without"]:
+        pruned = made_by(record, commit)
+        base |= {path: pruned[path] for path in base.keys() & pruned.keys()}
     different = [
         path
         for path, expected in record["files"].items()
@@ -178,6 +185,24 @@ def base_of(record, commit, of_task):
             f"pass --from with the commit from which they differ least"
         )
     return base
+
+
+def made_by(record, commit):
+    """{path: bytes} of the copy that the tool of that commit makes, because the form of what can be
+    left out has changed since. Raises CannotUpdate if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = io.BytesIO(history.git("archive", commit, input=b""))
+        with tarfile.open(fileobj=archive) as tar:
+            tar.extractall(folder, filter="data")
+        arguments = [record[name] for name in ("scripts", "options", "without")]
+        command = [sys.executable, "-c", AS_MADE, json.dumps(arguments)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise CannotUpdate(
+            f"the tool of commit {commit[:12]} cannot leave out {', '.join(record['without'])}: "
+            f"{done.stderr.strip()[-200:]}"
+        )
+    return {path: text.encode() for path, text in json.loads(done.stdout).items()}
 
 
 def plan(folder, base, new, moved, labels):
@@ -322,82 +347,6 @@ def files_in(folder, commit):
         if path.is_file() and _is_copied(name) and SOURCES.get(name, name) in known:
             found.append(name)
     return found
-
-
-def find_commit(folder):
-    """The commit from which a folder was copied, by the contents of the files that are unedited."""
-    folder = Path(folder)
-    blobs = {}
-    for name in FOLDERS:
-        for path in folder.glob(f"{name}/**/*"):
-            if path.is_file() and path.stat().st_size < 1 << 20 and path.stat().st_size:
-                blobs[path.relative_to(folder).as_posix()] = _blob(read_source(path))
-    commit = _most_alike(folder, blobs, history.commits())
-    if not commit:
-        raise CannotUpdate(
-            f"{folder} has no file of any commit of this clone: if it is a copy in which you have "
-            f"edited every file, pass --from COMMIT"
-        )
-    return commit
-
-
-def require_not_undone(folder, record):
-    """Raise CannotUpdate if files that differ from the record of a copy come from an older commit:
-    git has brought them back, but not the record."""
-    recorded, blobs = record["commit"], {}
-    for path, expected in record["files"].items():
-        text = with_line_feeds(read(Path(folder) / path) or b"")
-        if text and expected not in (None, checksum(text)):
-            blobs[path] = _blob(text)
-    (then,) = _blobs(blobs, [recorded])
-    blobs = dict(blobs.items() - then.items())
-    commit = _most_alike(Path(folder), blobs, history.commits(recorded)) if blobs else None
-    if commit:
-        (then,) = _blobs(blobs, [commit])
-        same = dict(blobs.items() & then.items())
-        raise CannotUpdate(
-            f"{', '.join(sorted(same))} are not from commit {recorded[:12]}, which {RECORD} names, "
-            f"but from {commit[:12]}: pass --from {commit[:12]} if you have undone an update, and "
-            f"--from {recorded[:12]} if not"
-        )
-
-
-def _blob(contents):
-    """The id that git gives to contents."""
-    return hashlib.sha1(b"blob %d\0" % len(contents) + contents).hexdigest()
-
-
-def _blobs(paths, commits):
-    """Yields {path in a copy: the id of its contents}, of existing paths, for each commit."""
-    names = {SOURCES.get(path, path): path for path in paths if "\n" not in path}
-    for entries in history.blobs(commits, list(names)):
-        yield {names[name]: blob for name, blob in entries.items()}
-
-
-def _most_alike(folder, blobs, commits):
-    """The commit that has most of `blobs`, {path: id}, and of equals the one with the fewest edits
-    in the folder; None if no commit has any."""
-    best, candidates = 1, []
-    for commit, then in zip(commits, _blobs(blobs, commits), strict=True):
-        same = len(blobs.items() & then.items())
-        if same > best:
-            best, candidates = same, []
-        if same == best:
-            candidates.append(commit)
-    # of several, the newest
-    return min(candidates, key=lambda commit: _edits(folder, commit), default=None)
-
-
-def _edits(folder, commit):
-    """The number of lines by which the files of a folder differ from the files of a commit."""
-    count = 0
-    for name in files_in(folder, commit):
-        mine = read_source(folder / name)
-        ours = history.read(commit, SOURCES.get(name, name))
-        if mine != ours:
-            old, new = (text.decode(errors="replace").splitlines() for text in (ours, mine))
-            count += sum(line[0] in "+-" for line in difflib.unified_diff(old, new, n=0))
-    return count
 
 
 def guessed_record(folder, commit, record=None):

@@ -16,7 +16,7 @@ FLOAT32 = 4e-3
 BFLOAT16 = 2**-8
 
 # What a resumed run needs, and so every checkpoint must hold: the names in a script's `state`.
-STATE = ("model", "optimizer", "scheduler", "loader", "meter", "data")
+STATE = ("model", "optimizer", "scheduler", "loader", "meter", "metrics", "data")
 STATE_OF = {"train_ddp_amp.py": (*STATE, "scaler")}  # of scripts that have others
 ONE_FILE = ("one_file/train_ddp.py", "one_file/train_fsdp.py")
 ONE_FILE_STATE = ("model", "optimizer", "scheduler", "epoch", "step", "sums", "settings")

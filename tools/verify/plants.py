@@ -122,8 +122,8 @@ BUGS = [
     Bug(
         "padding-counted",
         "utils/data.py",
-        "        return len(range(dp_rank(), len(self.dataset), dp_world_size()))",
-        "        return len(self.sampler)",
+        "        self.own_samples = len(range(dp_rank(), len(dataset), dp_world_size()))",
+        "        self.own_samples = len(sampler)",
         "ddp x2",
         (Problem.FAILED, "evaluated 32 of 31"),
         "DistributedSampler repeats samples so that all ranks have the same number, and the "
@@ -134,10 +134,10 @@ BUGS = [
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "        totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()",
-        "        accuracy = self.sums[1] / max(1, self.count)\n"
-        "        totals = all_reduce(torch.cat([samples, self.snapshot()])).cpu()\n"
-        "        totals[2] = accuracy * totals[-1]",
+        "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()",
+        "        accuracy = self.vector[1] / max(1, self.count)\n"
+        "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()\n"
+        "        totals[3] = accuracy * totals[1]",
         "ddp x2",
         (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
@@ -148,9 +148,9 @@ BUGS = [
     Bug(
         "saving-on-every-rank",
         "utils/checkpoint.py",
-        "        if is_main_process():\n            # best.pt first",
+        "        if is_main_process():\n            return map_tensors(",
         '        torch.save(contents, self.folder / "last.pt")\n'
-        "        if is_main_process():\n            # best.pt first",
+        "        if is_main_process():\n            return map_tensors(",
         "ddp x2",
         (Problem.WRITERS, ""),
         "All ranks write the same file at the same time.",
@@ -160,13 +160,13 @@ BUGS = [
     Bug(
         "every-epoch-is-the-best",
         "utils/metrics.py",
-        "        return first == last",
+        "        return best == len(values) - 1",
         "        return True",
         "accum x2",
         (Problem.BEST, ""),
         "The best accuracy so far is never updated, so that every epoch counts as the best.",
         "best.pt is always the last epoch, whose accuracy may be far below the best.",
-        "The best value is found among the logged epochs, which a resumed run reads.",
+        "The best value is found among the logged epochs, which are part of the checkpoint.",
     ),
     Bug(
         "seed-per-rank",
@@ -233,7 +233,7 @@ BUGS = [
     ),
     Bug(
         "rank-local-random_split",
-        "tasks/images/arrays.py",
+        "tasks/images/synthetic.py",
         "        arrays.append((images, labels))\n",
         "        arrays.append((images, labels))\n"
         "    from utils.distributed import dp_rank\n"
@@ -243,12 +243,12 @@ BUGS = [
         "    parts = order.split([len(labels) for _, labels in arrays])\n"
         "    arrays = [(images[part], labels[part]) for part in parts]\n",
         "ddp x2",
-        (Problem.FAILED, "different validation samples"),
+        (Problem.FAILED, "different samples"),
         "Each rank splits the data with its own random numbers: one rank's validation images are "
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
-        "Splits by a fixed seed, the same on all ranks; the ranks compare all labels, and some "
-        "samples.",
+        "Splits by a fixed seed, the same on all ranks; the ranks compare some samples, and what "
+        "`describe()` returns, such as a checksum of all labels.",
     ),
     Bug(
         "unseeded-split",
@@ -259,7 +259,7 @@ BUGS = [
         "    default_rng().shuffle(paragraphs)\n"
         "    train, val = [], []",
         "ddp x2",
-        (Problem.FAILED, "different validation samples"),
+        (Problem.FAILED, "different samples"),
         "Each process draws its own split, and a resumed run draws a new one.",
         "What one rank validates on, another has trained on, and there may be no labels by which "
         "to notice it. The loss is too good.",
@@ -348,7 +348,7 @@ BUGS = [
     Bug(
         "norm-without-the-other-ranks-experts",
         "train_ep.py",
-        "            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)\n",
+        "            torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)\n",
         "            experts = [p for n, p in model.named_parameters() if '.experts.' in n]\n"
         "            others = [p.grad for p in {*model.parameters()}.difference(experts)]\n"
         "            norm = torch.nn.utils.get_total_norm(others).full_tensor()\n"
@@ -481,10 +481,10 @@ BUGS = [
     Bug(
         "tied-weights-come-apart-in-fsdp",
         "train_fsdp.py",
-        "    for block in fsdp.checked_blocks(model, task.blocks(model)):",
+        "    for block in task.blocks(model):",
         "    model.head = torch.nn.Parameter(model.embedding.weight.detach().clone())\n"
         "    model.predict = lambda hidden: model.norm(hidden) @ model.head.mT\n"
-        "    for block in fsdp.checked_blocks(model, task.blocks(model)):",
+        "    for block in task.blocks(model):",
         "fsdp x2",
         (Problem.TENSORS, ""),
         "The output layer gets a copy of the embedding's weights instead of the parameter itself, "
@@ -496,11 +496,11 @@ BUGS = [
     Bug(
         "tied-weights-come-apart-in-a-checkpoint",
         "utils/checkpoint.py",
-        "        if is_main_process():\n            # best.pt first",
+        "        if is_main_process():\n            return map_tensors(",
         '        model = dict(contents["model"])\n'
         '        model["head.weight"] = model.pop("embedding.weight")\n'
         '        contents["model"] = model\n'
-        "        if is_main_process():\n            # best.pt first",
+        "        if is_main_process():\n            return map_tensors(",
         "ddp x2",
         (Problem.TENSORS, ""),
         "A tied parameter is saved under the name of one of its uses, and missing under the other.",
@@ -532,7 +532,7 @@ BUGS = [
         (Problem.FAILED, "no longer hold the same model"),
         "Without SyncBatchNorm, each rank keeps its own running statistics.",
         "The checkpoint holds the buffers of rank 0: a model that was never evaluated as a whole.",
-        "`broadcast_buffers=True`, the default; `utils/replicas.py` compares buffers, too.",
+        "`broadcast_buffers=True`, the default; `CompareReplicas` compares buffers, too.",
     ),
     Bug(
         "shards-divided-twice",
@@ -543,7 +543,7 @@ BUGS = [
         '        paths = find_shards(cfg.data_dir, name, [".tar"])\n'
         "        paths = paths[dp_rank() :: dp_world_size()]",
         "ddp x2, shards",
-        (Problem.FAILED, "different validation samples"),
+        (Problem.FAILED, "different samples"),
         "Each rank takes its share of the shards, and the sampler divides the samples in them "
         "again.",
         "Nothing fails, if the ranks have equally many samples: an epoch is 1/N of the data. "
@@ -698,9 +698,8 @@ BUGS = [
     Bug(
         "optimizer-state-lost",
         "utils/checkpoint.py",
-        "        for parameter, values in self.optimizer.state.items():",
-        "        self.optimizer.state.clear()\n"
-        "        for parameter, values in self.optimizer.state.items():",
+        '                for key, value in saved["state"].get(names.get(parameter), {}).items():',
+        "                for key, value in ():",
         "killed, resumed x2",
         (Problem.WEIGHTS, ""),
         "A resumed run starts with empty momentum.",
@@ -722,8 +721,8 @@ BUGS = [
     Bug(
         "epoch-restarted-on-resume",
         "utils/data.py",
-        '        self.start = state["step"]\n',
-        "        self.start = 0\n",
+        '        self.step = state["step"]\n',
+        "        self.step = 0\n",
         "killed, resumed x2",
         (Problem.FAILED, "samples more than once"),
         "A run that resumes in the middle of an epoch starts that epoch again.",

@@ -31,7 +31,7 @@ from tools.verify.cases import (
 )
 from tools.verify.judge import Evidence, Problem, Row, judge
 from tools.verify.one_file_task import STOP
-from utils.checkpoint_file import read_checkpoint
+from utils.checkpoint import read_checkpoint
 
 # Records which rank opens which file for writing. Python calls this hook for every open(); for a
 # file name, torch.save opens the file in C++.

@@ -3,38 +3,30 @@
 Each logger runs in a thread of rank 0: one that fails, hangs or has lost the network costs the run
 a warning. It is given the rows of metrics.jsonl and, with --log-steps, of steps.jsonl.
 
-output_dir/loggers.json holds the id that the run has with each logger, the last steps that the
-logger has been given, and how many steps epochs have had (a different global batch size changes
-that). A resumed run continues its own curves: it logs no step twice, and logs the rows in these
-files that the killed run had not passed on. Checkpoints cannot hold this: a killed run may have
-logged steps after its last checkpoint.
+The checkpoint holds the id that the run has with each logger, and the last row that the logger has
+been given; a resumed run continues with the next. The rows that a killed run has passed on after
+its last checkpoint are passed on again when their steps are repeated, with the same values.
 """
 
-import copy
+import atexit
 import importlib
-import itertools
 import json
+import math
 import os
 import queue
 import statistics
 import threading
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from utils.config import ConfigError
 from utils.distributed import is_main_process
 from utils.errors import UserError, warn
-from utils.files import write_text
-from utils.hooks import Checkpoint, Hook
-from utils.metrics import read_metrics
-from utils.reports import explain_errors
-from utils.settings import ConfigError
+from utils.guards import Guard
 
 SECONDS_TO_FINISH = 30.0  # for all loggers together, when the run ends
-MOST_ROWS = 10_000  # that wait for a slow logger
 PLACES = ("epoch", "step", "samples", "world_size")  # say where a row belongs: no curves
 
 
@@ -178,83 +170,79 @@ def build_logger(name: str) -> Logger:
     return logger()
 
 
-class Loggers(Hook):
-    """Passes the rows of a run on to its loggers, on the main process."""
+class Loggers(Guard):
+    """Passes the rows of a run on to its loggers, on the main process.
 
-    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.folder = Path(cfg.output_dir)
-        self.settings = vars(cfg)
-        self.loader, self.threads = state["loader"], []
-        self.lock, self.known = threading.Lock(), {}
+    known: {name of a logger: [the run's id, the place of the last row that it has got]}.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, list[Any]] = {}
+        self.threads: list[_Thread] = []
+        self.epochs = self.position = 0  # rows of epochs, and bytes of steps.jsonl, read so far
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.known | {thread.title: list(thread.known) for thread in self.threads}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.known = state
+
+    def at_start(self, checkpoint: Any) -> None:
+        """Start the threads; they also get the rows that a killed run has not passed on."""
+        cfg, length = checkpoint.cfg, len(checkpoint.state["loader"])
         loggers = {name: build_logger(name) for name in cfg.logger.split(",")}
-        if is_main_process():
-            self.threads = [_Thread(name, logger, self) for name, logger in loggers.items()]
-            explain_errors(lambda error: self.finish(5.0))
+        if not is_main_process() or checkpoint.epoch == cfg.epochs:
+            return
+        for name, logger in loggers.items():
+            known = self.known.get(name, [None, [0, 0]])
+            self.threads.append(_Thread(name, logger, checkpoint.folder, vars(cfg), length, known))
+        for thread in self.threads:
+            thread.start()
+        self._pass_on(checkpoint)
+        atexit.register(self._finish, 5.0)  # also if the run is stopped by an error or a signal
 
-    def after_load(self, checkpoint: Checkpoint) -> None:
-        """Let the threads log the rows that a killed run has written to files, but not yet passed
-        on to a logger; with a logger that is new, all rows."""
-        with suppress(FileNotFoundError, ValueError):  # damaged
-            self.known = json.loads((self.folder / "loggers.json").read_text(encoding="utf-8"))
-        self._note_length_of_epochs(checkpoint.epoch)
-        rows = read_metrics(self.folder / "steps.jsonl")  # only those that will not be repeated
-        rows += [
-            row
-            for row in read_metrics(self.folder / "metrics.jsonl")
-            if row["epoch"] < checkpoint.epoch
-        ]
+    def after_step(self, checkpoint: Any) -> None:
+        every, has_row = checkpoint.cfg.log_steps, self.epochs < checkpoint.epoch
+        if self.threads and (has_row or (every and checkpoint.state["loader"].step % every == 0)):
+            self._pass_on(checkpoint)
+
+    def before_save(self, checkpoint: Any, between_steps: bool) -> None:
+        if self.threads:
+            self._pass_on(checkpoint)
         if checkpoint.epoch == checkpoint.cfg.epochs:
-            rows = []
-        rows = [self._as_logged(row) for row in sorted(rows, key=self._step_of)]
+            self._finish(SECONDS_TO_FINISH)
+
+    def _pass_on(self, checkpoint):
+        """Give the threads the rows that are new."""
+        rows = checkpoint.state["metrics"].rows[self.epochs :]
+        self.epochs += len(rows)
+        path = checkpoint.folder / "steps.jsonl"
+        if checkpoint.cfg.log_steps and path.exists():
+            with open(path, "rb") as file:
+                file.seek(self.position)
+                lines = file.read().splitlines()
+                self.position = file.tell()
+            rows = sorted([*rows, *map(json.loads, lines)], key=_place)
         for thread in self.threads:
-            thread.begin(rows)
+            for row in rows:
+                thread.add(row)
 
-    def _note_length_of_epochs(self, epoch):
-        """Note a new length of epochs, from this one on: the steps continue from the last."""
-        length = len(self.loader)
-        lengths = self.known.pop("lengths", [[0, 0, length]])  # of epochs, after that many steps
-        entries = [max(entry["epoch"], entry["step"]) for entry in self.known.values()]
-        self.known["lengths"] = [part for part in lengths if part[0] <= epoch]
-        if self.known["lengths"][-1][2] != length:
-            done = max([self._step_of({"epoch": epoch, "step": 0}), *entries])
-            earlier = [part for part in lengths if part[0] < epoch]
-            self.known["lengths"] = [*earlier, [epoch, done, length]]
-
-    def after_row(self, row: dict[str, Any]) -> None:
-        """Let the threads log a row of an epoch, or of a step."""
-        for thread in self.threads:
-            thread.add(*self._as_logged(row))
-
-    def _as_logged(self, row):
-        """(kind, {name: number}, step) of a row."""
-        kind = "step" if "step" in row else "epoch"
-        values = {name: value for name, value in _numbers(row).items() if name not in PLACES}
-        return kind, values, self._step_of(row)
-
-    def _step_of(self, row):
-        """Optimizer steps from the start of the run to a row."""
-        epoch = row["epoch"]
-        first, done, length = [part for part in self.known["lengths"] if part[0] <= epoch][-1]
-        return done + (epoch - first) * length + row.get("step", length)
-
-    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
-        if checkpoint.ends_run:
-            self.finish(SECONDS_TO_FINISH)
-
-    def finish(self, seconds: float) -> None:
+    def _finish(self, seconds):
         """Let the threads log what they still have, for this long at most."""
         end = time.monotonic() + seconds
         for thread in self.threads:
-            thread.end()
+            thread.rows.put(None)
         for thread in self.threads:
-            thread.wait(end)
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                thread.fail("it has not finished in time")
+            self.known[thread.title] = list(thread.known)
         self.threads = []
 
-    def remember(self, name: str, entry: dict[str, Any]) -> None:
-        """Note in loggers.json what a logger has got. Called by its thread."""
-        with self.lock:
-            self.known[name] = copy.deepcopy(entry)
-            write_text(self.folder / "loggers.json", json.dumps(self.known))
+
+def _place(row):
+    """[epoch, step] of a row; of that of an epoch, after all steps."""
+    return [row["epoch"], row.get("step", math.inf)]
 
 
 def _numbers(row):
@@ -262,73 +250,43 @@ def _numbers(row):
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
     for name, seconds in row.get("time", {}).items():
         numbers[f"time_{name}"] = statistics.mean(seconds) if name != "total" else seconds
-    return numbers
+    return {name: value for name, value in numbers.items() if name not in PLACES}
 
 
 class _Thread(threading.Thread):
-    """Starts a logger with its first row, and logs row after row."""
+    """Starts a logger, and logs row after row. length: steps of an epoch."""
 
-    def __init__(self, name, logger, hook):
+    def __init__(self, title, logger, folder, settings, length, known):
         super().__init__(daemon=True)
-        self.title = name
-        self.logger = logger
-        self.hook = hook
-        self.rows = queue.Queue(MOST_ROWS)
+        self.title, self.logger, self.folder, self.settings = title, logger, folder, settings
+        self.length, self.known = length, known
+        self.rows = queue.SimpleQueue()
         self.has_failed = False
-        self.entry: dict[str, Any] = {"id": None, "epoch": 0, "step": 0}
-        self.backlog = []
 
-    def begin(self, rows):
-        """Log the rows of a killed run that the logger has not got: any number."""
-        self.entry = self.hook.known.get(self.title, self.entry)
-        self.backlog = [row for row in rows if row[2] > self.entry[row[0]]]
-        if self.backlog:
-            self.start()
-
-    def add(self, kind, values, step):
-        if self.has_failed:
-            return
-        if self.ident is None:
-            self.start()
-        try:
-            self.rows.put_nowait((kind, values, step))
-        except queue.Full:
-            self._fail(f"it has not accepted {MOST_ROWS:,} rows")
-
-    def end(self):
-        with suppress(queue.Full):
-            self.rows.put_nowait(None)
-
-    def wait(self, end):
-        """Wait until all rows are logged, or until time.monotonic() is `end`."""
-        if self.ident is None or self.has_failed:
-            return
-        self.join(max(0.0, end - time.monotonic()))
-        if self.is_alive():
-            self._fail("it has not finished in time")
+    def add(self, row):
+        if not self.has_failed:
+            self.rows.put(row)
 
     def run(self):
         try:
-            entry = self.entry
-            entry["id"] = self.logger.start(
-                self.hook.folder,
-                self.hook.settings,
-                entry["id"],
-                max(entry["epoch"], entry["step"]),
-            )
-            self.hook.remember(self.title, entry)
-            rows = itertools.chain(self.backlog, iter(self.rows.get, None))
-            self.backlog = []  # its memory is free once it is logged
-            for kind, values, step in rows:
-                if step > entry[kind]:  # not repeated after a resume
-                    self.logger.log(values, step)
-                    entry[kind] = step
-                    self.hook.remember(self.title, entry)
+            run_id, place = self.known
+            run_id = self.logger.start(self.folder, self.settings, run_id, self._step_at(place))
+            self.known = [run_id, place]
+            while row := self.rows.get():
+                place = _place(row)
+                if place > self.known[1]:  # not logged by the run that was resumed
+                    self.logger.log(_numbers(row), self._step_at(place))
+                    self.known = [run_id, place]
             self.logger.finish()
         except (Exception, SystemExit) as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.fail(f"{type(error).__name__}: {error}")
 
-    def _fail(self, reason):
+    def _step_at(self, place):
+        """Optimizer steps from the start of the run."""
+        epoch, step = place
+        return epoch * self.length + min(step, self.length)
+
+    def fail(self, reason):
         if not self.has_failed:
             self.has_failed = True
             reason = " ".join(reason.split())

@@ -9,8 +9,7 @@ steps are slower than others (https://docs.pytorch.org/docs/stable/profiler.html
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,64 +17,60 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from utils.config import ConfigError
 from utils.distributed import is_main_process
-from utils.errors import UserError, say
-from utils.hooks import Checkpoint, Hook
-from utils.settings import ConfigError
+from utils.errors import say
+from utils.guards import Guard
 
 MOST_ROWS = 15  # of the summary
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 
 
-class Profile(Hook):
-    """Records steps `first` to `last` of this process."""
+class Profile(Guard):
+    """Records some steps of this process. steps: "FIRST:LAST". Raises ConfigError if they are not
+    two numbers."""
 
-    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        match = re.fullmatch("([0-9]+):([0-9]+)", cfg.profile)
+    def __init__(self, steps: str) -> None:
+        match = re.fullmatch("([0-9]+):([0-9]+)", steps)
         self.first, self.last = map(int, match.groups()) if match else (0, 0)
         if not 2 <= self.first <= self.last:
             raise ConfigError(
-                f"--profile {cfg.profile}: name the first and the last step, such as 10:20. Step 1 "
+                f"--profile {steps}: name the first and the last step, such as 10:20. Step 1 "
                 f"cannot be profiled"
             )
-        self.folder = Path(cfg.output_dir) / "profile"
-        self.is_cuda = state["loader"].device.type == "cuda"
         self.step = 0
         self.profiler: Any = None  # while it records
 
-    def after_step(self, checkpoint: Checkpoint) -> None:
+    def after_step(self, checkpoint: Any) -> None:
         self.step += 1
         if self.step == self.first - 1:
             activities = [ProfilerActivity.CPU]
-            if self.is_cuda:
+            if checkpoint.state["loader"].device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             self.profiler = torch.profiler.profile(activities=activities)
             self.profiler.start()
         elif self.profiler and self.step == self.last:
-            self._finish(self.last - self.first + 1)
+            self._finish(checkpoint.folder / "profile")
 
-    def after_save(self, checkpoint: Checkpoint) -> None:
-        is_over = checkpoint.epoch == checkpoint.cfg.epochs
-        if not is_over:
+    def after_save(self, checkpoint: Any) -> None:
+        if checkpoint.epoch < checkpoint.cfg.epochs:
             return
         if self.profiler and self.step >= self.first:
-            self._finish(self.step - self.first + 1)
+            self._finish(checkpoint.folder / "profile")
         elif self.step < self.first and is_main_process():
             say(f"--profile: the run had {self.step} steps, so there is nothing to show")
 
-    def _finish(self, steps):
+    def _finish(self, folder):
         profiler, self.profiler = self.profiler, None
         profiler.stop()
+        folder.mkdir(exist_ok=True)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        try:
-            self.folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self.folder / f"rank{rank}.json.gz"))
-            if is_main_process():
-                text = f"steps {self.first} to {self.first + steps - 1}: {summary(profiler, steps)}"
-                (self.folder / "summary.txt").write_text(text, encoding="utf-8")
-                say(f"{text}traces of all ranks: {self.folder}")
-        except OSError as error:
-            raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
+        profiler.export_chrome_trace(str(folder / f"rank{rank}.json.gz"))
+        if is_main_process():
+            text = f"steps {self.first} to {self.step}: "
+            text += summary(profiler, self.step - self.first + 1)
+            (folder / "summary.txt").write_text(text, encoding="utf-8")
+            say(f"{text}traces of all ranks: {folder}")
 
 
 def summary(profiler: torch.profiler.profile, steps: int) -> str:

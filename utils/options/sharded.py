@@ -1,8 +1,8 @@
 """--save-sharded: checkpoints to which every rank writes its own part of the tensors.
 
-A folder of parts, with an index, is written by torch.distributed.checkpoint
+torch.distributed.checkpoint writes them to a new folder output_dir/*.parts, with an index
 (https://docs.pytorch.org/docs/stable/distributed.checkpoint.html); the checkpoint file names the
-folder and holds everything else. The index is a pickle, which could run code: it is read with a
+folder, and holds everything else. The index is a pickle, which could run code: it is read with a
 list of the classes that may be in it.
 """
 
@@ -10,9 +10,7 @@ import pickle
 import shutil
 import uuid
 import warnings
-import zipfile
 import zlib
-from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,87 +19,122 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from utils.distributed import all_gather_object, control_group, fail_together, is_main_process
 from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, FileForm
 
 # What an index consists of. Not BytesStorageMetadata: PyTorch unpickles what it describes.
-_KINDS: list[Any] = [torch.Size, filesystem._StorageInfo, metadata._MEM_FORMAT_ENCODING]
-_KINDS += [metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta]
-_KINDS += [metadata.TensorStorageMetadata, metadata.TensorProperties]
-_KINDS += [metadata.ChunkStorageMetadata]
-KINDS = {(kind.__module__, kind.__name__): kind for kind in _KINDS}
+_CLASSES: list[Any] = [torch.Size, filesystem._StorageInfo, metadata._MEM_FORMAT_ENCODING]
+_CLASSES += [metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta]
+_CLASSES += [metadata.TensorStorageMetadata, metadata.TensorProperties]
+_CLASSES += [metadata.ChunkStorageMetadata]
+CLASSES = {(kind.__module__, kind.__name__): kind for kind in _CLASSES}
+
+ALONE = "torch.distributed is disabled"  # a warning if a single process reads, as is intended
 
 
-class ShardedFiles(FileForm):
-    """Moves the tensors of each checkpoint out of its file, into a folder of parts."""
+class ShardedWeights:
+    """Puts the tensors of `weights`, a utils.checkpoint.Weights or a form of one, into a folder of
+    parts in `folder`. All ranks call each method together."""
 
-    def to_file(self, checkpoint: Checkpoint, contents: dict[str, Any]) -> dict[str, Any]:
-        return save_sharded(contents, checkpoint.folder)
+    def __init__(self, weights: Any, folder: Path) -> None:
+        self.weights, self.folder = weights, folder
 
+    def state_dict(self) -> dict[str, Any]:
+        """Write the parts. Returns "model" and "optimizer" without their tensors, and "parts":
+        {"folder": its name, "files": {name: checksum}}.
 
-def save_sharded(checkpoint: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write the tensors of "model" and "optimizer" into a new folder of parts in `folder`.
+        Raises UserError, on all ranks, if a part cannot be written.
+        """
+        # Always a new folder: if overwriting older parts were interrupted, they would be a mix.
+        name = all_gather_object(f"{uuid.uuid4().hex}.parts")[0]
+        tensors, rest = split_tensors(self.weights.state_dict())
+        return rest | {"parts": {"folder": name, "files": _write(self.folder / name, tensors)}}
 
-    Returns the checkpoint without them, and with "parts": {"folder", "files": {name: checksum}}.
-    All ranks call it together. Raises UserError, on all ranks, if a part cannot be written.
-    """
-    # Always a new folder: if overwriting older parts were interrupted, the result would be a mix.
-    name = f"epoch-{checkpoint['epoch']:04d}-{uuid.uuid4().hex[:8]}.parts"
-    name = all_gather_object(name)[0]
-    with fail_together(), _explained(folder / name):
-        if is_main_process():
-            remove_unused_parts(folder)  # of a run that was killed while saving
-            (folder / name).mkdir()  # PyTorch would make `folder`, too, if somebody has deleted it
-    tensors, rest = split_tensors(checkpoint)
-    return rest | {"parts": {"folder": name, "files": _save_parts(folder / name, tensors)}}
-
-
-def check_sharded(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError if a part of the checkpoint in the file `path` is missing or damaged."""
-    folder = _folder_of(path, checkpoint)
-    for name, checksum in checkpoint["parts"]["files"].items():
-        part = folder / name
-        if not part.exists() or _checksum(part) != checksum:
-            raise UserError(f"{part} is {'damaged' if part.exists() else 'missing'}")
+    def load_state_dict(self, contents: dict[str, Any], with_groups: bool = True) -> None:
+        """See Weights; the contents are those that join_parts() returns."""
+        self.weights.load_state_dict(contents, with_groups)
 
 
-def load_sharded(
-    path: Path,
-    checkpoint: dict[str, Any],
-    like: tuple[dict[str, Any], dict[str, Any]] = ({}, {"state": {}}),
-) -> dict[str, Any]:
-    """The checkpoint in the file `path` with its tensors, sharded and on devices as in `like`.
-
-    like: the state dicts of model and optimizer, by parameter name. A tensor that `like` does not
-    have, or has in a different shape, is read as a whole, to the CPU. Each rank reads what it
-    needs, independently.
-    """
-    folder = _folder_of(path, checkpoint)
-    places, _ = split_tensors(dict(zip(("model", "optimizer"), like, strict=True)))
-    tensors = {}
-    reader = _Reader(folder, checkpoint["parts"]["files"])
-    for name, stored in reader.index.state_dict_metadata.items():
-        place = places.get(name)
-        if place is None or place.shape != stored.size:
-            place = torch.empty(stored.size)
-        tensors[name] = torch.empty_like(place, dtype=stored.properties.dtype)
+def _write(folder, tensors):
+    is_alone = not dist.is_initialized()
     try:
-        with _expected_warnings():
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ALONE)
+            group = control_group()  # a step's timeout may be too short for the disk
+            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=is_alone)
     except dcp.CheckpointException as error:
-        raise UserError(f"cannot read {folder}: {_reasons(error)}") from None
-    return join_tensors(tensors, checkpoint)
+        shutil.rmtree(folder, ignore_errors=True)  # or a full disk would stay full
+        raise UserError(f"cannot write {folder}: {_reasons(error)}") from None
+    with fail_together():
+        paths = [*folder.glob(f"__{0 if is_alone else dist.get_rank()}_*")]
+        paths += [folder / ".metadata"] * is_main_process()
+        written = {path.name: _checksum(path) for path in paths}
+    return {name: value for each in all_gather_object(written) for name, value in each.items()}
 
 
-def _folder_of(path, checkpoint):
+def check_parts(folder: Path, contents: dict[str, Any]) -> None:
+    """Raise UserError if a part of a checkpoint in `folder` is missing or damaged.
+
+    contents: of the checkpoint's file.
+    """
+    parts = _folder_of(folder, contents)
+    for name, checksum in contents["parts"]["files"].items():
+        if not (parts / name).exists():
+            raise UserError(f"{parts / name} is missing: all nodes must share the folder")
+        if _checksum(parts / name) != checksum:
+            raise UserError(f"{parts / name} is damaged")
+
+
+def join_parts(
+    folder: Path, contents: dict[str, Any], model: nn.Module | None = None
+) -> dict[str, Any]:
+    """The contents of a checkpoint in `folder`, with their tensors in place of "parts".
+
+    Without a model, the tensors are whole, on the CPU. With a model, each tensor is on the device
+    of the parameter or buffer of its name, and divided among the ranks as that is, so that each
+    rank reads only its part; one that has a different shape is whole, on the CPU, and one that the
+    model lacks, as a stage of a pipeline does, is on the device "meta". Each rank reads for itself.
+    """
+    parts = _folder_of(folder, contents)
+    reader = _Reader(parts, contents["parts"]["files"])
+    places = None if model is None else get_model_state_dict(model)
+    tensors = {}
+    for path, stored in reader.index.state_dict_metadata.items():
+        tensors[path] = _place(path, stored, places)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ALONE)
+            read = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
+            dcp.load(read, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as error:
+        raise UserError(f"cannot read {parts}: {_reasons(error)}") from None
+    whole = join_tensors(tensors, contents)
+    del whole["parts"]
+    return whole
+
+
+def _place(path, stored, places):
+    """The memory into which a tensor is read."""
+    dtype, name = stored.properties.dtype, path.split("/", 1)[1]
+    if path.startswith("optimizer/"):
+        name = name.split("/", 1)[1]
+    if places is not None and name not in places:
+        return torch.empty(stored.size, dtype=dtype, device="meta")
+    is_step = path.startswith("optimizer/step/")  # on the CPU, also of a parameter of one number
+    if places is None or is_step or places[name].shape != stored.size:
+        return torch.empty(stored.size, dtype=dtype)
+    return torch.empty_like(places[name], dtype=dtype)
+
+
+def _folder_of(folder, contents):
     """The folder of the parts. Raises UserError if it, or a part, would be elsewhere."""
-    parts = checkpoint["parts"]
+    parts = contents["parts"]
     for name in (parts["folder"], *parts["files"]):
         if name != PurePath(name).name or name == "..":
-            raise UserError(f"{path} names {name}, which is not in its folder: do not trust it")
-    return path.parent / parts["folder"]
+            raise UserError(f"a checkpoint in {folder} names {name}, elsewhere: do not trust it")
+    return folder / parts["folder"]
 
 
 class _Index(pickle.Unpickler):
@@ -111,9 +144,9 @@ class _Index(pickle.Unpickler):
         if name == "_get_layout":
             return lambda layout: torch.strided
         dtype = getattr(torch, name, None) if module == "torch" else None
-        if not isinstance(dtype, torch.dtype) and (module, name) not in KINDS:
+        if not isinstance(dtype, torch.dtype) and (module, name) not in CLASSES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which could run code")
-        return KINDS.get((module, name), dtype)
+        return CLASSES.get((module, name), dtype)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -129,56 +162,32 @@ class _Reader(dcp.FileSystemReader):
             if others := others.difference(files):
                 raise pickle.UnpicklingError(f"it names other files: {others}")
         except Exception as error:  # of many kinds, if it is not what PyTorch writes
-            reason = str(error) or type(error).__name__
-            raise UserError(f"{path} cannot be read as an index of tensors: {reason}") from None
+            raise UserError(f"{path} cannot be read as an index of tensors: {error!r}") from None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         return self.index
 
 
-def part_of(model: nn.Module, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint in the file `path` with the tensors of `model`, a part of the saved one."""
-    if "parts" in checkpoint:
-        checkpoint = load_sharded(path, checkpoint)
-        del checkpoint["parts"]
-    names = model.state_dict().keys()
-    optimizer = checkpoint["optimizer"]
-    states = {name: state for name, state in optimizer["state"].items() if name in names}
-    tensors = {name: tensor for name, tensor in checkpoint["model"].items() if name in names}
-    return checkpoint | {"model": tensors, "optimizer": optimizer | {"state": states}}
-
-
 def remove_unused_parts(folder: Path) -> None:
     """Remove the parts of checkpoints that are gone, and of runs that were killed while saving.
 
-    Removes nothing, and warns, if a file cannot be read for a reason that may pass.
+    Removes nothing, and warns, if a file cannot be read: it may need them.
     """
     unused = set(folder.glob("*.parts"))
     for path in folder.glob("*.pt") if unused else ():
         try:
-            unused.discard(folder / _parts_of(path))
-        except (OSError, MemoryError) as error:
-            warn(f"no parts are removed, as {path}: {error}")
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            unused.discard(folder / contents["parts"]["folder"])
+        except (LookupError, TypeError, pickle.UnpicklingError):  # not a sharded checkpoint
+            continue
+        except (OSError, RuntimeError, EOFError) as error:
+            warn(f"no parts are removed, as {path} cannot be read: {error}")
             return
     for path in unused:
         shutil.rmtree(path)
 
 
-def _parts_of(path):
-    """The folder that a checkpoint names; "" if it names none, or is damaged. Raises OSError or
-    MemoryError if it cannot be read now."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["parts"]["folder"]
-    except RuntimeError:  # PyTorch's, of damage and of errors of the disk
-        with suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
-            if archive.testzip() is None:
-                raise OSError("it is not damaged, but PyTorch cannot read it") from None
-    except (LookupError, TypeError, EOFError, pickle.UnpicklingError):
-        pass  # not a sharded checkpoint
-    return ""
-
-
-def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_tensors(contents: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a checkpoint as a flat dict, and the checkpoint without them.
 
     The tensors come from "model", {name: tensor}, and from "optimizer", whose "state" is
@@ -186,20 +195,20 @@ def split_tensors(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[s
     not split, unless it is a tensor.
     """
     tensors, extra, numbers = {}, {}, {}
-    for name, value in checkpoint["model"].items():
+    for name, value in contents["model"].items():
         if isinstance(value, Tensor):
             tensors[f"model/{name}"] = value
         else:
             extra[name] = value
-    for name, values in checkpoint["optimizer"]["state"].items():
+    for name, values in contents["optimizer"]["state"].items():
         numbers[name] = {}
         for key, value in values.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer/{key}/{name}"] = value  # only the last part may have slashes
             else:
                 numbers[name][key] = value
-    optimizer = checkpoint["optimizer"] | {"state": numbers}
-    return tensors, checkpoint | {"model": extra, "optimizer": optimizer}
+    optimizer = contents["optimizer"] | {"state": numbers}
+    return tensors, contents | {"model": extra, "optimizer": optimizer}
 
 
 def join_tensors(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
@@ -216,57 +225,8 @@ def join_tensors(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, 
     return rest | {"model": model, "optimizer": rest["optimizer"] | {"state": state}}
 
 
-def _save_parts(folder, tensors):
-    """Write `tensors`, {name: tensor or DTensor}, into the folder, each rank its part of them.
-
-    Returns {file: checksum}. All ranks call it together. Raises UserError, on all ranks, if a part
-    cannot be written or rank 0 does not see it.
-    """
-    alone = not dist.is_initialized()
-    try:
-        with _expected_warnings():
-            group = control_group()  # a step's timeout may be too short for the disk
-            dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=alone)
-    except dcp.CheckpointException as error:
-        shutil.rmtree(folder, ignore_errors=True)  # or a full disk would stay full
-        text = f"cannot save {folder}: {_reasons(error)}; the checkpoint before it is still there"
-        raise UserError(text) from None
-    with fail_together(), _explained(folder):
-        rank = 0 if alone else dist.get_rank()
-        paths = list(folder.glob(f"__{rank}_*"))
-        if is_main_process():
-            paths.append(folder / ".metadata")
-        written = {path.name: _checksum(path) for path in paths}
-    files = {}
-    for others in all_gather_object(written):
-        files |= others
-    with fail_together(), _explained(folder):
-        unseen = [name for name in files if not (folder / name).exists()]
-        if unseen and is_main_process():
-            raise UserError(
-                f"{folder / unseen[0]} was written on another node, and rank 0 does not see it: "
-                f"put output_dir on a file system that all nodes share"
-            )
-    return files
-
-
-@contextmanager
-def _explained(folder):
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot save {folder}: {error.strerror}") from None
-
-
 def _reasons(error):
     return "; ".join({str(reason) for reason, _ in error.failures.values()})
-
-
-@contextmanager
-def _expected_warnings():
-    with warnings.catch_warnings():  # a single process reads or writes, which is intended
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _checksum(path):

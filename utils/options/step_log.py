@@ -3,149 +3,102 @@
 Each row has "epoch", "step" and "samples", both counted from the epoch's start, skipped ones
 included; and for the steps since the last row, or since the start of the epoch, over all ranks:
 what the task summarizes, with the "loss"; "samples_per_second"; "data_seconds", for which a rank
-has waited for data, on average.
-"gradient_norm" belongs to the row's last step, before it was clipped: of runs with --clip-norm, and
-of steps whose gradients were finite. "lr" is for the next step, and "memory" the most bytes
-that rank 0 has used so far, on its GPU, or as a process that trains on a CPU.
+has waited for data, on average. "lr" is for the next step, and "memory" the most bytes that rank 0
+has used so far, on its GPU, or as a process that trains on a CPU.
 """
 
 import json
-import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from utils.distributed import all_reduce, dp_world_size, is_main_process
-from utils.errors import UserError, warn
-from utils.hooks import AsyncCopy, Checkpoint, Hook
-from utils.metrics import read_metrics, write_rows
-from utils.options.timed_reader import timed_reader
+from utils.distributed import all_reduce, dp_world_size, fail_together, is_main_process
+from utils.guards import Guard
 
 
-class StepLog(Hook):
-    """Adds a row after every `every` steps. A resumed run neither repeats nor loses rows.
+class StepLog(Guard):
+    """Writes a row after every cfg.log_steps steps. A resumed run neither repeats nor loses rows.
 
-    The sums of all ranks are copied without waiting for the device, and the row is written when
-    they have arrived: at the latest by the next row, a save, or the end of the epoch.
+    The sums of all ranks are copied without waiting for the device, and the row is written with the
+    next one, or when a save is due.
 
     totals: the sums over all ranks at the last row of this epoch, as a list; empty before it.
     """
 
-    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.every = cfg.log_steps
-        self.path = Path(cfg.output_dir) / "steps.jsonl"
-        self.save_errors = cfg.save_errors
-        self.loader = state["loader"]
-        self.meter = state["meter"]
-        self.scheduler = state["scheduler"]
-        self.reader: Any = None
-        self.totals = []
-        self.pending: Any = None
-        self.last_time: Any = None
-        self.waited = 0.0  # for data, on this rank, at the last row
+    def __init__(self) -> None:
+        self.totals: list[float] = []
+        self.size: int | None = None  # bytes of the file when the checkpoint was written
+        self.pending: tuple[Any, ...] | None = None
+        self.waited = 0.0  # for data, at the last step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"totals": self.totals}
+        size = self.path.stat().st_size if is_main_process() and self.path.exists() else 0
+        return {"totals": self.totals, "size": size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.totals = state["totals"]
+        self.totals, self.size = state["totals"], state["size"]
 
-    def after_load(self, checkpoint: Checkpoint) -> None:
+    def at_start(self, checkpoint: Any) -> None:
         """Drop the rows of the steps that the run is about to repeat."""
-        self.reader = timed_reader(self.loader)
-        here = checkpoint.epoch, self.loader.start
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if (row["epoch"], row.get("step", 0)) <= here]
-        write_rows(self.path, kept)
-        self.last_step = self.loader.start
-        self.last_time = None
+        self.path, self.epoch = checkpoint.folder / "steps.jsonl", checkpoint.epoch
+        self.start: Any = None  # step, time and seconds waited at the last row
+        if (checkpoint.epoch, checkpoint.state["loader"].step) == (0, 0):
+            self.size = 0
+        with fail_together():
+            if is_main_process() and self.path.exists() and self.size is not None:
+                os.truncate(self.path, min(self.size, self.path.stat().st_size))
 
-    def after_step(self, checkpoint: Checkpoint) -> None:
-        step = self.loader.step
-        if self.last_time is None:  # the first step of an epoch, here
-            self.last_time = self.loader.started
-        if step % self.every == 0:
-            if self.pending:
-                self._write_pending(checkpoint.hooks)
-            self._begin_row()
-        if self.pending and (checkpoint.is_due() or self.pending["readout"].is_done()):
-            self._write_pending(checkpoint.hooks)
-        if step == len(self.loader):
-            self.totals = []
-            self.last_step = 0
-            self.last_time = None
-            self.waited = 0.0
+    def after_step(self, checkpoint: Any) -> None:
+        loader = checkpoint.state["loader"]
+        if self.epoch != checkpoint.epoch:
+            self.epoch, self.totals, self.start = checkpoint.epoch, [], None
+        self.start = self.start or (loader.step - 1, loader.started, self.waited)
+        self.waited = loader.waited
+        if loader.step % checkpoint.cfg.log_steps == 0:
+            self._write_pending(checkpoint)
+            self._begin_row(checkpoint)
+        if checkpoint.is_due():
+            self._write_pending(checkpoint)
 
-    def _begin_row(self):
-        loader, snapshot = self.loader, self.meter.snapshot()
-        numbers = loader.samples, self.reader.waited - self.waited
-        self.waited = self.reader.waited
-        vector = torch.cat([*(snapshot.new_full((1,), number) for number in numbers), snapshot])
-        noted = [full_tensor(value).to(snapshot).reshape(1) for value in self.meter.noted.values()]
-        self.pending = {
-            "epoch": loader.epoch,
-            "step": loader.step,
-            "lr": self.scheduler.get_last_lr()[0],
-            "names": list(self.meter.noted),
-            "readout": AsyncCopy(torch.cat([all_reduce(vector), *noted])),
-        }
+    def _begin_row(self, checkpoint):
+        loader, meter = checkpoint.state["loader"], checkpoint.state["meter"]
+        step, started, waited = self.start
+        self.start = loader.step, time.perf_counter(), loader.waited
+        numbers = [loader.samples, loader.waited - waited, meter.count]
+        sums = all_reduce(torch.cat([meter.vector.new_tensor(numbers), meter.vector]))
+        copied = None if sums.is_cpu else torch.Event(sums.device)
+        values = sums.to("cpu", non_blocking=True)
+        if copied:
+            copied.record()
+        row = {"epoch": loader.epoch, "step": loader.step}
+        row["lr"] = float(checkpoint.optimizer.param_groups[0]["lr"])
+        speed = (loader.step - step) * loader.global_batch / (self.start[1] - started)
+        self.pending = row, speed, values, copied
 
-    def _write_pending(self, hooks):
-        row, self.pending = self.pending, None
-        names, values = row.pop("names"), row.pop("readout").wait().tolist()
-        sums_end = len(values) - len(names)
-        samples, waited, *totals = values[:sums_end]
-        noted = zip(names, values[sums_end:], strict=True)
-        now, step = time.perf_counter(), row["step"]
+    def _write_pending(self, checkpoint):
+        if self.pending is None:
+            return
+        (row, speed, values, copied), self.pending = self.pending, None
+        if copied:
+            copied.synchronize()
+        samples, waited, *totals = values.tolist()
         before = self.totals or [0.0] * len(totals)
-        window = torch.tensor(totals, dtype=torch.float64) - torch.tensor(
-            before, dtype=torch.float64
-        )
-        speed = (step - self.last_step) * self.loader.global_batch / (now - self.last_time)
+        count, *sums = (after - earlier for after, earlier in zip(totals, before, strict=True))
         self.totals = totals
-        self.last_step = step
-        self.last_time = now
         if not is_main_process():
             return
-        row |= {"samples": int(samples), **self.meter.summarize(window)}
-        row |= {name: value for name, value in noted if math.isfinite(value)}  # JSON has no NaN
+        meter, device = checkpoint.state["meter"], checkpoint.state["loader"].device
+        named = meter.sums(torch.tensor(sums, dtype=torch.float64), count)
+        row["samples"] = int(samples)
+        row |= {name: float(value) for name, value in meter.task.summarize(named).items()}
         row |= {"samples_per_second": speed, "data_seconds": waited / dp_world_size()}
-        row["memory"] = peak_memory(self.loader.device)
-        try:
-            _append(self.path, json.dumps(row) + "\n")
-        except OSError as error:
-            text = f"cannot write {self.path}: {error.strerror}"
-            if self.save_errors == "stop":
-                raise UserError(text) from None
-            warn(f"{text}; the run continues")
-        for hook in hooks:
-            hook.after_row(row)
-
-
-def _append(path, text):
-    """Append to a file. If that fails, it stays as it is: half a row would damage the next one."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
-    except OSError:
-        with suppress(OSError):
-            os.truncate(path, size)
-        raise
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """A tensor as every rank has it; all ranks call it together."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        row["memory"] = peak_memory(device)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def peak_memory(device: torch.device) -> int:

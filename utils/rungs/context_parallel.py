@@ -5,6 +5,7 @@ PyTorch's own torch.distributed.tensor.experimental.context_parallel has no oper
 nothing could compare it with one process in float64. Here, keys and values are gathered.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from utils.batches import describe
 from utils.checkpoint import Wrapper
 from utils.distributed import is_main_process, require_gpu_per_rank, set_data_parallel_group
 from utils.errors import UserError, say
-from utils.trial import trial
 
 # torch 2.14 has new names, and warns of these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,11 +44,9 @@ def own_part(values: Tensor) -> Tensor:
     """
     chunks = 2 * dist.get_world_size()
     if values.shape[1] % chunks:
-        shorter = values.shape[1] // chunks * chunks
         raise UserError(
             f"sequences of length {values.shape[1]} cannot be divided into {chunks} chunks, two "
-            f"for each rank: lengths that fit are {shorter or chunks} and "
-            f"{(shorter or chunks) + chunks} (of text, --context with --padding context)"
+            f"for each rank: pass a different length (of text, --context with --padding context)"
         )
     parts = values.chunk(chunks, 1)
     return torch.cat([parts[dist.get_rank()], parts[-1 - dist.get_rank()]], 1)
@@ -89,35 +86,36 @@ class ContextParallel(Wrapper):
 
     def __init__(self, model: nn.Module, task: Any, loader: Any, cfg: Any) -> None:
         super().__init__()
-        self.module, blocks = model, task.blocks(model)
         if cfg.compile != "none":
             raise UserError("train_cp.py replaces attention while the model runs: --compile none")
         if getattr(cfg, "padding", "context") != "context":  # few lengths of batches would fit
             raise UserError("train_cp.py divides sequences of one length: pass --padding context")
+        blocks = task.blocks(model)
         if not blocks:
             raise UserError(f"the task names no blocks of the {type(model).__name__} to divide")
-        for block in blocks:
-            for name, module in block.named_modules():
-                if type(module).__name__.startswith("Dropout") and module.p:  # also by sample
-                    raise UserError(
-                        f"{name} of a block draws by sample, and would drop the same elements of "
-                        f"each rank's positions: pass --dropout 0"
-                    )
-        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
-        with trial(model), torch.no_grad():
-            expected = model(inputs)
-            if not isinstance(expected, Tensor):
+        for name, module in nn.ModuleList(blocks).named_modules():
+            if type(module).__name__.startswith("Dropout") and module.p:  # also by sample
                 raise UserError(
-                    f"context parallelism divides outputs that are one tensor, (n, length, ...), "
-                    f"but the outputs of the {type(model).__name__} are {describe(expected)}"
+                    f"each rank would drop the same of its positions in {name}: pass --dropout 0"
                 )
-            blocks[0].register_forward_pre_hook(lambda _, args: (own_part(args[0]), *args[1:]))
-            outputs, expected = self(inputs), own_part(expected)
+        self.module = copy.deepcopy(model).eval()
+        self._check(task, loader)
+        self.module = model
+        blocks[0].register_forward_pre_hook(_divide_positions)
+
+    @torch.no_grad()
+    def _check(self, task, loader):
+        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        expected = self.module(inputs)
+        if not isinstance(expected, Tensor):
+            raise UserError("train_cp.py divides outputs that are one tensor, (n, length, ...)")
+        task.blocks(self.module)[0].register_forward_pre_hook(_divide_positions)
+        outputs, expected = self(inputs), own_part(expected)
         limit = 1e-5 * expected.abs().max().item()
         if outputs.shape != expected.shape or (outputs - expected).abs().max() > limit:
             raise UserError(
-                f"with some positions on each rank, the {type(model).__name__} does not compute "
-                f"what it computes as a whole: its blocks may mix positions only in "
+                f"with some positions on each rank, the {type(self.module).__name__} does not "
+                f"compute what it computes as a whole: its blocks may mix positions only in "
                 f"scaled_dot_product_attention(queries, keys, values, is_causal=...)"
             )
 
@@ -127,13 +125,15 @@ class ContextParallel(Wrapper):
             return self.module(inputs)
 
 
+def _divide_positions(block, args):
+    return own_part(args[0]), *args[1:]
+
+
 class _GatheredAttention(TorchFunctionMode):
     """A context in which scaled_dot_product_attention() gets the queries of this rank's positions,
     and gathers the keys and values of all."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is multi_head_attention_forward:
-            raise UserError("nn.MultiheadAttention: call scaled_dot_product_attention() instead")
         call = _attend if func is scaled_dot_product_attention else func
         return call(*args, **(kwargs or {}))
 
@@ -141,8 +141,7 @@ class _GatheredAttention(TorchFunctionMode):
 def _attend(queries, keys, values, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
     if attn_mask is not None or dropout_p:
         raise UserError(
-            "context parallelism cannot divide attention with an explicit mask, or with dropout: "
-            "use is_causal=True, or no mask, or train_tp.py, which divides heads"
+            "train_cp.py cannot divide attention with a mask or dropout: is_causal=True"
         )
     keys, values = gather(torch.stack([keys, values]), dim=-2)
     if not is_causal:

@@ -38,15 +38,13 @@ def divide_experts(task: Any, model: nn.Module, mesh: DeviceMesh) -> set[nn.Para
     modules = task.experts(model) if hasattr(task, "experts") else []
     if not modules:
         raise UserError(
-            f"the task {task.__name__} has no experts to divide: import tasks.moe as the task, or "
-            f"give yours experts(model) (docs/own-task.md), or use train_fsdp.py"
+            "the task has no experts to divide: give it experts(model), as in tasks.moe"
         )
     count, ranks = min(len(p) for module in modules for p in module.parameters()), mesh.size()
     if any(len(p) % ranks for module in modules for p in module.parameters()):
-        fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise UserError(
-            f"{count} experts cannot be divided evenly among {ranks} ranks: start {fitting}, or "
-            f"pass --experts with a multiple of {ranks}"
+            f"{count} experts cannot be divided evenly among {ranks} ranks: pass --experts with a "
+            f"multiple of {ranks}"
         )
     if is_main_process():
         say(f"ranks: {ranks}, each with {count // ranks} of {count} experts per block")

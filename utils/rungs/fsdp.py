@@ -1,15 +1,11 @@
-"""The settings of train_fsdp.py, and the arguments of fully_shard()."""
+"""The settings of train_fsdp.py, the arguments of fully_shard(), and what FSDP asks of a model."""
 
 import atexit
 import os
 import sys
-import textwrap
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import zip_longest
+from functools import cache
 from typing import Any, NoReturn, Self
 
 import torch
@@ -24,23 +20,21 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from utils.config import BaseSettings, ConfigError, free_setting, setting
 from utils.distributed import (
-    all_gather_object,
     control_group,
     default_device_type,
-    is_main_process,
     launched_world_size,
     require_gpu_per_rank,
+    require_same,
 )
-from utils.errors import UserError, warn
-from utils.hooks import Checkpoint, FileForm, Hook
-from utils.rungs.half_precision import warnings_of
-from utils.settings import BaseSettings, ConfigError, free_setting, setting
+from utils.errors import UserError
+from utils.guards import Guard
 
 
 @dataclass(frozen=True)
 class FsdpSettings(BaseSettings):
-    """BaseSettings of train_fsdp.py and train_fsdp_tp.py."""
+    """Settings of train_fsdp.py, train_fsdp_tp.py and train_ep.py."""
 
     fsdp_dtype: str = setting(
         "none",
@@ -55,62 +49,26 @@ class FsdpSettings(BaseSettings):
         "(HSDP); in train_fsdp_tp.py, the other dimension is tensor parallel",
     )
 
-    @property
-    def precision(self) -> str:
-        """A readable description of the precision."""
-        return super().precision if self.fsdp_dtype == "none" else f"{self.fsdp_dtype} blocks"
-
-    def warnings(self, device: torch.device) -> list[str]:
-        """See utils.settings."""
-        own = warnings_of(self.fsdp_dtype, device, "pass --fsdp-dtype none")
-        return [*super().warnings(device), *own]
-
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings."""
         on_cuda = self.device != "cpu" and torch.cuda.is_available()
         if self.fsdp_offload and self.clip_norm and on_cuda:
-            raise ConfigError(
-                "fsdp_offload keeps gradients on the CPU, where NCCL cannot reduce their norm: "
-                "pass --clip-norm 0, or --no-fsdp-offload"
-            )
+            raise ConfigError("NCCL cannot reduce the norm of --fsdp-offload: pass --clip-norm 0")
         if self.compile in ("reduce-overhead", "max-autotune"):
-            raise ConfigError(
-                f"compile {self.compile} makes CUDA graphs, which would be captured again in each "
-                f"step, because FSDP gathers parameters at new addresses: pass --compile default"
+            raise ConfigError(  # FSDP gathers parameters at new addresses in each step
+                f"--compile {self.compile} would capture a CUDA graph in each step: pass --compile "
+                f"default"
             )
         ranks = launched_world_size()
-        is_launched = "WORLD_SIZE" in os.environ
-        if is_launched and self.fsdp_size and ranks % self.fsdp_size:
-            sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-            raise ConfigError(
-                f"{ranks} processes cannot be divided by fsdp_size {self.fsdp_size}: pass one of "
-                f"{sizes}"
-            )
+        if "WORLD_SIZE" in os.environ and self.fsdp_size and ranks % self.fsdp_size:
+            raise ConfigError(f"{ranks} ranks cannot be divided by --fsdp-size {self.fsdp_size}")
         return super().resolved()
 
 
 def check_same_weights(model: nn.Module) -> None:
     """Raise UserError, on all ranks, if their weights differ before they are sharded."""
-    sums = all_gather_object([parameter.sum().item() for parameter in model.parameters()])
-    if any(other != sums[0] for other in sums):
-        raise UserError("the ranks have different weights: call set_seed(cfg.seed) on all")
-
-
-def checked_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The blocks, which fully_shard() is to gather one at a time. Rank 0 warns if there are none:
-    the whole model is then gathered at once. Raises UserError for parameters that it rejects."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0 or parameter.is_complex():
-            kind, remedy = "has no dimension", "give it the shape (1,), as in torch.ones(1)"
-            if parameter.is_complex():
-                kind, remedy = "is complex", "keep torch.view_as_real(...) of it as the parameter"
-            raise UserError(f"FSDP cannot shard the parameter {name}, which {kind}: {remedy}")
-    if not blocks and is_main_process():
-        warn(
-            f"the task names no blocks of the {type(model).__name__}: FSDP gathers the whole model "
-            f"at once, and saves less memory"
-        )
-    return blocks
+    total = sum(parameter.detach().double().sum().item() for parameter in model.parameters())
+    require_same(": call set_seed(cfg.seed) on all ranks", **{"sum of the weights": total})
 
 
 def fsdp_kwargs(
@@ -152,108 +110,59 @@ def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:
     They are gathered together: one by one, each would cost a message, for a few numbers. Raises
     UserError for BatchNorms whose statistics would differ between the ranks.
     """
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     modules = list(model.modules())
     is_any = any(isinstance(module, _BatchNorm) for module in modules)
     if is_any and not cfg.sync_bn and dist.get_world_size() > 1:
         raise UserError("FSDP does not broadcast BatchNorm's statistics: pass --sync-bn")
     norms = [module for module in modules if hasattr(module, "running_var")]  # frozen ones, too
     if norms and cfg.fsdp_dtype != "none":
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, **fsdp_kwargs(cfg) | {"mp_policy": policy})
 
 
-class CompareShards(Hook):
+class CompareShards(Guard):
     """Raises UserError, on all ranks, if these have run different blocks in a step, or the same in
     a different order, or if different parameters have a gradient.
 
     FSDP matches what the ranks send by its order alone: it would average the gradients of different
-    parameters of two ranks, or wait forever. The ranks compare a step during the next one, and
-    before they save. On CPUs, where gloo would abort the process, they also compare each block
-    before they gather it.
+    parameters of two ranks, or wait forever. The ranks compare a step while the next one runs, and
+    before they save.
     """
 
-    def __init__(self, cfg: Any, state: Mapping[str, Any]) -> None:
-        self.is_on = cfg.check_replicas_every >= 0
-        self.parameters = dict(state["model"].named_parameters())
+    def at_start(self, checkpoint: Any) -> None:
+        self.parameters = dict(checkpoint.model.named_parameters())
         self.blocks: list[str] = []  # run since the last step
-        self.used: list[list[str]] = []  # the blocks, and the parameters, of that step
         self.work: dist.Work | None = None
-        if self.is_on:
-            for name, module in state["model"].named_modules():
-                if isinstance(module, FSDPModule):
-                    note = partial(_note_block, self.blocks, name or "the model")
-                    module.register_forward_pre_hook(note, prepend=True)  # before FSDP's
-            end = partial(_note_block, self.blocks, "the end of forward")
-            state["model"].register_forward_hook(end)
+        for name, module in checkpoint.model.named_modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._noting(name or "the model"))
 
-    def after_step(self, checkpoint: Checkpoint) -> None:
-        if self.is_on:
-            self._compare()
-            with_grad = [name for name, p in self.parameters.items() if p.grad is not None]
-            self.used = [[*self.blocks], with_grad]
-            self.blocks.clear()
-            self.numbers = _both_signs(self.used)
-            group = control_group()
-            self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group, async_op=True)
+    def _noting(self, name):
+        @torch.compiler.disable
+        def note(*_):
+            self.blocks.append(name)
 
-    def before_save(self, checkpoint: Checkpoint, between_steps: bool) -> None:
-        self._compare()
+        return note
 
-    def _compare(self):
+    def after_step(self, checkpoint: Any) -> None:
+        self.before_save(checkpoint, between_steps=True)
+        self.facts: dict[str, Any] = {f"block {i}": name for i, name in enumerate(self.blocks)}
+        self.facts["blocks run in a step"] = len(self.blocks)
+        for name, parameter in self.parameters.items():
+            self.facts[f"gradient of {name}"] = parameter.grad is not None
+        self.blocks.clear()
+        number = zlib.crc32(repr(self.facts).encode())
+        self.numbers = torch.tensor([number, -number])  # of the same, the maxima add up to 0
+        group = control_group()
+        self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group, async_op=True)
+
+    def before_save(self, checkpoint: Any, between_steps: bool) -> None:
         if self.work:
             self.work.wait()
-            _refuse_different(self.numbers, self.used)
             self.work = None
-
-
-class OffloadBuffers(FileForm):
-    """Keeps the buffers on the CPU, as fsdp_offload does the shards, while a file is read or
-    written: PyTorch distributes the tensors of a file only to a model on one device."""
-
-    @contextmanager
-    def context(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Buffers, such as BatchNorm's statistics, move to the CPU, and back afterwards."""
-        buffers = [*checkpoint.model.buffers()] if checkpoint.cfg.fsdp_offload else []
-        devices = [buffer.device for buffer in buffers]
-        for buffer in buffers:
-            buffer.data = buffer.cpu()
-        try:
-            yield
-        finally:
-            for buffer, device in zip(buffers, devices, strict=True):
-                buffer.data = buffer.to(device)
-
-
-@torch.compiler.disable
-def _note_block(blocks, name, *_):
-    blocks.append(name)
-    if dist.get_backend() == "gloo":
-        numbers = _both_signs(name)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        _refuse_different(numbers, [[name], []])
-
-
-def _both_signs(used):
-    """A number that depends on what a rank has used, and its negative: the maxima over the ranks
-    have the same absolute value only if all ranks have the same number."""
-    number = zlib.crc32(repr(used).encode())
-    return torch.tensor([number, -number])
-
-
-def _refuse_different(numbers, used):
-    if numbers.sum():
-        ranks = all_gather_object(used)
-        rank = next(rank for rank, other in enumerate(ranks) if other != ranks[0])
-        (blocks, names), (other_blocks, other_names) = ranks[0], ranks[rank]
-        pairs = zip_longest(blocks, other_blocks, fillvalue="no block")
-        different = [f"{a} on rank 0 but {b} on rank {rank}" for a, b in pairs if a != b][:1]
-        different += [n for n in names + other_names if n not in names or n not in other_names]
-        raise UserError(
-            f"ranks 0 and {rank} have not used the same parameters in a step, as FSDP needs: "
-            f"{textwrap.shorten(', '.join(different), 300)}. Let forward use the same ones in the "
-            f"same order for every batch (docs/recipes/multimodal.md), or use train_ddp.py "
-            f"(docs/recipes/unused-parameters.md)"
-        )
+            if self.numbers.sum():
+                remedy = ": forward must use the same parameters on all ranks, in the same order "
+                require_same(remedy + "(docs/recipes/unused-parameters.md)", **self.facts)
 
 
 def exit_process() -> NoReturn:

@@ -13,42 +13,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from utils.batches import map_tensors, tensors_of
+from utils.config import BaseSettings, ConfigError, setting
 from utils.errors import UserError
-from utils.rungs.half_precision import warnings_of
-from utils.settings import BaseSettings, ConfigError, setting
 
 WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class GraphSettings(BaseSettings):
-    """BaseSettings of train_1gpu_graph.py."""
+    """Settings of train_1gpu_graph.py."""
 
     amp_dtype: str = setting(
         "none", "precision under autocast (changes numerics)", choices=("none", "bfloat16")
     )
 
-    @property
-    def precision(self) -> str:
-        """A readable description of the precision."""
-        autocast = "" if self.amp_dtype == "none" else f"{self.amp_dtype} autocast, "
-        return autocast + super().precision
-
     def autocast(self, device: torch.device) -> torch.autocast:
         """torch.autocast on the device, which changes nothing with amp_dtype none."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.amp_dtype == "bfloat16")
 
-    def warnings(self, device: torch.device) -> list[str]:
-        """See utils.settings."""
-        own = warnings_of(self.amp_dtype, device, "pass --amp-dtype none")
-        return [*super().warnings(device), *own]
-
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings."""
         if self.compile in ("reduce-overhead", "max-autotune"):
-            raise ConfigError(
-                f"compile {self.compile} makes its own CUDA graphs, which cannot be captured in "
-                f"another: pass --compile default"
+            raise ConfigError(  # which cannot be captured in a different graph
+                f"--compile {self.compile} makes CUDA graphs: pass --compile default"
             )
         return super().resolved()
 
@@ -100,8 +87,8 @@ class GraphedStep:
         expected = [tuple(tensor.shape) for tensor in captured]
         if shapes != expected:
             raise UserError(
-                f"a CUDA graph needs batches of one shape, but {shapes} follows {expected}: pad or "
-                f"resize the inputs to one size (--padding context, for text), or use train_1gpu.py"
+                f"a CUDA graph needs batches of one shape, but {shapes} follows {expected}: pad "
+                f"them to one size (--padding context, for text)"
             )
         torch._foreach_copy_(captured, given)
         self.graph.replay()

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from utils.batches import map_tensors, tensors_of
 from utils.checkpoint import Wrapper
-from utils.distributed import default_device_type, parse_device
+from utils.config import BaseSettings, ConfigError, free_setting, setting
+from utils.distributed import default_device_type, set_devices
 from utils.errors import UserError
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
-from utils.settings import BaseSettings, ConfigError, free_setting, setting
 
 Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a task's layers()
 
 
 @dataclass(frozen=True)
 class StagesSettings(BaseSettings):
-    """BaseSettings of train_mp.py and train_ddp_mp.py."""
+    """Settings of train_mp.py and train_ddp_mp.py."""
 
     devices: str = free_setting(
         "auto",
@@ -34,9 +34,9 @@ class StagesSettings(BaseSettings):
     )
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings."""
         if self.compile != "none":
-            raise ConfigError("a compiled model cannot be split into stages: pass --compile none")
+            raise ConfigError("a compiled model cannot be split: pass --compile none")
         return super().resolved()
 
 
@@ -54,7 +54,10 @@ def get_devices(names: str = "auto") -> list[torch.device]:
     visible = 0 if kind == "cpu" else torch.accelerator.device_count()
     if names == "auto":
         names = ",".join([kind] * max(1, visible // processes)) if visible else "cpu,cpu"
-    devices = [parse_device(name) for name in names.split(",")]
+    try:
+        devices = [torch.device(name) for name in names.split(",")]
+    except RuntimeError as error:
+        raise UserError(f"--devices {names}: {str(error).splitlines()[0]}") from None
     is_any = [device.type != "cpu" and device.index is None for device in devices]
     each = sum(is_any)  # GPUs that belong to one process
     if visible == each and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
@@ -74,7 +77,7 @@ def get_devices(names: str = "auto") -> list[torch.device]:
     if devices[0].type != "cpu" and len(devices) > 1:
         # PyTorch's newer NCCL backend binds a process group to one device, the older one does not.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-    return devices
+    return set_devices(devices)
 
 
 class MicroBatches(Wrapper):

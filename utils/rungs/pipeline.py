@@ -1,11 +1,11 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through them."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,22 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from utils import seeds
-from utils.batches import describe
-from utils.checkpoint import Wrapper, count_trainable
-from utils.distributed import (
-    all_gather_object,
-    require_gpu_per_rank,
-    set_data_parallel_group,
-)
+from utils.checkpoint import Wrapper
+from utils.config import BaseSettings, ConfigError, free_setting, setting
+from utils.distributed import all_gather_object, require_gpu_per_rank, set_data_parallel_group
 from utils.errors import UserError, say
-from utils.hooks import Checkpoint, FileForm
-from utils.metrics import Meter, Task, flatten, unflatten
-from utils.options.sharded import part_of
+from utils.metrics import Meter, Task
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
+from utils.sample_random import micro_batches
 from utils.seeds import derive_seed
-from utils.settings import BaseSettings, ConfigError, free_setting, setting
-from utils.trial import trial
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 ONE_STAGE_PER_RANK = ("GPipe", "1F1B")
@@ -38,20 +30,20 @@ Layers = Sequence[tuple[Callable[[Tensor], Tensor], Sequence[Any]]]  # see a tas
 
 @dataclass(frozen=True)
 class PipelineSettings(BaseSettings):
-    """BaseSettings of train_pp.py."""
+    """Settings of train_pp.py."""
 
     schedule: str = free_setting("1F1B", "order of the passes", choices=SCHEDULES)
     micro_batches: int = setting(4, "per step (changes numerics with BatchNorm)", low=1)
     save_sharded: bool = free_setting(True, "each rank saves its own part of the tensors")
 
     def resolved(self) -> Self:
-        """See utils.settings. Raises ConfigError if values contradict each other."""
+        """See BaseSettings."""
         if not self.save_sharded or self.compile != "none":
             raise ConfigError("a pipeline needs --save-sharded and --compile none")
         if self.global_batch_size % self.micro_batches:
             raise ConfigError(
-                f"global_batch_size {self.global_batch_size} cannot be divided into "
-                f"{self.micro_batches} equal micro-batches"
+                f"--global-batch-size {self.global_batch_size} is not a multiple of "
+                f"--micro-batches {self.micro_batches}"
             )
         return super().resolved()
 
@@ -64,40 +56,30 @@ def set_single_replica() -> None:
 
 
 @torch.no_grad()
-def check_layers(model: nn.Module, layers: Layers, inputs: Tensor) -> None:
+def check_layers(
+    model: nn.Module, layers_of: Callable[[nn.Module], Layers], inputs: Tensor
+) -> None:
     """Raise UserError if the layers, one after another, do not compute what the model computes.
 
     A class that overrides forward() may look like a sequence without being one.
     """
-    with trial(model), _without_zeros(model):
-        expected, outputs, reason = model(inputs), inputs, ""
-        try:
-            for function, _ in layers:
-                outputs = function(outputs).contiguous()  # a tensor, as is passed to a next stage
-            is_same = outputs.shape == expected.shape
-            is_same = is_same and torch.allclose(outputs, expected, 1e-4, 1e-5)
-        except (AttributeError, RuntimeError, TypeError) as error:  # shapes or types do not fit
-            is_same, reason = False, " (" + str(error).partition("\n")[0] + ")"
+    model = copy.deepcopy(model).eval()
+    for parameter in model.parameters():
+        if not parameter.any():  # as the head of torchvision's ViT, which would hide all before it
+            nn.init.normal_(parameter, generator=torch.Generator(parameter.device).manual_seed(0))
+    expected, outputs, reason = model(inputs), inputs, ""
+    try:
+        for function, _ in layers_of(model):
+            outputs = function(outputs).contiguous()  # a tensor, as is passed to a next stage
+        is_same = outputs.shape == expected.shape
+        is_same = is_same and torch.allclose(outputs, expected, 1e-4, 1e-5)
+    except (AttributeError, RuntimeError, TypeError) as error:  # shapes or types do not fit
+        is_same, reason = False, " (" + str(error).partition("\n")[0] + ")"
     if not is_same:
         raise UserError(
-            f"the layers of the {type(model).__name__}, one after another, do not compute what its "
-            f"forward() computes{reason}: correct layers() of the task"
+            f"layers() of the task, one after another, do not compute what the "
+            f"{type(model).__name__} computes{reason}"
         )
-
-
-@contextmanager
-def _without_zeros(model):
-    """A context in which no parameter is all zeros. The head of torchvision's ViT is, at first: it
-    would hide what all layers before it compute."""
-    zeros = [parameter for parameter in model.parameters() if not parameter.any()]
-    generator = torch.Generator().manual_seed(0)
-    for parameter in zeros:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    try:
-        yield
-    finally:
-        for parameter in zeros:
-            parameter.zero_()
 
 
 class Stage(nn.Module):
@@ -121,11 +103,11 @@ class Stage(nn.Module):
 def part_of_batch(number: int, count: int) -> Iterator[None]:
     """A context for the forward or backward pass of one of `count` micro-batches, which do not run
     one after another, for random numbers by sample (utils/sample_random.py)."""
-    seeds.parts.append((number, count))
+    micro_batches.append((number, count))
     try:
         yield
     finally:
-        seeds.parts.pop()
+        micro_batches.pop()
 
 
 class NumberedStage(PipelineStage):
@@ -140,13 +122,11 @@ class NumberedStage(PipelineStage):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-def sums_of(
-    task: Task, outputs: Tensor, targets: Tensor
-) -> tuple[Tensor, tuple[Tensor, dict[str, torch.Size]]]:
-    """The loss of a micro-batch, a 0-dim tensor; and flatten() of it and of what the task
+def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, a 0-dim tensor; and {name: sum} of it and of what the task
     measures."""
     loss = task.loss(outputs, targets)
-    return loss, flatten({"loss": loss, **task.measure(outputs.detach(), targets)})
+    return loss, {"loss": loss.detach(), **task.measure(outputs.detach(), targets)}
 
 
 class Pipeline(Wrapper):
@@ -155,14 +135,14 @@ class Pipeline(Wrapper):
     step() trains, measure() evaluates: both run the schedule on a whole batch. The last rank alone
     has outputs, and sums the loss and what the task measures over the micro-batches.
 
-    layers: see a task's layers(). Raises UserError if the layers cannot be cut into stages, or do
+    layers_of: a task's layers(). Raises UserError if the layers cannot be cut into stages, or do
     not compute what the model computes for a sample of `loader`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        layers: Layers,
+        layers_of: Callable[[nn.Module], Layers],
         loader: Any,
         device: torch.device,
         cfg: PipelineSettings,
@@ -170,11 +150,8 @@ class Pipeline(Wrapper):
         super().__init__()
         [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
         if not isinstance(inputs, Tensor):
-            raise UserError(
-                f"a pipeline passes one tensor from stage to stage, but the inputs of this task "
-                f"are {describe(inputs)}: use train_ddp.py or train_fsdp.py"
-            )
-        check_layers(model, layers, inputs)
+            raise UserError("a pipeline needs inputs that are one tensor: use train_fsdp.py")
+        check_layers(model, layers_of, inputs)
         self.module = model.to(memory_format=torch.contiguous_format)  # its gradients are sent, too
         self.device = device
         self.batch_size = cfg.global_batch_size
@@ -185,17 +162,12 @@ class Pipeline(Wrapper):
         self.input_shape: torch.Size | None = None  # known after the first batch
         self.shapes: dict[str, torch.Size] | None = None  # of the sums, likewise
         self.prepared = False  # for training
-        stages = self._cut(layers, cfg.schedule)
+        stages = self._cut(layers_of(model), cfg.schedule)
         held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
         self.shared = self._find_shared_parameters(stages, cfg.schedule)
-        self.trainable = count_trainable(model)
         kept = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
         _remove_others(self.module, kept)
         self.schedule = self._build_schedule(held, len(stages), cfg)
-
-    def count_trainable(self) -> int:
-        """See Wrapper: also the parameters of the stages of other ranks."""
-        return self.trainable
 
     def _numbers(self, schedule, rank):
         """The stages that a rank holds."""
@@ -319,14 +291,18 @@ class Pipeline(Wrapper):
     def _share(self, measured):
         """The sums of the last rank's micro-batches, on all ranks."""
         if self.shapes is None:
-            _, shapes = measured[0] if measured else (None, None)
+            shapes = {
+                name: torch.as_tensor(v).shape for sums in measured for name, v in sums.items()
+            }
             self.shapes = all_gather_object(shapes)[-1]
-        size = sum(shape.numel() for shape in self.shapes.values())
-        total = torch.zeros(size, dtype=torch.float64, device=self.device)
-        for sums, _ in measured:
-            total += sums
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        total = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
+        for sums in measured:
+            parts = [torch.as_tensor(value, device=self.device) for value in sums.values()]
+            total += torch.cat([part.double().reshape(-1) for part in parts])
         dist.broadcast(total, self.ranks - 1)
-        return unflatten(total, self.shapes)
+        pieces = zip(self.shapes.items(), total.split(sizes), strict=True)
+        return {name: piece.reshape(shape) for (name, shape), piece in pieces}
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """torch.nn.utils.clip_grad_norm_() by the norm of all stages' gradients, in which a
@@ -369,10 +345,18 @@ def evaluate(model: Pipeline, loader: Any, task: Task) -> dict[str, float]:
     return meter.compute()
 
 
-class OwnStages(FileForm):
-    """Loads only what this rank holds, of any script's checkpoint."""
+class OwnStages:
+    """Weights of which this rank loads what it holds, of any script's checkpoint."""
 
-    def from_file(
-        self, checkpoint: Checkpoint, path: Path, contents: dict[str, Any]
-    ) -> dict[str, Any]:
-        return part_of(checkpoint.model, path, contents)
+    def __init__(self, weights: Any) -> None:
+        self.weights, self.model = weights, weights.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Weights."""
+        contents: dict[str, Any] = self.weights.state_dict()
+        return contents
+
+    def load_state_dict(self, contents: dict[str, Any], with_groups: bool = True) -> None:
+        """See Weights."""
+        own = {name: contents["model"][name] for name in self.model.state_dict()}
+        self.weights.load_state_dict(contents | {"model": own}, with_groups)

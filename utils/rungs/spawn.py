@@ -12,17 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from utils.config import BaseSettings, free_setting
 from utils.errors import say
-from utils.settings import BaseSettings, free_setting
 from utils.signals import SIGNALS
-
-# Appended to the report of a SIGKILL.
-OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
 
 
 @dataclass(frozen=True)
 class SpawnSettings(BaseSettings):
-    """BaseSettings of train_ddp_spawn.py."""
+    """Settings of train_ddp_spawn.py."""
 
     spawn_processes: int = free_setting(
         0, "processes to start; 0: one per visible GPU, or one on a CPU"
@@ -101,7 +98,5 @@ def wait_for_ranks(ranks: mp.ProcessContext, patience: float = 30.0) -> None:
         if isinstance(error, mp.ProcessRaisedException):
             say(error.msg.strip(), sys.stderr)  # the rank's traceback
         elif error.signal_name:  # otherwise the rank has reported its error
-            text = f"error: rank {error.error_index} was killed by {error.signal_name}"
-            text += OUT_OF_MEMORY if error.signal_name == "SIGKILL" else ""
-            say(text, sys.stderr)
+            say(f"error: rank {error.error_index} died of {error.signal_name}", sys.stderr)
         sys.exit(1)

@@ -1,8 +1,7 @@
 """Tensor parallelism: each rank computes some attention heads and some columns of each MLP."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from utils.checkpoint import placed_like
 from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError, say
-from utils.hooks import Checkpoint, FileForm
 
 
 def init_mesh(device: torch.device, data: int) -> DeviceMesh:
@@ -164,26 +163,38 @@ def head_order(attention: nn.MultiheadAttention) -> Tensor:
     return rows.view(3, attention.num_heads, -1).transpose(0, 1).flatten()
 
 
-class PytorchRowOrder(FileForm):
-    """Files hold in_proj_weight in PyTorch's order, so that all scripts can read them."""
+class PytorchRowOrder:
+    """Weights whose in_proj_weight has its rows in PyTorch's order in a file, so that all scripts
+    can read it."""
 
-    @contextmanager
-    def context(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """The rows are moved before a file is read or written, and back afterwards."""
-        _reorder(checkpoint, lambda order: order.argsort())
-        try:
-            yield
-        finally:
-            _reorder(checkpoint, lambda order: order)
+    def __init__(self, weights: Any) -> None:
+        self.weights, self.model = weights, weights.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Weights."""
+        return self._reorder(self.weights.state_dict(), lambda order: order.argsort())
+
+    def load_state_dict(self, contents: dict[str, Any], with_groups: bool = True) -> None:
+        """See Weights."""
+        contents = self._reorder(contents, lambda order: order)
+        self.weights.load_state_dict(contents, with_groups)
+
+    def _reorder(self, contents, change):
+        orders = {}  # {the name of a parameter: the order of its rows}
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, SplitAttention):
+                order = change(head_order(module))
+                orders |= {f"{prefix}.in_proj_weight": order, f"{prefix}.in_proj_bias": order}
+        model = {name: _rows(value, orders.get(name)) for name, value in contents["model"].items()}
+        states = {}
+        for name, state in contents["optimizer"].get("state", {}).items():  # empty: not rank 0
+            states[name] = {key: _rows(value, orders.get(name)) for key, value in state.items()}
+        return contents | {"model": model, "optimizer": contents["optimizer"] | {"state": states}}
 
 
-@torch.no_grad()
-def _reorder(checkpoint, change):
-    for attention in checkpoint.model.modules():
-        if isinstance(attention, SplitAttention):
-            order = change(head_order(attention))
-            for parameter in (attention.in_proj_weight, attention.in_proj_bias):
-                for tensor in (parameter, *checkpoint.optimizer.state.get(parameter, {}).values()):
-                    if tensor.shape == parameter.shape:  # not a number of steps
-                        rows, mesh = tensor.full_tensor()[order], tensor.device_mesh
-                        tensor.copy_(distribute_tensor(rows, mesh, [Replicate()] * mesh.ndim))
+def _rows(value, order):
+    if order is None or len(value.shape) == 0:  # a number of steps
+        return value
+    if not isinstance(value, DTensor):
+        return value[order]
+    return placed_like(value, value.full_tensor()[order])
