@@ -113,7 +113,10 @@ class Ours(Reader):
     def __iter__(self):
         self.epoch += 1
         self.sampler.set_epoch(self.epoch)
-        return (batch.tolist() for batch, _ in self.loader if self.loader.counts)
+        for batch, _ in self.loader:
+            self.loader.advance()  # as the Checkpointer does after a step
+            if self.loader.counts:
+                yield batch.tolist()
 
 
 class OfShards(Ours):

@@ -192,10 +192,10 @@ def finish(processes, output_dir="/nowhere", limit=120):
 HELD = """checkpoint.step()
         from pathlib import Path
         import time
-        step = checkpoint.epoch * len(loader) + loader.step
+        step = checkpoint.epoch * len(loader) + loader.read
         from utils.guards.preemption import SaveOnSignal
         (on_signal,) = (guard for guard in checkpoint.guards if isinstance(guard, SaveOnSignal))
-        while step >= int(Path({gate!r}).read_text()) and on_signal.signalled_at is None:
+        while step >= int(Path({gate!r}).read_text()) and not on_signal.signalled_at:
             Path({gate!r} + f"-{{step}}-{{dist.get_world_size()}}").touch()
             time.sleep(0.02)
 """

@@ -284,7 +284,7 @@ def test_module_that_an_owner_has_copied_besides_is_updated():
     new = texts({"train_ddp.py": "own"}, [], ["hang"])
     paths = {"sources/samplers.py", "utils/guards/hang.py", "tasks/mine.py"}
     more = with_more(dict(new), paths)
-    assert more.keys() - new.keys() == {"sources/__init__.py", "sources/samplers.py"}
+    assert more.keys() - new.keys() == {"sources/samplers.py"}
     assert more["sources/samplers.py"] == (ROOT / "sources" / "samplers.py").read_bytes()
 
 

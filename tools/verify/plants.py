@@ -135,9 +135,9 @@ BUGS = [
         "rank-local-accuracy",
         "utils/metrics.py",
         "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()",
-        "        accuracy = self.vector[1] / max(1, self.count)\n"
+        "        accuracy = self.vector[0] / max(1, self.count)  # names are sorted: correct, loss\n"
         "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()\n"
-        "        totals[3] = accuracy * totals[1]",
+        "        totals[2] = accuracy * totals[1]",
         "ddp x2",
         (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
@@ -174,7 +174,7 @@ BUGS = [
         "    set_seed(cfg.seed)",
         "    set_seed(cfg.seed + dist.get_rank())",
         "fsdp x2",
-        (Problem.FAILED, "different weights"),
+        (Problem.FAILED, "sum of the weights"),
         "FSDP shards a different model on each rank (DistributedDataParallel would broadcast rank "
         "0's).",
         "Training starts from a mixture of random weights. Nothing fails.",
@@ -515,12 +515,12 @@ BUGS = [
         "    confusion = counts[:-1].view(classes, classes).double()\n"
         '    return {"confusion": confusion / confusion.diagonal().sum().clamp_min(1)}',
         "ddp x2",
-        (Problem.FAILED, "must return sums"),
+        (Problem.FAILED, "confusion of the task must be a sum"),
         "The intersection over union is averaged over batches, although it is not a mean over "
         "samples.",
         "The mean IoU changes with the batch size and with the number of GPUs.",
         "Intersections and unions are summed over all samples of all ranks, and then divided; "
-        "`check_task` compares what `measure()` returns for a sample and for twice this sample.",
+        "`check_task` compares what `measure()` returns for two samples, apart and together.",
         "segmentation",
     ),
     Bug(
@@ -659,7 +659,7 @@ BUGS = [
         "        generator = torch.Generator().manual_seed(self.steps)\n"
         "        noise = torch.randn(images.shape, generator=generator).to(images)",
         "killed, resumed x2",
-        (Problem.WEIGHTS, ""),
+        (Problem.FAILED, "loss of the task must be a sum"),
         "The number of the step alone seeds the noise.",
         "Nothing fails. All ranks and micro-batches get the same noise, and a resumed run starts "
         "with the noise of the first steps again.",
@@ -674,7 +674,7 @@ BUGS = [
         "    _step.draws = getattr(_step, 'draws', 0) + 1\n"
         "    keys = torch.stack([keys, torch.full_like(keys, _step.draws << 30)], -1)",
         "accum x2",
-        (Problem.WEIGHTS, ""),
+        (Problem.FAILED, "loss of the task must be a sum"),
         "Draws are told apart by the order in which they happen, like draws from a generator, and "
         "not by their names.",
         "Nothing fails. The numbers depend on how many micro-batches there are, and on what has "
@@ -721,7 +721,7 @@ BUGS = [
     Bug(
         "epoch-restarted-on-resume",
         "utils/data.py",
-        '        self.step = state["step"]\n',
+        '        self.step, self.epoch_of_step = state["step"], state["epoch"]\n',
         "        self.step = 0\n",
         "killed, resumed x2",
         (Problem.FAILED, "samples more than once"),

@@ -46,8 +46,9 @@ class StepLog(Guard):
         """Drop the rows of the steps that the run is about to repeat."""
         self.path, self.epoch = checkpoint.folder / "steps.jsonl", checkpoint.epoch
         self.start: Any = None  # step, time and seconds waited at the last row
-        if (checkpoint.epoch, checkpoint.state["loader"].step) == (0, 0):
-            self.size = 0
+        if checkpoint.state["loader"].step == 0:
+            self.totals = []  # were of the epoch before
+            self.size = self.size if checkpoint.epoch else 0
         with fail_together():
             if is_main_process() and self.path.exists() and self.size is not None:
                 os.truncate(self.path, min(self.size, self.path.stat().st_size))

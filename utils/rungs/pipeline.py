@@ -19,6 +19,7 @@ from utils.config import BaseSettings, ConfigError, free_setting, setting
 from utils.distributed import all_gather_object, require_gpu_per_rank, set_data_parallel_group
 from utils.errors import UserError, say
 from utils.metrics import Meter, Task
+from utils.options import sharded as sharded  # its files have parts
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.sample_random import micro_batches
 from utils.seeds import derive_seed
