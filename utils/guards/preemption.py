@@ -51,7 +51,7 @@ class SaveOnSignal(Guard):
         minutes = checkpoint.cfg.save_minutes
         is_late = minutes > 0 and time.monotonic() - self.saved_at > 60 * minutes
         self.reason = torch.tensor(SIGNAL if self.signalled_at else CLOCK * is_late)
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_world_size() > 1:
             self.work = dist.all_reduce(
                 self.reason, dist.ReduceOp.MAX, control_group(), async_op=True
             )
