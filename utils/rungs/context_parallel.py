@@ -98,9 +98,11 @@ class ContextParallel(Wrapper):
                 raise UserError(
                     f"each rank would drop the same of its positions in {name}: pass --dropout 0"
                 )
-        self.module = copy.deepcopy(model).eval()
+        self.module = copy.deepcopy(model)
+        self.eval()
         self._check(task, loader)
         self.module = model
+        self.train()
         blocks[0].register_forward_pre_hook(_divide_positions)
 
     @torch.no_grad()
