@@ -125,8 +125,10 @@ def test_forks_of_a_rank_obey_signals():
 
     def body():
         started()
-        child = FORK.Process(target=time.sleep, args=(100,))
+        ready = FORK.Event()
+        child = FORK.Process(target=lambda: (ready.set(), time.sleep(100)))
         child.start()
+        ready.wait()  # Python drops signals that arrive while it forks
         child.terminate()
         child.join()
         assert child.exitcode == 128 + signal.SIGTERM
