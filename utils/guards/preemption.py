@@ -47,7 +47,8 @@ class SaveOnSignal(Guard):
     def after_step(self, checkpoint: Any) -> None:
         if self.work:
             self.work.wait()
-        self.agreed = max(self.agreed, self.reason.tolist())
+        reason: Any = self.reason.tolist()  # item() would be an operation
+        self.agreed = max(self.agreed, reason)
         minutes = checkpoint.cfg.save_minutes
         is_late = minutes > 0 and time.monotonic() - self.saved_at > 60 * minutes
         self.reason = torch.tensor(SIGNAL if self.signalled_at else CLOCK * is_late)
