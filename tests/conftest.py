@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from utils import distributed
 from utils.distributed import cores_per_rank
 
 # Their failed assertions show values as well.
@@ -59,6 +60,12 @@ def no_signal_handler_is_left():
     yield
     after = [signal.signal(*pair) for pair in zip(numbers, before, strict=True)]
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def no_device_is_left(monkeypatch):
+    """Later tests, and their ranks, compute on the CPU until they select a device."""
+    monkeypatch.setattr(distributed, "_devices", [torch.device("cpu")])
 
 
 @pytest.fixture(autouse=True)

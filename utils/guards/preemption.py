@@ -32,8 +32,8 @@ class SaveOnSignal(Guard):
         self.reason, self.agreed = torch.tensor(0), 0
         self.work: dist.Work | None = None
         self.saved_at, self.signalled_at, self.pid = time.monotonic(), 0.0, os.getpid()
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        if is_main_thread and not hasattr(sys, "ps1"):  # neither a thread nor a notebook
+        # Neither a thread nor a notebook may set handlers.
+        if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
             for number in SIGNALS:
                 signal.signal(number, self._note)
 
