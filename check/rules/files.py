@@ -114,7 +114,8 @@ def resumed(checked):
     source = checked.options.source
     loads = [
         event
-        for event in again.any("load")
+        for rank in again.ranks
+        for event in _restores(rank)
         if event["path"] not in others and _is_new(event["path"], killed, source)
     ]
     if not loads:
@@ -219,6 +220,19 @@ def _epoch_of(rank, index):
     """The number that was last given to set_epoch before the step with this index, or None."""
     numbers = [event["epoch"] for event, steps in rank.with_steps("set_epoch") if steps <= index]
     return numbers[-1] if numbers else None
+
+
+def _restores(rank):
+    """The loads of a rank that its training can go on from: before its first step, and not of what
+    it has saved itself, as the best model is, which a test after the training loads."""
+    saved = set()
+    for event in rank.of("load", "save", "dump", "step"):
+        if event["kind"] == "step":
+            return
+        if event["kind"] != "load":
+            saved.add(event["path"])
+        elif event["path"] not in saved:
+            yield event
 
 
 def _is_new(path, killed, source):

@@ -443,6 +443,21 @@ def restarted(tmp_path, resumed_events, **changes):
     return [(each.rule, each.observed) for each in resumed(checked)]
 
 
+def test_the_best_model_that_a_test_loads_at_the_end_is_no_restart(tmp_path):
+    """The load follows the steps, or reads what this run itself has saved."""
+    path = str(tmp_path / "copy" / "best.pt")
+    save = {"kind": "save", "function": "torch.save", "path": path, "model": True}
+    load = {"kind": "load", "path": path, "place": None}
+    step = {"kind": "step", "rounded": None, "parameters": [0]}
+    for again in ([step, load], [save, load, step]):
+        runs = {}
+        for name, events in {"killed": [step, save], "resumed": again}.items():
+            runs[name] = Run(name, tmp_path, tmp_path / "copy", 0, "", 0.0)
+            runs[name].ranks = [Rank(0, 1, events, folder=tmp_path)]
+        (found,) = resumed(Checked(Options([], tmp_path / "source"), runs, {}, "torchrun"))
+        assert found.what == "resuming" and "best.pt" in found.why
+
+
 GOES_ON = [("set_epoch", 1), ("batch", [3]), ("batch", [4])]  # the first batch is skipped
 
 
