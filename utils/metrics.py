@@ -167,7 +167,8 @@ class MetricLogger:
         self.columns: list[Callable[[dict[str, Any]], None]] = []
 
     def log(self, epoch: int, train: dict[str, float], val: dict[str, float], lr: float) -> None:
-        """Log the results of Meter.compute() for an epoch."""
+        """Log the results of Meter.compute() for an epoch. val may be empty, as of an epoch without
+        an evaluation."""
         row: dict[str, Any] = {"epoch": epoch, "world_size": launched_world_size(), "lr": float(lr)}
         for split, result in (("train", train), ("val", val)):
             row |= {f"{split}_{name}": value for name, value in result.items()}
@@ -178,12 +179,13 @@ class MetricLogger:
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
             self.path.write_text(text, encoding="utf-8")
             speed = train["samples"] / train["seconds"]
-            say(f"epoch {epoch}: train {_text(train)}, val {_text(val)}, {speed:.0f} samples/s")
+            text = f"train {_text(train)}, " + (f"val {_text(val)}, " if val else "")
+            say(f"epoch {epoch}: {text}{speed:.0f} samples/s")
 
     def is_best(self, name: str, best_of: Callable[[list[float]], float]) -> bool:
-        """Whether the last epoch has the best validation metric `name` so far; NaN never is.
-        best_of: max or min. At the end of the run, says which epoch is the best."""
-        values = [row[f"val_{name}"] for row in self.rows]
+        """Whether the last epoch has the best validation metric `name` so far; without one, or with
+        NaN, it is not. best_of: max or min. At the end of the run, says which epoch is the best."""
+        values = [row.get(f"val_{name}", math.nan) for row in self.rows]
         numbers = [value for value in values if not math.isnan(value)]
         best = values.index(best_of(numbers)) if numbers else -1
         if best >= 0 and self.rows[-1]["epoch"] + 1 == self.epochs and is_main_process():

@@ -367,3 +367,13 @@ def test_nan_is_never_the_best(best_of, tmp_path):
         metrics.rows.append({"epoch": epoch, "val_error": error})
         best.append(metrics.is_best("error", best_of))
     assert best == [False, True, False, False, best_of is max, best_of is min]
+
+
+def test_epoch_without_an_evaluation_is_never_the_best(tmp_path, capsys):
+    metrics = make_logger(tmp_path, epochs=3)
+    for epoch, val in enumerate(({}, RESULT, {})):
+        metrics.log(epoch, RESULT, val, lr=0.1)
+        assert metrics.is_best("loss", min) == (epoch == 1)
+    assert ["val_loss" in row for row in rows_of(tmp_path)] == [False, True, False]
+    *_, last, best = capsys.readouterr().out.splitlines()
+    assert "val" not in last and "epoch 1" in best
