@@ -76,16 +76,19 @@ def run(command):
     sys.orig_argv[1:] = command
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     check_inside.start()
-    if command[0] == "-m":
-        sys.argv, sys.path[0] = command[1:], os.getcwd()
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-    else:
-        path = os.path.abspath(command[0])
-        sys.argv, sys.path[0] = command, os.path.dirname(os.path.realpath(path))
-        main.__file__ = path
-        with open(path, "rb") as file:
-            code = compile(file.read(), path, "exec")
-        exec(code, main.__dict__)
+    from check_inside import failures
+
+    with failures.recorded():
+        if command[0] == "-m":
+            sys.argv, sys.path[0] = command[1:], os.getcwd()
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            path = os.path.abspath(command[0])
+            sys.argv, sys.path[0] = command, os.path.dirname(os.path.realpath(path))
+            main.__file__ = path
+            with open(path, "rb") as file:
+                code = compile(file.read(), path, "exec")
+            exec(code, main.__dict__)
 
 
 if __name__ == "__main__":

@@ -18,3 +18,6 @@ if "TOOLS_CHECK_PLAN" in os.environ:
     import check_inside
 
     check_inside.start()
+    from check_inside import failures
+
+    sys.excepthook = failures.hook

@@ -1,8 +1,5 @@
 """What several rules ask of the runs."""
 
-import os
-import re
-
 
 def where(event):
     """The place of an event as a tuple, or None."""
@@ -10,28 +7,24 @@ def where(event):
     return tuple(place) if place else None
 
 
-def errors(run):
-    """The lines of the output that name an error, without the rank that torchrun puts before it;
-    lines of code, which tracebacks quote, only if there are no others."""
-    lines = re.sub(r"\x1b\[[\d;]*m|\[rank\d+\]: ?", "", run.output).strip().splitlines()
-    found = [line for line in lines if re.search(r"Error\b|Unpickler error", line)]
-    return [line for line in found if not line.startswith(" ")] or [x.strip() for x in found]
+def failure(run):
+    """(place, text) of what has made a run fail: the first exception of a rank; the last line that
+    the first process that failed has printed, if none had one."""
+    event = first_exception(run)
+    if event:
+        return where(event), event["error"]
+    number = next((i for i, code in enumerate(run.codes) if code > 0), 0)
+    log = run.folder / f"output-{number}.txt"
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    printed = [line.strip() for line in lines if line.strip()]
+    return None, (printed or [f"exit code {run.code}"])[-1]
 
 
-def own_errors(run):
-    """The errors in the output of a run, without the errors of a rank that another one has left."""
-    return [line for line in errors(run) if not re.search("onnection|gloo|[Tt]imed out", line)]
-
-
-def failed_at(run, error):
-    """The innermost line of the user's code in the traceback that ends with this line, or None."""
-    before = run.output[: run.output.rfind(error)]
-    traceback = before[before.rfind("Traceback (most recent call last)") :]
-    root = str(run.root.resolve()) + os.sep
-    for path, line in reversed(re.findall(r'File "(.+?)", line (\d+)', traceback)):
-        if os.path.realpath(path).startswith(root) and "site-packages" not in path:
-            return os.path.relpath(os.path.realpath(path), root), int(line)
-    return None
+def first_exception(run):
+    """The first one that ended a rank, or None. At a collective a rank fails because a different
+    one has: what was raised there comes last."""
+    exceptions = run.any("exception")
+    return min(exceptions, key=lambda event: (event["waits"], event["time"]), default=None)
 
 
 def two_ranks(checked):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import all_close, errors, failed_at, own_errors, two_ranks, where
+from check.rules.common import all_close, failure, two_ranks, where
 from check.scenarios import operations_of_a_save
 
 
@@ -103,9 +103,7 @@ def resumed(checked):
         yield NotChecked("resuming", "the run that was started again needed more than --timeout")
         return
     if not again.ended and not again.any("step"):
-        # When a rank fails, the others end, too: their errors only say that it is gone.
-        text = (own_errors(again) or errors(again) or [f"exit code {again.code}"])[-1]
-        place = failed_at(again, text)
+        place, text = failure(again)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return
     saves = [*killed.any("save", "dump"), *again.any("save", "dump")]
@@ -519,8 +517,7 @@ def killed_in_a_save(checked):
 def _lost_by_a_kill(killed, again):
     """What is wrong with a run after a kill within a save, or None."""
     if not again.ended and not again.any("step"):
-        error = (own_errors(again) or errors(again) or [f"exit code {again.code}"])[-1]
-        return None if again.timed_out == "limit" else f"the script fails: {error}"
+        return None if again.timed_out == "limit" else f"the script fails: {failure(again)[1]}"
     firsts = [rank.steps[0]["parameters"] for rank in again.ranks if rank.steps]
     starts = [rank.steps[0]["parameters"] for rank in killed.ranks if rank.steps]
     has_saved = any(event["model"] for event in killed.any("save", "dump"))

@@ -6,10 +6,8 @@ from collections import Counter
 
 from check.findings import Finding, NotChecked
 from check.rules.common import (
-    errors,
-    failed_at,
+    failure,
     first_ranks,
-    own_errors,
     replicas,
     two_ranks,
     where,
@@ -202,8 +200,8 @@ def failures(checked):
                 return
         lengths = [len(sequence) for sequence in sequences]
         is_slow = two.timed_out == "limit"  # one of them is at the next call already
-        if lengths[0] != lengths[1] and not is_slow and (two.timed_out or not own_errors(two)):
-            more = 0 if lengths[0] > lengths[1] else 1
+        more = 0 if lengths[0] > lengths[1] else 1
+        if lengths[0] != lengths[1] and not is_slow and not _has_failed(two, 1 - more):
             extra = sequences[more][min(lengths)]
             yield Finding(
                 "collectives-differ",
@@ -223,10 +221,19 @@ def failures(checked):
 
 
 def _failure(two):
-    lines = [line for line in two.output.strip().splitlines() if line.strip()]
-    text = [*own_errors(two), *errors(two), *lines[-1:], f"exit code {two.code}"][0]
-    place = failed_at(two, text)
+    place, text = failure(two)
     return Finding("fails-on-two", place, f"one process trains, {_several(two)} fail: {text}"[:600])
+
+
+def _has_failed(two, number):
+    """Whether it was not a collective that another rank does not call that made this run fail."""
+    own = two.codes[number] if len(two.codes) == len(two.ranks) else 0
+    exceptions = two.any("exception")
+    return (
+        own > 0
+        or bool(two.ranks[number].of("exception"))
+        or not all(event["waits"] for event in exceptions)
+    )
 
 
 def _several(two):

@@ -16,7 +16,6 @@ from check.events import Rank, Run, results_of_one_rank
 from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
-from check.rules.common import failed_at, own_errors
 from check.rules.data import same_samples, samples_left_out
 from check.rules.evaluation import division
 from check.rules.files import resumed
@@ -283,21 +282,6 @@ def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
     assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
 
 
-def test_place_of_a_failure_is_the_innermost_line_of_the_user(tmp_path):
-    output = (
-        "Traceback (most recent call last):\n"
-        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
-        f'  File "{tmp_path}/package/load.py", line 7, in load\n'
-        '  File "/python/site-packages/torch/serialization.py", line 900, in load\n'
-        "ValueError: no\n"
-        "Traceback (most recent call last):\n"
-        f'  File "{tmp_path}/train.py", line 3, in <module>\n'
-        "ConnectionError: the other rank has ended\n"
-    )
-    run = Run("resumed", tmp_path, tmp_path, 1, output, 0.0)
-    assert failed_at(run, "ValueError: no") == ("package/load.py", 7)
-
-
 def test_a_number_that_depends_on_the_samples_of_one_rank_alone():
     def printed(*pairs):
         return [
@@ -494,8 +478,8 @@ def test_schedules_and_settings_after_a_restart(tmp_path):
 
 def test_all_processes_that_fail_before_they_join_a_group_are_a_finding(tmp_path):
     def rules(**fields):
-        output = "Traceback (most recent call last):\nValueError: a batch of 7 for 2 ranks"
-        run = Run("two", tmp_path, tmp_path, 1, output, 0.0, **fields)
+        run = Run("two", tmp_path, tmp_path, 1, "", 0.0, **fields)
+        (tmp_path / "output-0.txt").write_text("Batches are uneven\na batch of 7 for 2 ranks\n\n")
         run.ranks = [Rank(number, number, []) for number in range(2)]
         checked = Checked(Options([], tmp_path), {"one": run, "two": run}, {}, "torchrun")
         return list(failures(checked))
@@ -525,15 +509,24 @@ def test_slow_ranks_are_not_checked_and_those_that_wait_for_others_hang(tmp_path
     assert result("joins", "", codes=(-9, 1)).rule == "fails-on-two"  # before it joined the group
 
 
-def test_errors_are_not_lines_of_code_and_not_those_of_ranks_that_were_left(tmp_path):
-    output = (
-        "Traceback (most recent call last):\n"
-        '  File "train.py", line 3, in <module>\n'
-        "    raise KeyError(name)\n"
-        "KeyError: 'epoch'\n"
-        "RuntimeError: [gloo] Connection closed by peer\n"
-    )
-    assert own_errors(Run("two", tmp_path, tmp_path, 1, output, 0.0)) == ["KeyError: 'epoch'"]
+def test_first_exception_is_the_failure_and_not_that_of_a_rank_which_was_left(tmp_path):
+    def found(*exceptions, collectives=(0, 0), codes=(1, 1)):
+        run = Run("two", tmp_path, tmp_path, 1, "", 9.0, codes=list(codes))
+        call = {"kind": "collective", "name": "ALLGATHER", "sizes": [], "place": ["train.py", 6]}
+        ranks = [[{"kind": "init", "world": 2}] + [call] * count for count in collectives]
+        for number, time, error, waits in exceptions:
+            event = {"error": error, "time": time, "waits": waits, "place": ["train.py", 5]}
+            ranks[number].append({"kind": "exception"} | event)
+        run.ranks = [Rank(number, number, events) for number, events in enumerate(ranks)]
+        (finding,) = failures(Checked(Options([], tmp_path), {"one": run, "two": run}, {}, "auto"))
+        return finding
+
+    own, left = (0, 2.0, "Exception: half a file", False), (1, 1.0, "RuntimeError: closed", True)
+    failed = found(own, left, collectives=(0, 1))
+    assert failed.rule == "fails-on-two" and failed.place == ("train.py", 5)
+    assert "half a file" in failed.observed
+    assert found(left, collectives=(0, 1), codes=(3, 1)).rule == "fails-on-two"
+    assert found(left, collectives=(0, 1), codes=(0, 1)).rule == "collectives-differ"
 
 
 def test_sarif_has_rules_and_places():

@@ -371,10 +371,11 @@ def test_module_in_a_folder_with_a_space(tmp_path):
 
 @pytest.mark.slow
 def test_rank_that_fails_is_quoted(tmp_path):
-    source = RANKS + "if dist.get_rank() == 1: raise KeyError('of rank one')\n" + TRAINS
+    source = RANKS + "if dist.get_rank() == 1: raise Exception('of rank one')\n" + TRAINS
     source += "dist.barrier()\n"
     code, stdout, _ = check(project(tmp_path, source), "--", "train.py")
     assert code == 1 and "[fails-on-two]" in stdout and "of rank one" in stdout
+    assert "train.py:4: error" in stdout
 
 
 @pytest.mark.slow
@@ -456,6 +457,33 @@ print(observe(), "goes on")
     run.ranks = [Rank(0, 1, [event])]
     (item,) = observers(SimpleNamespace(runs={"one": run}))
     assert "observe" in item.why and "of an observer" in item.why
+
+
+RAISES = """
+import torch
+
+def train(rank):
+    torch.zeros(1) @ torch.zeros(2)
+
+try:
+    torch.multiprocessing.start_processes(train, nprocs=1, start_method="fork")
+except Exception:
+    raise Exception("of\\nthe parent")
+"""
+
+
+def test_exceptions_are_recorded_where_they_are_raised(tmp_path):
+    """Also in a process that mp.spawn starts, where PyTorch catches them."""
+    folder = project(tmp_path, RAISES)
+    plan = {"folder": str(tmp_path), "root": str(tmp_path), "run": "one", "limit_data": 0}
+    plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
+    environment = os.environ | {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
+    subprocess.run([sys.executable, folder / "train.py"], env=environment, capture_output=True)
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    events = [event for event in map(json.loads, lines) if event["kind"] == "exception"]
+    child, parent = sorted(events, key=lambda event: event["time"])
+    assert child["error"].startswith("RuntimeError") and child["place"] == ["train.py", 5]
+    assert parent["error"] == "Exception: of the parent" and parent["place"] == ["train.py", 10]
 
 
 def test_accepted_findings_are_those_of_a_line_wherever_it_is_now(tmp_path):

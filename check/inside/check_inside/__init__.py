@@ -13,6 +13,7 @@ import sys
 OBSERVERS = {
     "torch": [
         "limits",
+        "failures",
         "lengths",
         "devices",
         "groups",

@@ -62,15 +62,24 @@ def is_user_file(name):
 
 def place():
     """The innermost line of the user's code that is being run: [file, line], or None."""
-    frame = sys._getframe(1)
+    return place_of(_lines(sys._getframe(1)))
+
+
+def _lines(frame):
     while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def place_of(lines):
+    """The first one of these (frame, line) that is in the user's code: [file, line], or None."""
+    for frame, line in lines:
         name = frame.f_code.co_filename
         if is_user_file(name):
             path = os.path.realpath(name)
             if path.startswith(ROOT + os.sep):
                 path = os.path.relpath(path, ROOT)
-            return [path, frame.f_lineno]
-        frame = frame.f_back
+            return [path, line]
     return None
 
 
