@@ -140,6 +140,9 @@ def _run_each(options, work, start, tell):
     if UNUSED in one.output and one.any("step"):
         reason = "DistributedDataParallel ended it on one process"
         return Checked(options, runs, dict.fromkeys(("exact-two", "killed"), reason), launch)
+    cannot_import = any(event["imports"] for event in one.any("exception"))
+    if cannot_import and not one.any("step"):  # no number of processes makes up for that
+        raise CannotRun(_failure(one, options))
     trains_alone = one.ended and one.any("step")
     if one.timed_out or (launch == "python" and not trains_alone):
         raise CannotRun(_failure(one, options))
