@@ -15,7 +15,7 @@ from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import select_device
 from utils.guards import finite, lock, preemption, progress
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger, evaluate, mean_loss
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import option_guards
 from utils.reports import report_errors
@@ -30,7 +30,7 @@ def build_step(model, optimizer, device, cfg):
         with cfg.autocast(device):
             outputs = model(inputs)
             loss_sum = task.loss(outputs, targets)  # over the targets
-        loss = loss_sum / task.count(targets)
+        loss = mean_loss(loss_sum, task.count(targets))
 
         optimizer.zero_grad()
         loss.backward()

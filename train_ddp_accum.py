@@ -20,7 +20,7 @@ from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas, rebuild_ddp_buckets
 from utils.guards import finite, hang, lock, preemption, progress, replicas
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger, evaluate, mean_loss
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import option_guards
 from utils.reports import report_errors
@@ -41,7 +41,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
             with nullcontext() if is_last else model.no_sync():  # all-reduce with the last only
                 outputs = model(inputs)
                 loss_sum = task.loss(outputs, targets)  # over this micro-batch's targets
-                loss = loss_sum / count  # of all micro-batches, which may differ in size
+                loss = mean_loss(loss_sum, count)  # of all micro-batches, which may differ in size
                 loss.backward()
             meter.update(loss_sum, outputs, targets)  # on the device: .item() would synchronize
         if cfg.clip_norm:

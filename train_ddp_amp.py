@@ -18,7 +18,7 @@ from utils.contract import check_task
 from utils.data import build_loader
 from utils.distributed import init_distributed, mean_over_replicas, rebuild_ddp_buckets
 from utils.guards import finite, hang, lock, preemption, progress, replicas
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger, evaluate, mean_loss
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import option_guards
 from utils.reports import report_errors
@@ -35,7 +35,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, scaler, meter, checkpoi
             outputs = model(inputs)
             loss_sum = task.loss(outputs, targets)  # over the targets
         # Replicas average their gradients, so they divide by one number: docs/mean-of-means.md.
-        loss = loss_sum / mean_over_replicas(task.count(targets))
+        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))
 
         optimizer.zero_grad()
         scaler.scale(loss).backward()

@@ -17,7 +17,7 @@ from utils.config import load_config
 from utils.contract import check_task
 from utils.data import build_loader
 from utils.guards import finite, lock, preemption, progress
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger, evaluate, mean_loss
 from utils.optim import build_optimizer, build_scheduler
 from utils.options import option_guards
 from utils.reports import report_errors
@@ -41,7 +41,7 @@ def train_one_epoch(model, loader, optimizer, scheduler, meter, checkpoint, cfg)
         outputs = model(inputs)
         targets = on_device_of(outputs, targets)
         loss_sum = task.loss(outputs, targets)  # over the targets
-        loss = loss_sum / task.count(targets)
+        loss = mean_loss(loss_sum, task.count(targets))
 
         optimizer.zero_grad()
         loss.backward()

@@ -27,9 +27,9 @@ from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 from tools.verify import one_file
 from tools.verify.cases import (
+    COPIES,
     ONE_FILE,
     ONE_FILE_COPY,
-    ORDER_COPIES,
     RECIPES,
     SAME_SHAPE,
     SUITES,
@@ -39,7 +39,7 @@ from tools.verify.cases import (
 from tools.verify.plants import PLANTS, plant
 from tools.verify.run import (
     change_by_recipe,
-    order_copy,
+    changed_copy,
     project_with_task,
     save_pretrained_weights,
     write_shards,
@@ -208,9 +208,9 @@ def command_of(suite, case, flags, project):
         flags["text_file"] = "texts"
     elif "text_file" in flags:
         flags["text_file"] = write_text(project / "text.txt").name
-    if case.script in ORDER_COPIES:
-        original, order = ORDER_COPIES[case.script]
-        order_copy(project / original, project / case.script, order)
+    if case.script in COPIES:
+        original, name = COPIES[case.script]
+        changed_copy(project / original, project / case.script, name)
     if case.script in RECIPES:
         original, recipe = RECIPES[case.script]
         change_by_recipe(project / original, recipe, suite.task)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import tasks.images
 from utils.batches import map_tensors
 from utils.data import BatchDataset, describe_datasets
+from utils.metrics import mean_loss
 from utils.seeds import derive_seed
 
 COUNT = 40  # samples of each dataset
@@ -116,7 +117,7 @@ def make_task(loss, count=len, measure=lambda outputs, targets: {}):
     """A task with the mean loss, and the means of what it measures."""
 
     def summarize(sums):
-        return {name: sums[name] / sums["count"] for name in sums if name != "count"}
+        return {name: mean_loss(sums[name], sums["count"]) for name in sums if name != "count"}
 
     names = {"loss": loss, "count": count, "measure": measure, "summarize": summarize}
     return SimpleNamespace(**names, describe=describe_datasets, BEST=("loss", min))
@@ -141,8 +142,14 @@ def _find_boxes(weight, images):
 
 
 def _box_loss(outputs, targets):
-    pairs = zip(outputs["boxes"], targets, strict=True)
-    return sum((box - target["boxes"]).abs().sum() for box, target in pairs)
+    """Two terms: of the boxes, and of the images."""
+    boxes = outputs["boxes"]
+    distances = [(box - t["boxes"]).abs().sum() for box, t in zip(boxes, targets, strict=True)]
+    return torch.stack([sum(distances), boxes.square().sum()])
+
+
+def _box_counts(targets):
+    return torch.tensor([sum(len(target["boxes"]) for target in targets), len(targets)])
 
 
 CASES = {  # name: dataset, model, task
@@ -170,7 +177,7 @@ CASES = {  # name: dataset, model, task
     "boxes": (
         Boxes(),
         Function(3, 4, _find_boxes),
-        make_task(_box_loss, lambda targets: torch.tensor(sum(len(t["boxes"]) for t in targets))),
+        make_task(_box_loss, _box_counts),
     ),
     "whole batches": (
         WholeBatches(),

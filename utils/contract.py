@@ -36,10 +36,12 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
             module.training = is_training and any(module.children())
         state = _random_state(device)
         one, two, both = (_sums(task, model, *batch) for batch in batches)
+        if one["loss"].shape != both["loss"].shape:
+            raise UserError("loss() must return as many terms for each batch")
         if task.BEST[0] not in task.summarize(one):
             raise UserError(f"summarize() must return {task.BEST[0]!r}, which BEST names")
         is_random = not torch.equal(state, _random_state(device))
-        if not is_random and both["count"] == one["count"] + two["count"]:
+        if not is_random and both["count"].equal(one["count"] + two["count"]):
             _refuse_unless_sums(task, one, two, both)
     if not (isinstance(loader.dataset, BatchDataset) and loader.dataset.in_order):
         _compare_samples(loader)
@@ -55,11 +57,15 @@ def _sums(task, model, inputs, targets):
     outputs = model(inputs)
     targets = on_device_of(outputs, targets)
     loss, measured = task.loss(outputs, targets), task.measure(outputs, targets)
-    if not isinstance(loss, Tensor) or loss.dim() > 0:
-        raise UserError("loss() must return a tensor with one number, the sum over the targets")
+    count = torch.as_tensor(task.count(targets))
+    if not isinstance(loss, Tensor) or loss.shape != count.shape or loss.dim() > 1:
+        raise UserError(
+            "loss() must return a tensor with one number, the sum over the targets, or with as "
+            "many as count() returns"
+        )
     if not isinstance(measured, dict) or measured.keys() & {"loss", "count"}:
         raise UserError("measure() must return {name: sum}, with names other than loss and count")
-    sums = {"loss": loss, "count": task.count(targets), **measured}
+    sums = {"loss": loss, "count": count, **measured}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in sums.items()}
 
 
@@ -73,7 +79,7 @@ def _refuse_unless_sums(task, one, two, both):
             raise UserError(
                 f"{name} of the task must be a sum over the targets: it is {first:.4g} for one "
                 f"sample and {second:.4g} for a second one, but {together:.4g} for a batch of both "
-                f"(a loss that compares samples: docs/recipes/contrastive-loss.md)"
+                f"(terms with counts of their own, or that compare samples: docs/own-task.md)"
             )
 
 

@@ -31,6 +31,13 @@ class Task(Protocol):
     def summarize(self, sums: dict[str, Tensor], /) -> Mapping[str, Tensor | float]: ...
 
 
+def mean_loss(loss_sum: Tensor, count: Tensor | float) -> Tensor:
+    """loss_sum / count, 0-dim; 0 if nothing counts, so that such a batch has gradients of 0. A loss
+    of several terms, a 1-dim tensor: the sum of their means, each over its own count."""
+    mean = loss_sum / (count + (count == 0))  # never 0 / 0
+    return mean.sum() if mean.dim() else mean
+
+
 class Meter:
     """Running sums of the loss and of what the task measures, in float64 on the device.
 
@@ -54,7 +61,7 @@ class Meter:
         self.seconds = 0.0  # before the run was resumed
 
     def update(self, loss_sum: Tensor, outputs: Any, targets: Any) -> None:
-        """Add a batch, or a part of one. loss_sum: a 0-dim tensor, task.loss(outputs, targets)."""
+        """Add a batch, or a part of one. loss_sum: task.loss(outputs, targets)."""
         self.add({"loss": loss_sum, **self.task.measure(outputs, targets)}, targets)
 
     def add(self, sums: dict[str, Tensor], targets: Any) -> None:

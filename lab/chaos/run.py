@@ -21,7 +21,7 @@ from tools.lib.ladder import ROOT, RUNGS
 from tools.lib.runs import last_line, load_script
 from tools.verify.cases import FLOAT64, MATRIX_FLAGS, SUITES
 from tools.verify.run import (
-    order_copy,
+    changed_copy,
     project_with_task,
     write_shards,
     write_text,
@@ -126,7 +126,7 @@ class ChaosRun:
             self.flags["dtype"] = "float64"
         if task in COPIES:
             self.path = self.folder / script
-            order_copy(ROOT / script, self.path, "shards" if task == "shards" else "stream")
+            changed_copy(ROOT / script, self.path, "shards" if task == "shards" else "stream")
             self.path.write_text(changed(self.path.read_text(), COPIES[task], self.path))
         if task == "shards":
             self.flags["data_dir"] = self.folder / "shards"

@@ -1,5 +1,6 @@
 """docs/own-task.md as a user follows it: the page's code, in a copy of train_ddp.py."""
 
+import math
 import os
 import re
 import subprocess
@@ -50,10 +51,21 @@ def project(tmp_path):
     return folder, training
 
 
+def test_terms_with_targets_of_their_own():
+    names = {"torch": torch, "cross_entropy": cross_entropy}
+    exec(blocks("python")[2], names)
+    outputs = {"classes": torch.zeros(4, 3), "box": torch.ones(4, 2)}
+    has_box = torch.tensor([True, False, False, True])
+    targets = {"class": torch.arange(4) % 3, "box": torch.zeros(4, 2), "has_box": has_box}
+    sums = {"loss": names["loss"](outputs, targets), "count": names["count"](targets)}
+    assert names["summarize"](sums)["boxes"] == 5.0 * 2 and sums["count"].tolist() == [4, 2]
+    assert names["summarize"](sums)["loss"].item() == pytest.approx(10 + math.log(3))
+
+
 def test_losses_of_dicts():
     """The page's example of a model, a loss and a count for batches that are dicts."""
     names = {"cross_entropy": cross_entropy}
-    exec(blocks("python")[2], names)
+    exec(blocks("python")[3], names)
     model = SimpleNamespace(embed=torch.eye(5).__getitem__, head=lambda features: 2 * features)
     batch = {
         "input_ids": torch.tensor([[1, 2], [3, 4]]),
@@ -68,7 +80,7 @@ def test_losses_of_dicts():
 @pytest.mark.slow
 def test_own_task_trains_on_two_processes(project):
     folder, training = project
-    _, task, _, _, settings = blocks("python")
+    _, task, *_, settings = blocks("python")
     (folder / "my_task.py").write_text(task)
     shell(training, folder, "--device", "cpu", "--num-workers", "1")
     rows = read_rows(folder / "runs" / "train_ddp")

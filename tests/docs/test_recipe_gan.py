@@ -16,7 +16,9 @@ PAGE = ROOT / "docs" / "recipes" / "gan.md"
 TASK = "tests.gan_task"
 SLOW = pytest.mark.slow
 FLAGS = {"optimizer": "adamw", "clip_norm": 1.0}
-TO_GENERATOR = "update(model.generator, task.generator_loss(logits) / count, optimizer, cfg)"
+TO_GENERATOR = (
+    "update(model.generator, mean_loss(task.generator_loss(logits), count), optimizer, cfg)"
+)
 THROUGH_DDP = ("model.discriminator.module(outputs", "model.discriminator(outputs")
 SEPARATE = (  # in tasks/gan.py
     'both = torch.cat([batch["image"], fakes.detach()])  # for a single forward pass\n'
@@ -25,8 +27,8 @@ SEPARATE = (  # in tasks/gan.py
     '        return {"fakes": fakes, "logits": torch.cat(logits)}',
 )
 TWO_OPTIMIZERS = [
-    ("loss_sum / count, optimizer, cfg", "loss_sum / count, optimizer[1], cfg"),
-    ("(logits) / count, optimizer, cfg", "(logits) / count, optimizer[0], cfg"),
+    ("(loss_sum, count), optimizer, cfg", "(loss_sum, count), optimizer[1], cfg"),
+    ("(logits), count), optimizer, cfg", "(logits), count), optimizer[0], cfg"),
     ("        scheduler.step()\n", "        [each.step() for each in scheduler]\n"),
     (
         "optimizer = build_optimizer(model, cfg)",

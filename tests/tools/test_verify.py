@@ -16,6 +16,7 @@ from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.runs import finish_run, flag_list
 from tools.verify import table
 from tools.verify.cases import (
+    COPIES,
     FLOAT32,
     IMAGES,
     ONE_FILE,
@@ -156,7 +157,8 @@ def test_cases_have_settings_that_their_scripts_know(suite):
     cases += [case.resumes for case in cases if case.resumes]
     cases += matrix_cases(suite)
     for case in [case for case in cases if case.script not in (*ONE_FILE, *RECIPES)]:
-        rung = RUNGS[case.script if case.script in RUNGS else "train_1gpu.py"]
+        script = COPIES.get(case.script, (case.script,))[0]
+        rung = RUNGS.get(script, RUNGS["train_1gpu.py"])
         flags = suite.base | case.flags
         for name in ("weights", "freeze"):  # the Verifier writes the file
             flags.pop(name, None)

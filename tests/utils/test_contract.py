@@ -28,6 +28,10 @@ GOOD = {
 }
 
 
+def counts(targets):
+    return torch.tensor([len(targets), 2 * len(targets)])
+
+
 def make_loader(dataset, workers=0):
     cfg = Config(global_batch_size=4, num_workers=workers)
     return build_loader(dataset, EpochSampler(dataset, 0), 4, CPU, cfg, train=True)
@@ -57,6 +61,9 @@ def test_sums_pass():
         ({"loss": lambda o, t: (o[:, :1] - t).abs().sum()}, "loss .*sum"),
         ({"loss": lambda o, t: cross_entropy(o, t, reduction="none")}, r"loss\(\)"),
         ({"loss": lambda o, t: 1.0}, r"loss\(\)"),
+        ({"loss": lambda o, t: torch.stack([o.sum(), o.sum()])}, r"loss\(\).*count\(\)"),
+        ({"loss": lambda o, t: o[:, 0], "count": torch.ones_like}, r"loss\(\)"),
+        ({"loss": lambda o, t: torch.stack([o.sum(), o.mean()]), "count": counts}, "loss .*sum"),
         ({"measure": lambda o, t: {"correct": 0, "mse": (o.sum(1) - 9).square().mean()}}, "mse"),
         ({"measure": lambda o, t: {"correct": 0, "count": o.sum()}}, r"measure\(\)"),
         ({"measure": lambda o, t: None}, r"measure\(\)"),

@@ -20,9 +20,9 @@ from tests.processes import run_ranks
 from utils import distributed
 from utils.config import Config
 from utils.data import build_loader
-from utils.distributed import dp_rank, dp_world_size
+from utils.distributed import dp_rank, dp_world_size, mean_over_replicas
 from utils.errors import UserError
-from utils.metrics import Meter, MetricLogger, evaluate
+from utils.metrics import Meter, MetricLogger, evaluate, mean_loss
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-9  # float64; the order of a sum changes about 1e-15
@@ -80,9 +80,37 @@ def test_loss_of_an_evaluation_is_that_of_one_batch(name):
     model = copy.deepcopy(model).double()
     inputs, targets = next(iter(make_loader(dataset, COUNT)))
     with torch.no_grad():
-        expected = task.loss(model(inputs), targets) / task.count(targets)
+        expected = mean_loss(task.loss(model(inputs), targets), task.count(targets))
     result = evaluate(model, make_loader(dataset, 7), task)
     assert result["loss"] == pytest.approx(expected.item(), rel=ROUNDING)
+
+
+def gradient_of(terms, counts):
+    """Of a parameter by which the sum of each term is multiplied."""
+    parameter = torch.ones((), requires_grad=True)
+    loss = mean_loss(torch.tensor(terms) * parameter, counts)
+    loss.backward()
+    assert loss.dim() == 0
+    return parameter.grad.item()
+
+
+def test_batch_without_targets_has_gradients_of_0():
+    assert gradient_of(6.0, 3) == gradient_of(6.0, torch.tensor(3)) == 2.0
+    assert gradient_of(0.0, 0) == gradient_of(0.0, torch.tensor(0)) == 0.0
+    assert gradient_of(6.0, torch.tensor(0.5)) == 12.0  # targets with weights
+
+
+def test_each_term_is_divided_by_its_own_count():
+    def body(rank):
+        return gradient_of(*sums[rank](mean_over_replicas))
+
+    alone = 9.0 / 3 + 4.0 / 8
+    assert gradient_of([9.0, 4.0, 0.0], torch.tensor([3, 8, 0])) == alone
+    sums = [  # one rank has no targets of the first term, none has any of the last
+        lambda mean: ([0.0, 3.0, 0.0], mean(torch.tensor([0, 6, 0]))),
+        lambda mean: ([9.0, 1.0, 0.0], mean(torch.tensor([3, 2, 0]))),
+    ]
+    assert sum(run_ranks(body, 2)) / 2 == alone  # as DistributedDataParallel averages
 
 
 class Guess(nn.Module):

@@ -88,10 +88,14 @@ FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
 # The Verifier writes these, and the files of shards.
 AUTOCAST_COPY = "train_1gpu_autocast.py"
-ORDER_COPIES = {  # {a copy: (the script, the order that it draws instead of a permutation)}
+COPIES = {  # {a copy: (the script, what differs in it: the order of the samples, or the task)}
     f"{stem}_{order}.py": (f"{stem}.py", order)
     for stem in ("train_1gpu", "train_ddp")
     for order in ("shards", "weighted", "buckets")
+}
+COPIES |= {
+    f"train_{name}_terms.py": (f"train_{name}.py", "terms")
+    for name in ("1gpu", "1gpu_graph", "ddp", "ddp_accum", "fsdp", "pp")
 }
 # {a copy: (the script, the page of docs/recipes/ that is applied to it)}
 RECIPES = {
@@ -106,6 +110,10 @@ SHARDS_COPY = "train_ddp_shards.py"
 SHARDS = {"dataset": "shards", "data_dir": "FILES", "loader": "workers"}
 TO_SHARDS = {"reference": "1gpu, shards"}
 SHARDS_KILLED = Case("shards killed", SHARDS_COPY, 2, SHARDS | SAVED)
+# A loss of two terms, one of which has no targets in some batches, and a model of its own.
+TERMS = {"clip_norm": 2.0}
+TO_TERMS = {"reference": "1gpu, two terms"}
+TERMS_KILLED = Case("terms killed", "train_ddp_terms.py", 2, TERMS | SAVED)
 WEIGHTED_KILLED = Case("weighted killed", "train_ddp_weighted.py", 2, SAVED)
 ONE_FILE_COPY = "train_1gpu_one_file.py"
 # The scripts of one_file/ train a task defined there, on any number of processes.
@@ -220,6 +228,25 @@ IMAGES = Suite(
             reference="1gpu, weighted",
             resumes=WEIGHTED_KILLED,
         ),
+        Case("1gpu_graph, two terms", "train_1gpu_graph_terms.py", None, TERMS, **TO_TERMS),
+        Case("ddp x3, two terms", "train_ddp_terms.py", 3, TERMS, **TO_TERMS),
+        Case(
+            "accum x2, two terms",
+            "train_ddp_accum_terms.py",
+            2,
+            TERMS | {"micro_batches": 3},
+            **TO_TERMS,
+        ),
+        Case("fsdp x2, two terms", "train_fsdp_terms.py", 2, TERMS, **TO_TERMS),
+        Case("pp x2, two terms", "train_pp_terms.py", 2, TERMS | STAGES, **TO_TERMS),
+        Case(
+            "terms killed, resumed x3",
+            "train_ddp_terms.py",
+            3,
+            TERMS,
+            **TO_TERMS,
+            resumes=TERMS_KILLED,
+        ),
         Case("one_file ddp x1", ONE_FILE[0], 1, SMALL, **TO_SMALL),
         Case("one_file ddp x2", ONE_FILE[0], 2, SMALL | {"workers": 1}, **TO_SMALL),
         Case("one_file ddp x2, accum", ONE_FILE[0], 2, SMALL | {"micro_batches": 3}, **TO_SMALL),
@@ -240,6 +267,7 @@ IMAGES = Suite(
         Case("1gpu, bfloat16", AUTOCAST_COPY, None, BFLOAT16_RUN),
         Case("1gpu, shards", "train_1gpu_shards.py", None, SHARDS),
         Case("1gpu, weighted", "train_1gpu_weighted.py", None, {}),
+        Case("1gpu, two terms", "train_1gpu_terms.py", None, TERMS),
         Case("1gpu, one file", ONE_FILE_COPY, None, SMALL),
     ],
     left_out={"ep": NO_EXPERTS, "cp": NO_SEQUENCES},

@@ -55,8 +55,9 @@ BUGS = [
     Bug(
         "loss-divided-twice",
         "train_ddp.py",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets)) / dist.get_world_size()",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))"
+        " / dist.get_world_size()",
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "The loss is divided by the number of ranks, although DistributedDataParallel averages the "
@@ -271,8 +272,9 @@ BUGS = [
     Bug(
         "mean-of-the-micro-batches-means",
         "train_ddp_accum.py",
-        "                loss = loss_sum / count  # of all micro-batches, which may differ in size",
-        "                loss = loss_sum / task.count(targets) / len(micro_batches)",
+        "                loss = mean_loss(loss_sum, count)"
+        "  # of all micro-batches, which may differ in size",
+        "                loss = mean_loss(loss_sum, task.count(targets)) / len(micro_batches)",
         "accum x2",
         (Problem.WEIGHTS, ""),
         "Each micro-batch's loss is the mean over its own targets. The means are averaged, so "
@@ -286,8 +288,8 @@ BUGS = [
     Bug(
         "mean-of-the-ranks-means",
         "train_ddp.py",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
-        "        loss = loss_sum / task.count(targets)",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))",
+        "        loss = mean_loss(loss_sum, task.count(targets))",
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
@@ -382,8 +384,8 @@ BUGS = [
     Bug(
         "targets-of-one-rank-counted",
         "train_cp.py",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
-        "        loss = loss_sum / task.count(cp.own_part(targets))",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))",
+        "        loss = mean_loss(loss_sum, task.count(cp.own_part(targets)))",
         "cp x2",
         (Problem.WEIGHTS, ""),
         "The sum over all positions is divided by the number of targets at this rank's positions "
@@ -396,8 +398,9 @@ BUGS = [
     Bug(
         "loss-scaled-by-the-context-ranks",
         "train_cp.py",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets))",
-        "        loss = loss_sum / mean_over_replicas(task.count(targets)) * dist.get_world_size()",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))",
+        "        loss = mean_loss(loss_sum, mean_over_replicas(task.count(targets)))"
+        " * dist.get_world_size()",
         "cp x2",
         (Problem.WEIGHTS, ""),
         "The number of targets, which includes all ranks already, is divided by the number of "

@@ -21,11 +21,11 @@ from tools.shards import of_synthetic, write_json_lines, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (
     AUTOCAST_COPY,
+    COPIES,
     GPU_PER_RANK,
     IMAGES,
     ONE_FILE,
     ONE_FILE_COPY,
-    ORDER_COPIES,
     RECIPES,
     matrix_cases,
 )
@@ -135,11 +135,11 @@ class Verifier:
 
     def _write_data(self, cases):
         """What cases run and read. Several may, in threads, as soon as it exists."""
-        for script in {case.script for case in cases} & ORDER_COPIES.keys():
-            original, order = ORDER_COPIES[script]
+        for script in {case.script for case in cases} & COPIES.keys():
+            original, name = COPIES[script]
             root = self.clean if original == "train_1gpu.py" else self.root
             if not (self.folder / script).exists():  # otherwise, a run may be reading it
-                order_copy(root / original, self.folder / script, order)
+                changed_copy(root / original, self.folder / script, name)
         for script in {case.script for case in cases} & RECIPES.keys():
             original, recipe = RECIPES[script]
             root = self.clean if original == "train_1gpu.py" else self.root
@@ -174,7 +174,7 @@ class Verifier:
 
     def _script(self, case):
         script = self.scripts.get(case.script, case.script)
-        if script in ORDER_COPIES:
+        if script in COPIES:
             return self.folder / script
         if script in RECIPES:
             return self.folder / "recipes" / script / RECIPES[script][0]
@@ -193,7 +193,7 @@ class Verifier:
             AUTOCAST_COPY: autocast_copy,
             ONE_FILE_COPY: one_file.reference,
         }
-        is_copy = case.script in (*ORDER_COPIES, *RECIPES)
+        is_copy = case.script in (*COPIES, *RECIPES)
         script = self._script(case) if is_copy else case.script
         if script in writers:
             script = writers[script](self.folder)
@@ -421,9 +421,15 @@ ORDERS = {  # {name: (an import, the sampler)}
 }
 
 
-def order_copy(script, path, order):
-    """Write a copy of a script with one of ORDERS: docs/streams.md, docs/recipes/samplers.md."""
-    line, sampler = ORDERS[order]
+def changed_copy(script, path, name):
+    """Write a copy of a script with one of ORDERS (docs/streams.md, docs/recipes/samplers.md); or,
+    with the name "terms", that trains terms_task."""
+    if name == "terms":
+        change = TASK_LINE.format("images"), "import tools.verify.terms_task as task"
+        text = changed(script.read_text(encoding="utf-8"), [change], script)
+        path.write_text(text, encoding="utf-8")
+        return
+    line, sampler = ORDERS[name]
     anchor = "from utils.checkpoint import Checkpointer\n"
     imports = f"from sources.samplers import DistributedSamplerWrapper\n{line}\n{anchor}"
     text = changed(script.read_text(encoding="utf-8"), [(anchor, imports)], script)

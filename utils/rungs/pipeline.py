@@ -18,7 +18,7 @@ from utils.checkpoint import Wrapper
 from utils.config import BaseSettings, ConfigError, free_setting, setting
 from utils.distributed import all_gather_object, require_gpu_per_rank, set_data_parallel_group
 from utils.errors import UserError, say
-from utils.metrics import Meter, Task
+from utils.metrics import Meter, Task, mean_loss
 from utils.options import sharded as sharded  # its files have parts
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
 from utils.sample_random import micro_batches
@@ -124,8 +124,7 @@ class NumberedStage(PipelineStage):
 
 
 def sums_of(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, a 0-dim tensor; and {name: sum} of it and of what the task
-    measures."""
+    """The loss of a micro-batch; and {name: sum} of it and of what the task measures."""
     loss = task.loss(outputs, targets)
     return loss, {"loss": loss.detach(), **task.measure(outputs.detach(), targets)}
 
@@ -248,7 +247,7 @@ class Pipeline(Wrapper):
         def loss_fn(outputs: Tensor, part: Tensor) -> Tensor:
             loss, sums = sums_of(task, outputs, part)
             measured.append(sums)
-            return loss / count
+            return mean_loss(loss, count)
 
         self._run(self.schedule.step, inputs, targets, loss_fn)
         for parameter, group in self.shared.items():  # each rank has its part of the gradient
