@@ -72,10 +72,11 @@ def main():
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
     fsdp.check_same_weights(model)  # fully_shard keeps each rank's own; DDP broadcasts rank 0's
     model = model.to(memory_format=torch.contiguous_format)  # fully_shard rejects channels_last
-    fsdp.shard_batchnorms(model, cfg)  # separately: they stay in float32
-    for block in task.blocks(model):
-        fully_shard(block, **fsdp.fsdp_kwargs(cfg))  # gathered just before it runs
-    fully_shard(model, **fsdp.fsdp_kwargs(cfg, root=True))  # the layers outside the blocks
+    with fsdp.replacing_parameters(model):  # refuses what holds on to the old ones
+        fsdp.shard_batchnorms(model, cfg)  # separately: they stay in float32
+        for block in task.blocks(model):
+            fully_shard(block, **fsdp.fsdp_kwargs(cfg))  # gathered just before it runs
+        fully_shard(model, **fsdp.fsdp_kwargs(cfg, root=True))  # the layers outside the blocks
 
     # Optimization
     optimizer = build_optimizer(model, cfg)

@@ -76,11 +76,12 @@ def main():
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
     fsdp.check_same_weights(model)  # fully_shard keeps each rank's own; DDP broadcasts rank 0's
     model = model.to(memory_format=torch.contiguous_format)  # fully_shard rejects channels_last
-    tp.divide_layers(task.tensor_parallel_plan(model, mesh["tensor"].size()), mesh["tensor"])
-    fsdp.shard_batchnorms(model, cfg)  # separately: they stay in float32
-    for block in task.blocks(model):
-        fully_shard(block, **fsdp.fsdp_kwargs(cfg, mesh=mesh["data"]))  # gathered when it runs
-    fully_shard(model, **fsdp.fsdp_kwargs(cfg, root=True, mesh=mesh["data"]))  # outside the blocks
+    with fsdp.replacing_parameters(model):  # refuses what holds on to the old ones
+        tp.divide_layers(task.tensor_parallel_plan(model, mesh["tensor"].size()), mesh["tensor"])
+        fsdp.shard_batchnorms(model, cfg)  # separately: they stay in float32
+        for block in task.blocks(model):
+            fully_shard(block, **fsdp.fsdp_kwargs(cfg, mesh=mesh["data"]))  # gathered when it runs
+        fully_shard(model, **fsdp.fsdp_kwargs(cfg, root=True, mesh=mesh["data"]))  # the others
 
     # Optimization
     optimizer = build_optimizer(model, cfg)

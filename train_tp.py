@@ -69,7 +69,8 @@ def main():
     check_task(task, model, train_loader)  # fails now, not after an epoch
     if cfg.compile != "none":
         model.compile(mode=cfg.compile)  # in place: parameters keep their names
-    tp.divide_layers(task.tensor_parallel_plan(model, mesh["tensor"].size()), mesh["tensor"])
+    with tp.replacing_parameters(model):  # refuses what holds on to the old ones
+        tp.divide_layers(task.tensor_parallel_plan(model, mesh["tensor"].size()), mesh["tensor"])
 
     # Optimization
     optimizer = build_optimizer(model, cfg)

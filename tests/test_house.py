@@ -177,6 +177,7 @@ OTHERS = {
     "rungs/fsdp": 130,
     "rungs/graph": 90,
     "rungs/model_parallel": 135,
+    "rungs/parameters": 40,
     "rungs/pipeline": 270,
     "rungs/spawn": 70,
     "rungs/tensor_parallel": 125,

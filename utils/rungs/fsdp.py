@@ -30,6 +30,7 @@ from utils.distributed import (
 )
 from utils.errors import UserError
 from utils.guards import Guard
+from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from utils.checkpoint import placed_like
 from utils.distributed import is_main_process, require_gpu_per_rank
 from utils.errors import UserError, say
+from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 
 def init_mesh(device: torch.device, data: int) -> DeviceMesh:

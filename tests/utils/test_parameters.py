@@ -1,0 +1,93 @@
+"""What refers to parameters that are replaced: kept, or refused with a name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from tests.processes import run_ranks
+from tests.utils.test_checkpoint import outcome
+from utils.errors import UserError
+from utils.rungs.parameters import replacing_parameters
+from utils.rungs.tensor_parallel import divide_layers, init_mesh
+
+
+class Net(nn.Module):
+    """Its last layer has a second name, and it may have other things of the first layer's."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.recurrent = nn.LSTM(4, 4)  # also has its parameters in a list, which follows them
+        self.alias = self.last
+        if change:
+            change(self)
+
+
+def hook(net):
+    net.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+def hook_after_accumulation(net):
+    net.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def keep_in_list(net):
+    net.kept = [net.first.weight]
+
+
+def keep_in_function(net):
+    weight = net.first.weight
+    net.penalty = lambda: weight.square().sum()
+
+
+def keep_in_other_module(net):
+    net.others = (nn.ParameterList([net.first.weight]),)
+
+
+def tie(net):
+    net.last.weight = net.first.weight
+
+
+def shard(net):
+    for parameter in net.parameters():  # leaves a variable that refers to the last one
+        assert not isinstance(parameter, DTensor)
+    with replacing_parameters(net):
+        fully_shard(net.last)
+        fully_shard(net)
+
+
+def divide(net):
+    mesh = init_mesh(torch.device("cpu"), data=1)["tensor"]
+    with replacing_parameters(net):
+        divide_layers([(net.first, ColwiseParallel())], mesh)
+
+
+REFUSED = [hook, hook_after_accumulation, keep_in_list, keep_in_function, keep_in_other_module, tie]
+
+
+@pytest.mark.parametrize("replace", [shard, divide])
+def test_what_would_go_on_with_an_old_parameter_is_refused(replace):
+    def body(rank):
+        return [outcome(lambda c=change: replace(Net(c))) for change in REFUSED]
+
+    for outcomes in run_ranks(body, 2):
+        for change, (kind, text) in zip(REFUSED, outcomes, strict=True):
+            assert kind is UserError and "first.weight" in text, change
+
+
+@pytest.mark.parametrize("replace", [shard, divide])
+def test_attributes_stay(replace):
+    """Such as those that tell an optimizer what to decay."""
+
+    def body(rank):
+        net = Net()
+        for number, parameter in enumerate(net.parameters()):
+            parameter.number = number
+        replace(net)
+        assert any(isinstance(parameter, DTensor) for parameter in net.parameters())
+        return [parameter.number for parameter in net.parameters()]
+
+    assert run_ranks(body, 2) == [list(range(8))] * 2
