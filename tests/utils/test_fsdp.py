@@ -319,6 +319,52 @@ def test_blocks_that_the_ranks_run_in_a_different_order_are_refused(compiles):
         assert step == 2 and "heads.0" in text and "heads.1" in text
 
 
+class Writing(nn.Module):
+    """Calls write(its parameter) before it uses it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.write = write
+
+    def forward(self, points):
+        with torch.no_grad():
+            self.write(self.scale)
+        return points * self.scale
+
+
+WRITES = {
+    "clamp": lambda scale: scale.clamp_(max=9),  # without effect in these steps
+    "data": lambda scale: scale.data.mul_(0.9),
+    "new data": lambda scale: setattr(scale, "data", scale.data + 1),
+    "read": lambda scale: scale.sum(),
+}
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["root", "block"])
+def test_writes_into_gathered_parameters_are_refused(is_block):
+    """Such as of a momentum teacher, or of nn.Embedding(max_norm=...)."""
+
+    def train(write):
+        model = nn.Sequential(nn.Linear(3, 2), Writing(write))
+        if is_block:
+            fully_shard(model[1], **fsdp_kwargs(PLAIN))
+        fully_shard(model, **fsdp_kwargs(PLAIN, root=True))
+        guard, checkpoint = CompareShards(), SimpleNamespace(model=model)
+        guard.at_start(checkpoint)
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            guard.after_step(checkpoint)
+
+    def body(rank):
+        return [outcome(lambda w=write: train(w)) for write in WRITES.values()]
+
+    for outcomes in run_ranks(body, 2):
+        for name, (kind, text) in zip(WRITES, outcomes, strict=True):
+            assert (kind is None) == (name == "read"), (name, text)
+            assert name == "read" or "scale" in text
+
+
 # Checkpoints
 
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config import BaseSettings, ConfigError, free_setting, setting
@@ -128,24 +129,52 @@ class CompareShards(Guard):
     FSDP matches what the ranks send by its order alone: it would average the gradients of different
     parameters of two ranks, or wait forever. The ranks compare a step while the next one runs, and
     before they save.
+
+    Also if forward() writes into a parameter, which is then a copy that FSDP has gathered for this
+    pass. It looks at two steps: in the first, a teacher may be equal to its student.
     """
 
     def at_start(self, checkpoint: Any) -> None:
+        self.steps, self.before = 0, {}
         self.parameters = dict(checkpoint.model.named_parameters())
         self.blocks: list[str] = []  # run since the last step
         self.work: dist.Work | None = None
         for name, module in checkpoint.model.named_modules():
             if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._noting(name or "the model"))
+                module.register_forward_hook(self._refuse_writes, prepend=True)  # before FSDP's
 
     def _noting(self, name):
         @torch.compiler.disable
-        def note(*_):
+        def note(module, _):
             self.blocks.append(name)
+            self.before[module] = self._copies(module)
 
         return note
 
+    @torch.compiler.disable
+    def _refuse_writes(self, module, *_):
+        before, now = self.before.pop(module), self._copies(module)
+        for name in before.keys() & now:  # a block inside is gathered for a while
+            if before[name] != now[name]:
+                raise UserError(
+                    f"forward() of a {type(module).__name__} changes its {name}, and FSDP drops "
+                    f"that: change it after optimizer.step()"
+                )
+
+    def _copies(self, module):
+        """{the name of a parameter that is a copy: its version and sum} in the first two steps."""
+        if self.steps >= 2:
+            return {}
+        kept = {id(parameter) for parameter in self.parameters.values()}
+        copies = {name: p for name, p in module.named_parameters() if id(p) not in kept}
+        parts = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in copies.items()}
+        # The version does not tell of what is written through `.data`.
+        sums = {name: part.detach().sum(dtype=torch.float64) for name, part in parts.items()}
+        return {name: (p._version, sums[name].item()) for name, p in copies.items()}
+
     def after_step(self, checkpoint: Any) -> None:
+        self.steps += 1
         self.before_save(checkpoint, between_steps=True)
         self.facts: dict[str, Any] = {f"block {i}": name for i, name in enumerate(self.blocks)}
         self.facts["blocks run in a step"] = len(self.blocks)
