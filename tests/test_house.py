@@ -177,7 +177,7 @@ OTHERS = {
     "rungs/fsdp": 150,
     "rungs/graph": 90,
     "rungs/model_parallel": 135,
-    "rungs/parameters": 40,
+    "rungs/parameters": 45,
     "rungs/pipeline": 270,
     "rungs/spawn": 70,
     "rungs/tensor_parallel": 125,

@@ -51,6 +51,10 @@ def tie(net):
     net.last.weight = net.first.weight
 
 
+def share(net):
+    net.last.shared = net.first  # in a block, and outside of it
+
+
 def shard(net):
     for parameter in net.parameters():  # leaves a variable that refers to the last one
         assert not isinstance(parameter, DTensor)
@@ -65,16 +69,16 @@ def divide(net):
         divide_layers([(net.first, ColwiseParallel())], mesh)
 
 
-REFUSED = [hook, hook_after_accumulation, keep_in_list, keep_in_function, keep_in_other_module, tie]
+REFUSED = [hook, hook_after_accumulation, keep_in_list, keep_in_function, keep_in_other_module]
 
 
-@pytest.mark.parametrize("replace", [shard, divide])
-def test_what_would_go_on_with_an_old_parameter_is_refused(replace):
+@pytest.mark.parametrize(("replace", "more"), [(shard, [tie, share]), (divide, [tie])])
+def test_what_would_go_on_with_an_old_parameter_is_refused(replace, more):
     def body(rank):
-        return [outcome(lambda c=change: replace(Net(c))) for change in REFUSED]
+        return [outcome(lambda c=change: replace(Net(c))) for change in REFUSED + more]
 
     for outcomes in run_ranks(body, 2):
-        for change, (kind, text) in zip(REFUSED, outcomes, strict=True):
+        for change, (kind, text) in zip(REFUSED + more, outcomes, strict=True):
             assert kind is UserError and "first.weight" in text, change
 
 

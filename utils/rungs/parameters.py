@@ -19,10 +19,14 @@ def replacing_parameters(model: nn.Module) -> Iterator[None]:
     Raises UserError for what would stay with an old one, and so have no effect: a hook, a list that
     holds it, or a second name in the model.
     """
-    names = _old_parameters(model)
-    yield
+    old = _old_parameters(model)
+    try:
+        yield
+    except TypeError as error:  # of torch 2.14, for a module in two blocks
+        _refuse_tied([names for names, *_ in old if len(names) > 1], error)
+        raise
     gc.collect()
-    _replace(names, dict(model.named_parameters(remove_duplicate=False)))
+    _replace(old, dict(model.named_parameters(remove_duplicate=False)))
 
 
 def _old_parameters(model):
@@ -38,13 +42,16 @@ def _old_parameters(model):
     return [(names[p], weakref.ref(p), dict(vars(p))) for p in names]
 
 
+def _refuse_tied(tied, cause=None):
+    if tied:
+        names = "; ".join(" and ".join(names) for names in tied)
+        raise UserError(f"{names}: divide one parameter in one block, or in none") from cause
+
+
 def _replace(old_parameters, new):
     for names, reference, attributes in old_parameters:
         if len({new[name] for name in names}) > 1:
-            raise UserError(
-                f"{' and '.join(names)} are one parameter: divide them together, in one block or "
-                f"in none"
-            )
+            _refuse_tied([names])
         old, parameter = reference(), new[names[0]]
         vars(parameter).update(attributes | vars(parameter))
         if old is None or old is parameter:
