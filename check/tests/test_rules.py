@@ -894,3 +894,35 @@ def test_needs_two_processes_data_and_the_folder_above(tmp_path):
     found = [(finding["rule"], finding["file"]) for finding in report["findings"]]
     assert found == [("no-set-epoch", "scripts/train.py")]
     assert "several processes" in str(report["not_checked"])
+
+
+OLDER_CLASS = """
+import os
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+model = FullyShardedDataParallel(
+    module=torch.nn.Linear(4, 1),
+    device_id=torch.cuda.current_device(),
+    mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+sampler = DistributedSampler(data)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in DataLoader(data, 8, sampler=sampler):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x.cuda()).float(), y.cuda()).backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_older_class_of_fsdp_runs_without_a_gpu(tmp_path):
+    assert found_in(tmp_path, OLDER_CLASS)[0] == []

@@ -393,6 +393,13 @@ torch.cuda.set_device(device)
 x = torch.ones(4, device=device)
 own = torch.zeros(4)
 generator = torch.Generator(device="cuda").manual_seed(1)
+for scope in (torch.autocast("cuda"), torch.cuda.amp.autocast()):  # by default float16 on a GPU
+    with scope:
+        assert torch.get_autocast_dtype("cuda") == torch.float16
+        torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2)).numpy()
+with torch.autocast(device_type="cuda", dtype=torch.bfloat16):
+    assert torch.nn.functional.linear(x, own).dtype == torch.bfloat16
+torch.cuda.amp.GradScaler().scale(torch.ones(()))
 for each in (generator, torch.default_generator):
     assert isinstance(each, torch.Generator)
 torch.randn(3, generator=generator, device=device)

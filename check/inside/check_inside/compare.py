@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from check_inside.record import PLAN, checksum, rank, replace
+from check_inside.record import PLAN, checksum, passing_on, rank, replace
 from check_inside.state import STATE
 
 MOST_ELEMENTS = 50_000_000  # of the outputs of modules, in each step
@@ -118,12 +118,7 @@ def _compute_in_float64(torch):
     replace(torch.autograd, "_engine_run_backward", observe_engine)
     torch.set_default_dtype(torch.float64)
     Float64().__enter__()
-    autocast = torch.amp.autocast_mode.autocast.__init__
-
-    def no_autocast(self, *args, **kwargs):
-        autocast(self, *args, **kwargs | {"enabled": False})
-
-    torch.amp.autocast_mode.autocast.__init__ = no_autocast
+    replace(torch.amp.autocast, "__init__", passing_on(lambda given: given.update(enabled=False)))
     scaler = torch.amp.GradScaler.__init__
 
     def no_scaling(self, *args, **kwargs):

@@ -11,7 +11,7 @@ import time
 import types
 import weakref
 
-from check_inside.record import PLAN, called_by_user, replace
+from check_inside.record import PLAN, called_by_user, passing_on, replace
 from check_inside.state import STATE
 
 _current = 0
@@ -120,13 +120,16 @@ def _map_tensors(torch):
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.set_default_device = lambda device: None
 
-    def make_context(original):  # of `with torch.device("cuda"):`
-        def __init__(self, device):
-            original(self, _device(device))
+    replace(DeviceContext, "__init__", _mapping("device"))  # of `with torch.device("cuda"):`
 
-        return __init__
 
-    replace(DeviceContext, "__init__", make_context)
+def _mapping(name, default=None):
+    """For replace(): maps the argument with this name."""
+
+    def before(given):
+        given[name] = _device(given.get(name, default))
+
+    return passing_on(before)
 
 
 def _device_or_index(device):
@@ -211,16 +214,12 @@ def _map_profiler(torch):
         return
     activity = profiler.ProfilerActivity
 
-    def make(original):
-        def __init__(self, *, activities=None, **kwargs):
-            if activities is not None:
-                activities = {a for a in activities if a != activity.CUDA} or {activity.CPU}
-            original(self, activities=activities, **kwargs)
-
-        return __init__
+    def before(given):
+        if given.get("activities") is not None:
+            given["activities"] = set(given["activities"]) - {activity.CUDA} or {activity.CPU}
 
     for kind in (profiler._KinetoProfile, profiler.profile):
-        replace(kind, "__init__", make)
+        replace(kind, "__init__", passing_on(before))
 
 
 def _map_cuda(torch):
@@ -343,14 +342,7 @@ def _map_mesh(torch):
     if not torch.distributed.is_available():
         return
     mesh = torch.distributed.device_mesh.DeviceMesh
-
-    def make(original):
-        def __init__(self, device_type, *args, **kwargs):
-            original(self, _device(device_type), *args, **kwargs)
-
-        return __init__
-
-    replace(mesh, "__init__", make)
+    replace(mesh, "__init__", _mapping("device_type"))
 
 
 def answer_others(module, name, answer):
@@ -366,35 +358,20 @@ def answer_others(module, name, answer):
 
 
 def _map_amp(torch):
-    autocast = torch.amp.autocast
-    init = autocast.__init__
+    """The older classes in torch.cuda.amp derive from these."""
 
-    def __init__(self, device_type="cuda", dtype=None, enabled=True, cache_enabled=None):
-        # bfloat16 is the CPU's type; what is compared exactly has no lower precision at all.
-        enabled = enabled and not PLAN["run"].startswith("exact")
-        init(self, _device(device_type), torch.bfloat16, enabled, cache_enabled)
+    def before(given):
+        # What is compared exactly has no lower precision at all.
+        given["enabled"] = given.get("enabled", True) and not PLAN["run"].startswith("exact")
+        if _device(given["device_type"]) != given["device_type"] and given.get("dtype") is None:
+            given["dtype"] = torch.float16  # as on a GPU: a CPU's own default is bfloat16
+        given["device_type"] = _device(given["device_type"])
 
-    autocast.__init__ = __init__
-    cuda_autocast = torch.cuda.amp.autocast
-
-    def old_init(self, enabled=True, dtype=None, cache_enabled=True):
-        __init__(self, "cuda", dtype, enabled, cache_enabled)
-
-    cuda_autocast.__init__ = old_init
-    scaler = torch.amp.GradScaler
-    scaler_init = scaler.__init__
-
-    def init_scaler(self, device="cuda", *args, **kwargs):
-        scaler_init(self, _device(device), *args, **kwargs)
-
-    scaler.__init__ = init_scaler
-
-    def old_scaler(self, *args, **kwargs):
-        scaler.__init__(self, "cpu", *args, **kwargs)
-
-    torch.cuda.amp.GradScaler.__init__ = old_scaler
+    replace(torch.amp.autocast, "__init__", passing_on(before))
+    replace(torch.amp.GradScaler, "__init__", _mapping("device", "cuda"))
     torch.is_autocast_enabled = _map_first(torch.is_autocast_enabled)
     torch.get_autocast_dtype = _map_first(torch.get_autocast_dtype)
+    torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cuda")
 
 
 def _map_first(original):

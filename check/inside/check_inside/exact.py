@@ -49,11 +49,11 @@ def install(name, torch):
     _replace(functional, "scaled_dot_product_attention", make_attention)
 
     def make_batch_norm(original):
-        def batch_norm(input, mean, variance, weight=None, bias=None, *args, **kwargs):
+        def batch_norm(input, running_mean, running_var, weight=None, bias=None, *args, **kwargs):
             channels = [1, -1] + [1] * (input.dim() - 2)
-            if mean is not None:
-                input = (input - mean.reshape(channels)) / (
-                    variance.reshape(channels) + 1e-5
+            if running_mean is not None:
+                input = (input - running_mean.reshape(channels)) / (
+                    running_var.reshape(channels) + 1e-5
                 ).sqrt()
             if weight is not None:
                 input = input * weight.reshape(channels) + bias.reshape(channels)

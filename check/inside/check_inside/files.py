@@ -10,7 +10,17 @@ import sys
 import time
 from collections import Counter
 
-from check_inside.record import PLAN, ROOT, guarded, is_user_file, place, rank, record, replace
+from check_inside.record import (
+    PLAN,
+    ROOT,
+    guarded,
+    is_user_file,
+    passing_on,
+    place,
+    rank,
+    record,
+    replace,
+)
 from check_inside.state import STATE
 
 BYTES_WRITTEN = 10  # lines within which the bytes of a checkpoint are written
@@ -27,19 +37,19 @@ def install(name, module):
     """Observe saves and loads of torch, torch.distributed.checkpoint or safetensors."""
     if name == "torch":
         replace(module, "save", lambda original: _observe_save(original, "torch.save", 1))
-        replace(module, "load", _observe_load)
+        replace(module, "load", passing_on(_before_torch_load, _after_load))
         replace(pickle, "dump", lambda original: _observe_save(original, "pickle", 1, "dump"))
-        replace(pickle, "load", _observe_load)
+        replace(pickle, "load", passing_on(after=_after_load))
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             for function in ("save", "savez", "savez_compressed"):
                 replace(numpy, function, lambda f: _observe_save(f, "numpy", 0, "dump"))
-            replace(numpy, "load", _observe_load)
+            replace(numpy, "load", passing_on(after=_after_load))
         sys.addaudithook(_audit)
     elif name == "safetensors.torch":
         for function in ("save_file", "save_model"):
             replace(module, function, lambda f: _observe_save(f, "safetensors", 1))
-        replace(module, "load_file", _observe_load)
+        replace(module, "load_file", passing_on(_before_safetensors_load, _after_load))
     else:
         for function in ("save", "async_save"):
             replace(module, function, lambda f: _observe_distributed(f, "save"))
@@ -105,9 +115,7 @@ def _holds_model(thing):
     found = sum((Counter(leaves) & shapes).values())
     total = sum(p.numel() for p in STATE.parameters)
     sizes = [torch.Size(shape).numel() for shape in leaves]
-    is_sharded = any(
-        hasattr(p, "to_local") or type(p).__name__ == "FlatParameter" for p in STATE.parameters
-    )
+    is_sharded = any(hasattr(p, "to_local") or id(p) in STATE.flat for p in STATE.parameters)
     if is_sharded and leaves:
         return None
     return found >= 0.5 * shapes.total() or total in sizes
@@ -142,22 +150,20 @@ def _leaves(thing):
             yield None
 
 
-def _observe_load(original):
-    def load(f, *args, **kwargs):
-        if PLAN["device"] == "mapped" and original.__module__.startswith("torch"):
-            if args:
-                args = ("cpu", *args[1:])
-            else:
-                kwargs["map_location"] = "cpu"
-        elif PLAN["device"] == "mapped" and original.__module__.startswith("safetensors"):
-            args, kwargs = (), {}  # its only option is the device
-        path = _path(f)
-        result = original(f, *args, **kwargs)
-        if path is not None and not path.startswith(_own):
-            record("load", path=path, place=place())
-        return result
+def _before_torch_load(given):
+    if PLAN["device"] == "mapped":
+        given["map_location"] = "cpu"
 
-    return load
+
+def _before_safetensors_load(given):
+    if PLAN["device"] == "mapped":
+        given.pop("device", None)
+
+
+def _after_load(given, result):
+    path = _path(next(iter(given.values())))
+    if path is not None and not path.startswith(_own):
+        record("load", path=path, place=place())
 
 
 def _observe_distributed(original, kind):

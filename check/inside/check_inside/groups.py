@@ -7,7 +7,7 @@ import re
 import sys
 
 from check_inside.devices import answer_others
-from check_inside.record import PLAN, guarded, place, record, replace
+from check_inside.record import PLAN, guarded, passing_on, place, record, replace
 from check_inside.state import STATE
 
 MOST_COLLECTIVES = 20_000
@@ -33,39 +33,11 @@ def install(name, torch):
     if not dist.is_available():
         return
 
-    def make_init(original):
-        def init_process_group(backend=None, *args, **kwargs):
-            asked = backend
-            if PLAN["device"] == "mapped":
-                backend = "gloo"
-                kwargs.pop("device_id", None)
-            args = tuple(_here(argument) for argument in args)
-            if "init_method" in kwargs:
-                kwargs["init_method"] = _here(kwargs["init_method"])
-            if os.environ.get("MASTER_ADDR"):
-                os.environ["MASTER_ADDR"] = "127.0.0.1"
-            record("joins", place=place())  # it may wait there for a rank that has failed
-            result = original(backend, *args, **kwargs)
-            _asked[dist.group.WORLD] = asked
-            record("init", world=dist.get_world_size(), place=place())
-            _observe(dist.group.WORLD)
-            return result
-
-        return init_process_group
-
-    def make_new_group(original):
-        def new_group(*args, **kwargs):
-            asked = kwargs.get("backend") or _asked.get(dist.group.WORLD)
-            if PLAN["device"] == "mapped" and "nccl" in str(kwargs.get("backend")):
-                kwargs["backend"] = "gloo"
-            group = original(*args, **kwargs)
-            _asked[group] = asked
-            _observe(group)
-            return group
-
-        return new_group
-
-    for function, make in (("init_process_group", make_init), ("new_group", make_new_group)):
+    creates = {
+        "init_process_group": passing_on(_before_init, _after_init),
+        "new_group": passing_on(_before_new_group, _after_new_group),
+    }
+    for function, make in creates.items():
         replacement = make(getattr(c10d, function))
         for module in (c10d, dist):
             setattr(module, function, replacement)
@@ -91,18 +63,47 @@ def install(name, torch):
             setattr(module, function, replacement)
     _observe_ddp(torch.nn.parallel.DistributedDataParallel)
     spawning = sys.modules["torch.multiprocessing.spawn"]  # the package has a function of that name
+    replace(spawning, "start_processes", passing_on(_before_spawn))
+    torch.multiprocessing.start_processes = spawning.start_processes
+    data_parallel = passing_on(_before_data_parallel, _after_data_parallel)
+    replace(torch.nn.DataParallel, "__init__", data_parallel)
 
-    def make_start(original):
-        def start_processes(fn, args=(), nprocs=1, *others, **kwargs):
-            record("spawn", processes=nprocs, place=place())
-            return original(fn, args, nprocs, *others, **kwargs)
 
-        return start_processes
+def _before_init(given):
+    given["asked"] = given.get("backend")
+    if PLAN["device"] == "mapped":
+        given["backend"] = "gloo"
+        given.pop("device_id", None)
+    if "init_method" in given:
+        given["init_method"] = _here(given["init_method"])
+    if os.environ.get("MASTER_ADDR"):
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    record("joins", place=place())  # it may wait there for a rank that has failed
 
-    replacement = make_start(spawning.start_processes)
-    for module in (spawning, torch.multiprocessing):
-        module.start_processes = replacement
-    replace(torch.nn.DataParallel, "__init__", _observe_data_parallel)
+
+def _after_init(given, result):
+    import torch.distributed as dist
+
+    _asked[dist.group.WORLD] = given["asked"]
+    record("init", world=dist.get_world_size(), place=place())
+    _observe(dist.group.WORLD)
+
+
+def _before_new_group(given):
+    given["asked"] = given.get("backend")
+    if PLAN["device"] == "mapped" and "nccl" in str(given.get("backend")):
+        given["backend"] = "gloo"
+
+
+def _after_new_group(given, group):
+    import torch.distributed as dist
+
+    _asked[group] = given["asked"] or _asked.get(dist.group.WORLD)
+    _observe(group)
+
+
+def _before_spawn(given):
+    record("spawn", processes=given.get("nprocs", 1), place=place())
 
 
 def _here(method):
@@ -165,23 +166,7 @@ def _observe(group):
 
 
 def _observe_ddp(ddp):
-    def make(original):
-        def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
-            if PLAN["device"] == "mapped":
-                device_ids = output_device = None
-            record(
-                "wrap",
-                type="DistributedDataParallel",
-                group=ranks_of(kwargs.get("process_group")),
-                find_unused=kwargs.get("find_unused_parameters", False),
-                place=place(),
-            )
-            STATE.wrapped |= {id(parameter) for parameter in module.parameters()}
-            original(self, module, device_ids, output_device, *args, **kwargs)
-
-        return __init__
-
-    replace(ddp, "__init__", make)
+    replace(ddp, "__init__", passing_on(_before_ddp))
 
     def make_join(original):
         def __init__(self, *args, **kwargs):
@@ -194,12 +179,26 @@ def _observe_ddp(ddp):
     replace(sys.modules["torch.distributed.algorithms.join"].Join, "__init__", make_join)
 
 
-def _observe_data_parallel(original):
-    def __init__(self, module, device_ids=None, output_device=None, dim=0):
-        record("wrap", type="DataParallel", place=place())
-        original(self, module, [] if PLAN["device"] == "mapped" else device_ids, None, dim)
-        if PLAN["device"] == "mapped":
-            self.module = module
-            self.device_ids = []
+def _before_ddp(given):
+    if PLAN["device"] == "mapped":
+        given.update(device_ids=None, output_device=None)
+    record(
+        "wrap",
+        type="DistributedDataParallel",
+        group=ranks_of(given.get("process_group")),
+        find_unused=given.get("find_unused_parameters", False),
+        place=place(),
+    )
+    STATE.wrapped |= {id(parameter) for parameter in given["module"].parameters()}
 
-    return __init__
+
+def _before_data_parallel(given):
+    record("wrap", type="DataParallel", place=place())
+    if PLAN["device"] == "mapped":
+        given.update(device_ids=[], output_device=None)
+
+
+def _after_data_parallel(given, result):
+    if PLAN["device"] == "mapped":
+        given["self"].module = given["module"]
+        given["self"].device_ids = []

@@ -1,7 +1,7 @@
 """Observes that ranks hold parts of one model: they are not replicas of each other."""
 
 from check_inside.groups import ranks_of
-from check_inside.record import place, record, replace
+from check_inside.record import passing_on, place, record, replace
 from check_inside.state import STATE
 
 
@@ -10,7 +10,7 @@ def install(name, module):
     if name.endswith("pipelining"):
         replace(module.PipelineStage, "__init__", _observe_stage)
     else:
-        replace(module, "parallelize_module", _observe_parallel)
+        replace(module, "parallelize_module", passing_on(_before_parallel))
 
 
 def _observe_stage(original):
@@ -28,11 +28,8 @@ def _current_mesh():
     return _mesh_resources.get_current_mesh()
 
 
-def _observe_parallel(original):
-    def parallelize_module(module, device_mesh=None, *args, **kwargs):
-        mesh = device_mesh if device_mesh is not None else _current_mesh()
-        ranks = mesh.mesh.flatten().tolist() if mesh is not None else None
-        record("parts", how="tensor parallel", group=ranks, place=place())
-        return original(module, device_mesh, *args, **kwargs)
-
-    return parallelize_module
+def _before_parallel(given):
+    mesh = given.get("device_mesh")
+    mesh = mesh if mesh is not None else _current_mesh()
+    ranks = mesh.mesh.flatten().tolist() if mesh is not None else None
+    record("parts", how="tensor parallel", group=ranks, place=place())

@@ -1,6 +1,7 @@
 """Writes what happens in one process as lines of JSON, for check/events.py to read."""
 
 import functools
+import inspect
 import json
 import os
 import sys
@@ -140,3 +141,28 @@ def replace(owner, name, make):
                 break
     setattr(owner, name, replacement)
     return original
+
+
+def passing_on(before=None, after=None):
+    """For replace(): calls before(given) and after(given, result), and between them the original.
+
+    given: its arguments by the names that its own signature has; `before` may change them. Other
+    names are for `after` alone.
+    """
+
+    def make(original):
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def function(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            if before is not None:
+                before(bound.arguments)
+            result = original(*bound.args, **bound.kwargs)
+            if after is not None:
+                after(bound.arguments, result)
+            return result
+
+        return function
+
+    return make

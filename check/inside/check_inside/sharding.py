@@ -1,39 +1,44 @@
 """Observes fully_shard and its older class: the model of each rank before it is sharded."""
 
+import torch
+
 from check_inside.groups import ranks_of
-from check_inside.record import PLAN, checksum, guarded, place, record
+from check_inside.record import PLAN, checksum, guarded, passing_on, place, record, replace
+from check_inside.state import STATE
 
 IS_FLOAT64 = PLAN.get("diff") and PLAN["dtype"] == "float64"  # see compare.py
 
 
 def install(name, module):
     """Replace fully_shard, and the constructor of the older class."""
-    original = module.fully_shard
-
-    def fully_shard(model, *args, **kwargs):
-        record("shard", checksums=_checksums(model), group=_averaging(**kwargs), place=place())
-        if IS_FLOAT64:
-            kwargs.pop("mp_policy", None)
-        return original(model, *args, **kwargs)
-
-    for attribute in ("state", "__wrapped__"):
-        if hasattr(original, attribute):
-            setattr(fully_shard, attribute, getattr(original, attribute))
-    module.fully_shard = fully_shard
-    wrapper = module.FullyShardedDataParallel
-    init = wrapper.__init__
-
-    def __init__(self, model, *args, **kwargs):
-        if not kwargs.get("sync_module_states"):
-            record("shard", checksums=_checksums(model), place=place())
-        if IS_FLOAT64:
-            kwargs.pop("mixed_precision", None)
-        init(self, model, *args, **kwargs)
-
-    wrapper.__init__ = __init__
+    replace(module, "fully_shard", passing_on(_before_fully_shard))
+    replace(module.FullyShardedDataParallel, "__init__", passing_on(_before_fsdp, _after_fsdp))
 
 
-def _averaging(mesh=None, dp_mesh_dims=None, **kwargs):
+def _before_fully_shard(given):
+    group = _averaging(given.get("mesh"), given.get("dp_mesh_dims"))
+    record("shard", checksums=_checksums(given["module"]), group=group, place=place())
+    if IS_FLOAT64:
+        given.pop("mp_policy", None)
+
+
+def _before_fsdp(given):
+    if not given.get("sync_module_states"):
+        record("shard", checksums=_checksums(given["module"]), place=place())
+    if PLAN["device"] != "cuda":
+        given["device_id"] = torch.device("cpu")  # without it, it asks for an accelerator
+    if IS_FLOAT64:
+        given.pop("mixed_precision", None)
+
+
+def _after_fsdp(given, result):
+    handle = given["self"]._handle
+    if handle is not None and handle.uses_sharded_strategy:
+        flat = handle.flat_param
+        STATE.flat |= {id(flat), *map(id, flat._params or [])}
+
+
+def _averaging(mesh, dp_mesh_dims):
     """The ranks that average their gradients."""
     if dp_mesh_dims is not None:
         return []  # the mesh has more dimensions than those

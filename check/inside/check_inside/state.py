@@ -40,6 +40,7 @@ class State:
     schedulers: list = field(default_factory=list)  # weak references, in the order of their making
     wrapped: set = field(default_factory=set)  # ids of parameters in a DistributedDataParallel
     trained: set = field(default_factory=set)  # the id of a parameter of each model with gradients
+    flat: set = field(default_factory=set)  # ids of parameters in a FullyShardedDataParallel
     names: dict = field(default_factory=dict)  # id of a parameter -> its name
     frozen: dict = field(default_factory=dict)  # id of a BatchNorm -> checksum of its weight
     steps: int = 0  # of the outermost optimizers

@@ -6,7 +6,16 @@ import weakref
 
 from check_inside import exact, limits, own
 from check_inside.data import fingerprints, generator_states, note_noise, random_states
-from check_inside.record import PLAN, called_by_user, checksum, guarded, place, record, replace
+from check_inside.record import (
+    PLAN,
+    called_by_user,
+    checksum,
+    guarded,
+    passing_on,
+    place,
+    record,
+    replace,
+)
 from check_inside.state import STATE
 
 MOST_TENSORS = 3000  # of which single checksums are recorded
@@ -37,7 +46,7 @@ def install(name, torch):
     modules.register_module_forward_hook(_after_forward, always_call=True)
     optimizers.register_optimizer_step_pre_hook(_before_step)
     optimizers.register_optimizer_step_post_hook(_after_step)
-    replace(torch.optim.Optimizer, "add_param_group", _observe_parameters)
+    replace(torch.optim.Optimizer, "add_param_group", passing_on(after=_observe_parameters))
     replace(torch.optim.Optimizer, "zero_grad", _observe_zero_grad)
     torch.optim.lr_scheduler.LRScheduler.__new__ = _new_scheduler
     replace(torch.autograd, "backward", _observe_backward)
@@ -45,7 +54,7 @@ def install(name, torch):
         replacement = _observe_clip(getattr(clip_grad, name))
         for module in (clip_grad, torch.nn.utils):
             setattr(module, name, replacement)
-    replace(torch.nn.functional, "batch_norm", _count_batch_norms)
+    replace(torch.nn.functional, "batch_norm", passing_on(_count_batch_norm))
     for loss in MEAN_LOSSES:
         replace(torch.nn.functional, loss, _mark_mean)
     replace(torch.Tensor, "mean", _mark_mean_of_all)
@@ -177,12 +186,8 @@ def _is_frozen(norm):
     return STATE.frozen.setdefault(id(norm), weight) == weight
 
 
-def _count_batch_norms(original):
-    def batch_norm(input, mean, var, weight=None, bias=None, training=False, *args, **kwargs):
-        STATE.batch_norms += training
-        return original(input, mean, var, weight, bias, training, *args, **kwargs)
-
-    return batch_norm
+def _count_batch_norm(given):
+    STATE.batch_norms += given.get("training", False)
 
 
 def _observe_update_bn(original):
@@ -320,17 +325,13 @@ def _observe_zero_grad(original):
 # Optimizers.
 
 
-def _observe_parameters(original):
-    def add_param_group(self, group):
-        original(self, group)
-        for parameter in self.param_groups[-1]["params"]:
-            if id(parameter) not in STATE.parameter_ids:
-                STATE.parameter_ids.add(id(parameter))
-                STATE.parameters.append(parameter)
-                if PLAN["run"] == "two" and parameter.requires_grad:
-                    own.observe(parameter)
-
-    return add_param_group
+def _observe_parameters(given, result):
+    for parameter in given["self"].param_groups[-1]["params"]:
+        if id(parameter) not in STATE.parameter_ids:
+            STATE.parameter_ids.add(id(parameter))
+            STATE.parameters.append(parameter)
+            if PLAN["run"] == "two" and parameter.requires_grad:
+                own.observe(parameter)
 
 
 _step_depth = 0
@@ -526,7 +527,7 @@ def _has_gradient(parameter):
 
 
 def _is_sharded(parameter):
-    if type(parameter).__name__ == "FlatParameter":
+    if id(parameter) in STATE.flat:
         return True
     placements = getattr(parameter, "placements", ())
     return any(placement.is_shard() for placement in placements)
@@ -535,7 +536,7 @@ def _is_sharded(parameter):
 def _part_of(parameter):
     """Which part of a tensor this rank holds: "" for a plain tensor, a text that is the same on
     all ranks with the same part for a DTensor, None if it is not known."""
-    if type(parameter).__name__ == "FlatParameter":
+    if id(parameter) in STATE.flat:
         return None
     if not hasattr(parameter, "placements"):
         return ""
