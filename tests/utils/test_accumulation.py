@@ -114,10 +114,22 @@ class Cached(nn.Linear):
         return super().forward(inputs)
 
 
+class Taught(nn.Linear):
+    """Its teacher, which nothing trains, follows it."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, inputs):
+        self.teacher.weight.data.lerp_(self.weight.data, 0.1)
+        return super().forward(inputs)
+
+
 def test_modules_with_running_statistics_are_named(capsys):
-    cached = Cached(3, 2)
+    cached = Cached(3, 3)
     cached.register_buffer("cache", torch.zeros(1), persistent=False)
-    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), cached)
+    model = nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), cached, Taught())
     checkpoint = SimpleNamespace(model=model, cfg=settings("--micro-batches=2"))
     guard = RunningStatistics()
     guard.at_start(checkpoint)
@@ -125,7 +137,7 @@ def test_modules_with_running_statistics_are_named(capsys):
         model(torch.randn(2, 2, 3))
         guard.after_step(checkpoint)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith(": 1")
+    assert line.endswith(": 1, 3.teacher")
 
 
 def test_one_micro_batch_has_the_statistics_of_the_batch(capsys):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from utils.config import BaseSettings, ConfigError, setting
 from utils.distributed import all_gather_object, is_main_process, launched_world_size
 from utils.errors import say
@@ -34,20 +36,20 @@ class AccumulationSettings(BaseSettings):
 
 
 class RunningStatistics(Guard):
-    """Prints, after the first step, which modules update buffers in forward(), as BatchNorm does:
-    with micro-batches, each update is of a part of the batch, and depends on their number."""
+    """Prints, after two steps, which modules update buffers or frozen parameters in forward(), as
+    BatchNorm and momentum teachers do: with micro-batches, each update is of a part of the
+    batch, and depends on their number. In the first step, a teacher may equal its student."""
 
     def at_start(self, checkpoint: Any) -> None:
-        self.is_due, model = checkpoint.cfg.micro_batches > 1, checkpoint.model
-        saved = model.state_dict().keys() if self.is_due else ()  # without caches
-        self.before = {name: b.clone() for name, b in model.named_buffers() if name in saved}
+        self.steps = 0 if checkpoint.cfg.micro_batches > 1 else 2
+        self.before = _sums_of_untrained(checkpoint.model)
 
     def after_step(self, checkpoint: Any) -> None:
-        if not self.is_due:
+        self.steps += 1
+        if self.steps != 2:
             return
-        now = dict(checkpoint.model.named_buffers())
-        changed = [name for name, buffer in self.before.items() if not buffer.equal(now[name])]
-        self.is_due, self.before = False, {}
+        now = _sums_of_untrained(checkpoint.model)
+        changed = [name for name, value in self.before.items() if value != now[name]]
         ranks = all_gather_object(changed)  # several may hold the model together
         names = sorted({name.rpartition(".")[0] for rank in ranks for name in rank})
         if names and is_main_process():
@@ -55,3 +57,11 @@ class RunningStatistics(Guard):
                 f"running statistics of each micro-batch, so that they depend on --micro-batches, "
                 f"and with BatchNorm the weights, too: {', '.join(names)[:200]}"
             )
+
+
+def _sums_of_untrained(model):
+    """{name: the sum of a buffer or a frozen parameter that a checkpoint holds}"""
+    saved = model.state_dict().keys()  # without caches
+    tensors = [*model.named_buffers(), *model.named_parameters()]
+    untrained = {n: t for n, t in tensors if n in saved and not t.requires_grad}
+    return {name: tensor.sum(dtype=torch.complex128).item() for name, tensor in untrained.items()}
