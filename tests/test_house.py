@@ -141,7 +141,7 @@ CORE = {
     "batches": 45,
     "checkpoint": 300,
     "config": 205,
-    "contract": 85,
+    "contract": 90,
     "data": 220,
     "distributed": 165,
     "errors": 25,
@@ -170,7 +170,7 @@ OTHERS = {
     "options/skipped_steps": 80,
     "options/step_log": 80,
     "options/timing": 180,
-    "rungs/accumulation": 45,
+    "rungs/accumulation": 50,
     "rungs/amp": 25,
     "rungs/context_parallel": 120,
     "rungs/experts": 70,
@@ -184,7 +184,7 @@ OTHERS = {
     "sample_random": 180,
     "sampler": 15,
 }
-DEFAULT, PLAIN = 1720, 1360  # of the modules of utils that a copy of train_ddp.py has
+DEFAULT, PLAIN = 1735, 1360  # of the modules of utils that a copy of train_ddp.py has
 
 
 def test_each_module_of_utils_keeps_its_budget():

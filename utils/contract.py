@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from utils.batches import map_tensors, on_device_of, tensors_of
 from utils.data import BatchDataset
-from utils.distributed import all_gather_object
-from utils.errors import UserError
+from utils.distributed import all_gather_object, is_main_process, launched_world_size
+from utils.errors import UserError, warn
 
 NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
@@ -20,22 +20,32 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
     """Try a task on two samples, apart and together, before the first epoch does, with a copy of
     the model, in evaluation and in training. All ranks call it together.
 
-    Raises UserError if the task lacks a name, if what loss() or measure() returns is not a sum, or
-    if a rank has different samples under the same indices.
+    Raises UserError if the task lacks a name, if what loss() or measure() returns is not a sum, if
+    forward() changes a buffer that no checkpoint holds, or if a rank has different samples under
+    the same indices. Warns of hooks on gradients.
     """
     if missing := [name for name in NAMES if not hasattr(task, name)]:
         raise UserError(f"the task does not define {', '.join(missing)}")
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # its weights are read later, as in docs/recipes/large-models.md
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    if hooked and launched_world_size() > 1 and is_main_process():
+        warn(f"the hook of {hooked[0]} sees one rank's gradient: clip after loss.backward()")
     model, second = copy.deepcopy(model), min(1, len(loader.dataset) - 1)
     device = next((p.device for p in model.parameters()), loader.device)  # not yet on the loader's?
     examples = loader.examples([0], [second], [0, second])
     batches = [map_tensors(lambda tensor: tensor.to(device), batch) for batch in examples]
     for is_training in (False, True):
         for module in model.modules():  # no dropout, and no statistics of a batch
-            module.training = is_training and any(module.children())
+            is_tried = any(module.children()) or module._non_persistent_buffers_set
+            module.training = is_training and bool(is_tried)
         state = _random_state(device)
-        one, two, both = (_sums(task, model, *batch) for batch in batches)
+        one, before = _sums(task, model, *batches[0]), _caches(model)
+        two, both = (_sums(task, model, *batch) for batch in batches[1:])
+        after = _caches(model)
+        for key in before.keys() & after:
+            if not after[key].equal(before[key]):
+                raise UserError(f"forward() changes {key[0]}: register it with persistent=True")
         if one["loss"].shape != both["loss"].shape:
             raise UserError("loss() must return as many terms for each batch")
         if task.BEST[0] not in task.summarize(one):
@@ -45,6 +55,13 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
             _refuse_unless_sums(task, one, two, both)
     if not (isinstance(loader.dataset, BatchDataset) and loader.dataset.in_order):
         _compare_samples(loader)
+
+
+def _caches(model):
+    """{(name, shape): a copy} of the buffers that no checkpoint holds; a cache may grow."""
+    saved = model.state_dict().keys()
+    named = [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]
+    return {(name, buffer.shape): buffer.clone() for name, buffer in named}
 
 
 def _random_state(device):

@@ -143,6 +143,37 @@ def test_terms_that_appear_in_training_alone_are_tried():
     check(model=Penalized(0.5), loss=loss, measure=measure)  # random, and so not compared
 
 
+class Caching(nn.Module):
+    """Keeps what remember(the old value, inputs) returns in a buffer that is not saved."""
+
+    def __init__(self, remember):
+        super().__init__()
+        self.layer, self.remember = nn.Linear(3, 4), remember
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs):
+        self.cache = self.remember(self.cache, inputs)
+        return self.layer(inputs)
+
+
+def test_state_that_no_checkpoint_holds_is_refused():
+    check(model=Caching(lambda old, inputs: torch.arange(3.0)))  # the same for each batch
+    check(model=Caching(lambda old, inputs: old.new_ones(len(inputs), 3)))  # a function of shapes
+    with pytest.raises(UserError, match=r"cache.*persistent=True"):
+        check(model=Caching(lambda old, inputs: old.lerp(inputs.mean(0), 0.1)))
+
+
+def test_hooks_on_the_gradients_of_one_rank_are_named(monkeypatch, capsys):
+    model = nn.Linear(3, 4)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    check(model=model)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check(model=model)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "weight" in line and "backward()" in line
+
+
 def test_loss_that_compares_samples_says_so():
     def loss(outputs, targets):
         return (outputs @ outputs.T).sum() + outputs.sum()
