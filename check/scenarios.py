@@ -148,6 +148,9 @@ def _run_each(options, work, start, tell):
         raise CannotRun(_failure(one, options))
     several = options.processes
     two = run("two", launch, several)
+    if options.launch == "auto" and launch == "torchrun" and two.spawned:
+        launch = "python"  # it starts its own processes where there are several GPUs
+        two = run("two", launch, several)
     distributed = two.world_size > 1
     if not trains_alone:
         if one.ended and not two.ended:
@@ -322,8 +325,10 @@ class Start:
         command: in place of the options' command."""
         options = self.options
         folder = self.work / f"{name}.events"
+        remove(folder)  # of a run with this name that was started in a different way
         folder.mkdir()
         if root is None:
+            remove(self.work / name)
             root = self.work / name / self.originals.source.name
             self.originals.copy_to(root)
         epochs = plan.get("epochs", options.epochs)
@@ -354,7 +359,6 @@ class Start:
         paths = environment["PYTHONPATH"].split(os.pathsep)
         paths = [_moved(path, self.originals.source, Path(root)) for path in paths]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        environment["TOOLS_CHECK_PLAN"] = json.dumps(defaults | plan)
         command = [*(command or options.command), *more]
         name_length = 2 if command[0] == "-m" else 1
         started = time.monotonic()
@@ -370,8 +374,12 @@ class Start:
             port, free = _store(1)
             del free
             ranks = [{"MASTER_PORT": str(port)} if "MASTER_PORT" in environment else {}]
+            has_agent = False
             for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 environment.pop(variable, None)
+        # An agent has a port of its own, whatever the script says.
+        plan = defaults | plan | {"port": None if has_agent else port}
+        environment["TOOLS_CHECK_PLAN"] = json.dumps(plan)
         logs = [folder / f"output-{rank}.txt" for rank in range(len(ranks))]
         first = name == "resumed"  # the ranks change places after a restart
         started_processes = []

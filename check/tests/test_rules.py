@@ -926,3 +926,37 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_older_class_of_fsdp_runs_without_a_gpu(tmp_path):
     assert found_in(tmp_path, OLDER_CLASS)[0] == []
+
+
+SPAWNS = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train(rank, world_size):
+    if world_size > 1:
+        address = "tcp://localhost:53917"
+        dist.init_process_group("nccl", init_method=address, world_size=world_size, rank=rank)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1).to(f"cuda:{rank}")
+    if world_size > 1:
+        model = DistributedDataParallel(model, device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4, generator=generator)).mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    world_size = torch.cuda.device_count()
+    if world_size > 1:
+        torch.multiprocessing.spawn(train, nprocs=world_size, args=(world_size,))
+    else:
+        train(0, 1)
+"""
+
+
+@pytest.mark.slow
+def test_script_that_spawns_only_where_there_are_several_gpus(tmp_path):
+    rules, _, not_checked = found_in(tmp_path, SPAWNS)
+    assert rules == [] and "several ranks" not in not_checked

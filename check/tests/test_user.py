@@ -556,9 +556,14 @@ def test_addresses_of_other_machines_become_that_of_this_one(tmp_path):
     source = """
 from check_inside.groups import _here
 print(*map(_here, ["tcp://10.0.0.7:29500", "tcp://[2001:db8::1]:29500", "env://", None]))
+from check_inside.record import PLAN
+PLAN["port"] = 5
+print(*map(_here, ["tcp://localhost:54321", "tcp://localhost:54321", "tcp://node:54322?x=1"]))
 """
     said = output(0, source, tmp_path).split()
-    assert said == ["tcp://127.0.0.1:29500", "tcp://127.0.0.1:29500", "env://", "None"]
+    assert said[:4] == ["tcp://127.0.0.1:29500", "tcp://127.0.0.1:29500", "env://", "None"]
+    here = "tcp://127.0.0.1:"
+    assert said[4:] == [f"{here}5", f"{here}5", f"{here}54322?x=1"]  # of a second group
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from check_inside.state import STATE
 MOST_COLLECTIVES = 20_000
 _hooks = 0
 _count = 0
+_named = {}  # "port": the first one that the script has named
 _asked = {}  # group -> the backend that the script has asked for
 
 
@@ -78,6 +79,8 @@ def _before_init(given):
         given["init_method"] = _here(given["init_method"])
     if os.environ.get("MASTER_ADDR"):
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if os.environ.get("MASTER_PORT"):
+        os.environ["MASTER_PORT"] = _own_port(os.environ["MASTER_PORT"])
     record("joins", place=place())  # it may wait there for a rank that has failed
 
 
@@ -109,8 +112,16 @@ def _before_spawn(given):
 def _here(method):
     """An address at which ranks meet, on this machine, where all of them are: a script may name a
     node of a cluster."""
-    is_address = isinstance(method, str) and method.startswith("tcp://")
-    return re.sub(r"^tcp://(\[.*?\]|[^:/]+)", "tcp://127.0.0.1", method) if is_address else method
+    address = re.fullmatch(r"tcp://(?:\[.*?\]|[^:/]+):(\d+)(.*)", str(method))
+    return f"tcp://127.0.0.1:{_own_port(address[1])}{address[2]}" if address else method
+
+
+def _own_port(port):
+    """A port of this run in place of the first one that the script names, at which the ranks of a
+    different check may meet, too."""
+    if PLAN.get("port") is None:
+        return port
+    return str(PLAN["port"]) if _named.setdefault("port", port) == port else port
 
 
 def _observe_objects(original):
