@@ -321,6 +321,16 @@ for dataset, drawn in ([0], 100), (tensors, 100), (tensors, 33):
     assert said[2] == "None"
 
 
+def test_settings_of_an_optimizer_are_all_its_numbers(tmp_path):
+    source = """
+from check_inside.compare import _settings
+adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.9, 0.95), amsgrad=True)
+settings = dict(_settings(adam.param_groups[0]))
+print(*(settings[name] for name in ("lr", "betas[0]", "betas[1]", "amsgrad", "maximize")))
+"""
+    assert output(0, source, tmp_path).split() == ["0.001", "0.9", "0.95", "1.0", "0.0"]
+
+
 def test_folder_runs_without_the_rest_of_the_repository(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "alone" / "check", ignore=shutil.ignore_patterns("tests"))
     folder = project(tmp_path / "project", RANKS + TRAINS)

@@ -369,12 +369,16 @@ def _note_gradients(optimizer):
         _step["gradients"][name] = None if gradient is None else _whole(gradient)
         _step["before"][name] = _whole(parameter)
     for group in optimizer.param_groups:
-        settings = {
-            key: value
-            for key, value in group.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        _step["settings"].append(settings)
+        _step["settings"].append(dict(_settings(group)))
+
+
+def _settings(group):
+    """The numbers of a group of parameters: each of betas, and whether it is nesterov, too."""
+    for key, value in group.items():
+        values = value if isinstance(value, tuple | list) else [value]
+        if all(isinstance(x, bool | int | float) for x in values):
+            for number, x in enumerate(values):
+                yield (key if values is not value else f"{key}[{number}]"), float(x)
 
 
 def _after_step(optimizer, args, kwargs):
