@@ -274,9 +274,9 @@ def main(arguments=None):
     try:
         return check(args)
     except CannotRun as error:
-        return _fail(str(error), args.json)
+        return _fail(str(error), args)
     except Exception:
-        return _fail(f"{traceback.format_exc()}This is a mistake of the check itself.", args.json)
+        return _fail(f"{traceback.format_exc()}This is a mistake of the check itself.", args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -307,7 +307,8 @@ def check(args):
         writable=args.writable,
     )
     for path in filter(None, (args.json, args.sarif)):
-        if path != "-":  # what an earlier check has found is not the result of this one
+        # What an earlier check has found is not the result of this one.
+        if path != "-" and not _is_baseline(path, args):
             Path(path).unlink(missing_ok=True)
     work = Path(args.keep or tempfile.mkdtemp(prefix="check-")).resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -337,12 +338,12 @@ def check(args):
             remove(work)
 
 
-def _fail(text, json_file):
+def _fail(text, args):
     """Say why there is no result. Returns the exit code."""
     print(text, file=sys.stderr)
-    if json_file:
+    if args.json and not _is_baseline(args.json, args):
         with contextlib.suppress(OSError):  # the text says more
-            _write(json_file, json.dumps({"error": text}, indent=2))
+            _write(args.json, json.dumps({"error": text}, indent=2))
     return 2
 
 
@@ -361,6 +362,10 @@ def repository(folder):
     parents = (folder, *folder.parents)
     return next((path for path in parents if (path / ".git").exists()), folder)
 
+def _is_baseline(path, args):
+    return args.baseline is not None and Path(path).resolve() == args.baseline.resolve()
+
+
 
 def _tell(name):
     print(f"  {name}", file=sys.stderr, flush=True)
@@ -370,7 +375,9 @@ def _write(path, text):
     if path == "-":
         print(text)
     else:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        temporary = Path(f"{os.path.realpath(path)}.tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(os.path.realpath(path))
 
 
 if __name__ == "__main__":

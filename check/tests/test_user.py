@@ -151,6 +151,36 @@ def test_python_without_torch_is_one_line(tmp_path):
     """-S leaves out what is installed."""
     command = [sys.executable, "-S", *CHECK[1:], "--", "train.py"]
     done = subprocess.run(
+def test_failure_leaves_the_baseline_as_it_is(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise CannotRun("The script failed")
+
+    monkeypatch.setattr("check.__main__.run_all", fail)
+    known = tmp_path / "known.json"
+    known.write_text('{"findings": []}')
+    options = ("--json", str(known), "--baseline", str(known))
+    assert main_in(tmp_path, monkeypatch, *options) == 2
+    assert json.loads(known.read_text()) == {"findings": []}
+
+
+def test_fail_on_decides_what_makes_the_exit_code_1(tmp_path, monkeypatch):
+    note, warning = Finding("no-no-grad", None, "x"), Finding("no-set-epoch", None, "y")
+    gap = NotChecked("resuming", "no checkpoint")
+    project(tmp_path, TRAINS)
+    monkeypatch.chdir(tmp_path)
+    for options, failing in {
+        (): [warning],
+        ("--fail-on", "error"): [],
+        ("--fail-on=note,not-checked",): [note, gap],
+    }.items():
+        kinds = parse([*options, "--", "train.py"]).fail_on
+        for item in (note, warning, gap):
+            found = [[item], []] if isinstance(item, Finding) else [[], [item]]
+            assert is_failure(*found, kinds) == (item in failing)
+    with pytest.raises(SystemExit):
+        parse(["--fail-on", "errors", "--", "train.py"])
+
+
         command, cwd=project(tmp_path, TRAINS), capture_output=True, text=True, env={}
     )
     first, second = done.stderr.splitlines()
