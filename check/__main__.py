@@ -137,6 +137,14 @@ def parse(arguments):
         metavar="FILE",
         help="a report by --json, whose findings are accepted: only others count",
     )
+    parser.add_argument(
+        "--fail-on",
+        type=_kinds,
+        default=report.FAILURES,
+        metavar="KINDS",
+        help="what makes the exit code 1, such as error or error,warning,note,not-checked "
+        "(default: error,warning)",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
     parser.add_argument(
@@ -189,6 +197,13 @@ def _read_baseline(parser, path):
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--baseline {path}: it is not a report that --json has written ({error!r})")
     return report
+
+
+def _kinds(text):
+    kinds = tuple(text.split(","))
+    if not set(kinds) <= {*report.ORDER, report.NOT_CHECKED}:
+        raise argparse.ArgumentTypeError(f"{text}: some of error,warning,note,not-checked")
+    return kinds
 
 
 def _folder(text):
@@ -329,10 +344,10 @@ def check(args):
         if args.sarif:
             prefix = os.path.relpath(options.source, repository(options.source))
             script = os.path.join(options.subfolder, script_file(args.command))
-            _write(args.sarif, report.as_sarif(findings, script, prefix, known))
+            _write(args.sarif, report.as_sarif(findings, script, prefix, known, not_checked))
         if args.json != "-":
             print(report.text(findings, not_checked, checked, known))
-        return 1 if report.is_failure(findings) else 0
+        return 1 if report.is_failure(findings, not_checked, args.fail_on) else 0
     finally:
         if not args.keep:
             remove(work)
@@ -345,6 +360,10 @@ def _fail(text, args):
         with contextlib.suppress(OSError):  # the text says more
             _write(args.json, json.dumps({"error": text}, indent=2))
     return 2
+
+
+def _is_baseline(path, args):
+    return args.baseline is not None and Path(path).resolve() == args.baseline.resolve()
 
 
 def _import_torch():
@@ -361,10 +380,6 @@ def repository(folder):
     """The folder of the repository that a folder is in, or this folder itself."""
     parents = (folder, *folder.parents)
     return next((path for path in parents if (path / ".git").exists()), folder)
-
-def _is_baseline(path, args):
-    return args.baseline is not None and Path(path).resolve() == args.baseline.resolve()
-
 
 
 def _tell(name):

@@ -9,6 +9,8 @@ from urllib.parse import quote
 from check.advice import ADVICE
 
 ORDER = ("error", "warning", "note")
+FAILURES = ("error", "warning")  # by default
+NOT_CHECKED = "not-checked"
 PAGE = "docs/traps.md"
 
 
@@ -17,9 +19,10 @@ def sorted_findings(findings):
     return sorted(findings, key=lambda finding: ORDER.index(ADVICE[finding.rule].severity))
 
 
-def is_failure(findings):
-    """Whether there is more than notes: the exit code is 1 then."""
-    return any(ADVICE[finding.rule].severity != "note" for finding in findings)
+def is_failure(findings, not_checked=(), kinds=FAILURES):
+    """Whether there is something of these kinds: the exit code is 1 then."""
+    found = {ADVICE[finding.rule].severity for finding in findings}
+    return bool(found & set(kinds)) or (bool(not_checked) and NOT_CHECKED in kinds)
 
 
 def code_of(finding, source):
@@ -124,11 +127,12 @@ def _uri(path, prefix):
     return quote(os.path.normpath(os.path.join(prefix, path)))
 
 
-def as_sarif(findings, script, prefix=".", known=()):
+def as_sarif(findings, script, prefix=".", known=(), not_checked=()):
     """The findings as SARIF 2.1.0 (https://docs.oasis-open.org/sarif/sarif/v2.1.0/).
 
     prefix: the path from the repository to the folder whose files the findings name. known:
-    findings that were accepted, which code hosts do not show as open.
+    findings that were accepted, which code hosts do not show as open. What was not checked is a
+    notification of the tool (3.20.21).
     """
     rules = sorted({finding.rule for finding in [*findings, *known]})
     results = [
@@ -152,7 +156,7 @@ def as_sarif(findings, script, prefix=".", known=()):
         for finding in sorted_findings([*findings, *known])
     ]
     driver = {
-        "name": "tools.check",  # as ever: code hosts know by it which findings were closed
+        "name": "check-training",
         "rules": [
             {
                 "id": rule,
@@ -162,11 +166,23 @@ def as_sarif(findings, script, prefix=".", known=()):
             for rule in rules
         ],
     }
+    notifications = {
+        "toolExecutionNotifications": [
+            {"level": "note", "message": {"text": f"not checked: {item.what}: {item.why}"}}
+            for item in not_checked
+        ]
+    }
     return json.dumps(
         {
             "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
             "version": "2.1.0",
-            "runs": [{"tool": {"driver": driver}, "results": results}],
+            "runs": [
+                {
+                    "tool": {"driver": driver},
+                    "invocations": [{"executionSuccessful": True} | notifications],
+                    "results": results,
+                }
+            ],
         },
         indent=2,
     )

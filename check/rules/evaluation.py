@@ -11,10 +11,17 @@ from check.rules.common import first_ranks, replicas, same_data, where
 
 def mode(checked):
     """Evaluation in training mode, with gradients; training in evaluation mode."""
-    for rank in first_ranks(checked, "one", "two"):
+    ranks = list(first_ranks(checked, "one", "two"))
+    for rank in ranks:
         yield from _mode(rank)
         if not rank.epochs:
             yield from _mode_of_steps(rank)
+    if any(rank.steps for rank in ranks) and not any(rank.evaluation for rank in ranks):
+        yield NotChecked(
+            "evaluation: its mode, its shares, and whether the ranks join its results",
+            f"none by a DataLoader was seen in {checked.options.epochs} epochs; one that follows "
+            "the last epoch of the script needs a larger --epochs",
+        )
 
 
 def _mode_of_steps(rank):

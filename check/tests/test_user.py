@@ -15,9 +15,9 @@ import pytest
 
 from check.__main__ import main, parse, repository, script_file
 from check.events import Rank, Run
-from check.findings import Finding
+from check.findings import Finding, NotChecked
 from check.processes import INSIDE, CannotRun, Processes
-from check.report import accepted, as_json, as_sarif, text
+from check.report import accepted, as_json, as_sarif, is_failure, text
 from check.rules.output import observers
 from check.scenarios import Options, _remedies, of_rank, stacks_of
 
@@ -85,10 +85,14 @@ def test_sarif_has_what_the_standard_requires():
         Finding("same-samples", ("a folder/train.py", 3), "x"),
         Finding("fails-on-two", None, "y"),
     ]
-    log = json.loads(as_sarif(found, "train.py"))
+    gaps = [NotChecked("resuming", "no checkpoint")]
+    log = json.loads(as_sarif(found, "train.py", not_checked=gaps))
     assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
     (run,) = log["runs"]
-    assert run["tool"]["driver"]["name"]
+    assert run["tool"]["driver"]["name"] == "check-training"
+    (invocation,) = run["invocations"]
+    (notification,) = invocation["toolExecutionNotifications"]  # 3.20
+    assert "resuming" in notification["message"]["text"] and invocation["executionSuccessful"]
     rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert len(rules) == len(run["tool"]["driver"]["rules"])
     for result, uri in zip(run["results"], ("a%20folder/train.py", "train.py"), strict=True):
@@ -147,10 +151,6 @@ def test_check_that_fails_leaves_no_old_results(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out) == {"error": "The script failed"}
 
 
-def test_python_without_torch_is_one_line(tmp_path):
-    """-S leaves out what is installed."""
-    command = [sys.executable, "-S", *CHECK[1:], "--", "train.py"]
-    done = subprocess.run(
 def test_failure_leaves_the_baseline_as_it_is(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise CannotRun("The script failed")
@@ -181,6 +181,10 @@ def test_fail_on_decides_what_makes_the_exit_code_1(tmp_path, monkeypatch):
         parse(["--fail-on", "errors", "--", "train.py"])
 
 
+def test_python_without_torch_is_one_line(tmp_path):
+    """-S leaves out what is installed."""
+    command = [sys.executable, "-S", *CHECK[1:], "--", "train.py"]
+    done = subprocess.run(
         command, cwd=project(tmp_path, TRAINS), capture_output=True, text=True, env={}
     )
     first, second = done.stderr.splitlines()
@@ -317,6 +321,16 @@ print([array.tolist() for array in pair])
     assert lines[1] == "[[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]"
 
 
+def test_settings_of_an_optimizer_are_all_its_numbers(tmp_path):
+    source = """
+from check_inside.compare import _settings
+adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.9, 0.95), amsgrad=True)
+settings = dict(_settings(adam.param_groups[0]))
+print(*(settings[name] for name in ("lr", "betas[0]", "betas[1]", "amsgrad", "maximize")))
+"""
+    assert output(0, source, tmp_path).split() == ["0.001", "0.9", "0.95", "1.0", "0.0"]
+
+
 def numbers(limit, source, folder):
     return [int(word) for word in output(limit, source, folder).split()]
 
@@ -349,16 +363,6 @@ for dataset, drawn in ([0], 100), (tensors, 100), (tensors, 33):
     assert "list" in said[0] and "torch.utils.data.Dataset" in said[0]
     assert "TensorDataset" in said[1] and "yields 100 " in said[1]
     assert said[2] == "None"
-
-
-def test_settings_of_an_optimizer_are_all_its_numbers(tmp_path):
-    source = """
-from check_inside.compare import _settings
-adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], betas=(0.9, 0.95), amsgrad=True)
-settings = dict(_settings(adam.param_groups[0]))
-print(*(settings[name] for name in ("lr", "betas[0]", "betas[1]", "amsgrad", "maximize")))
-"""
-    assert output(0, source, tmp_path).split() == ["0.001", "0.9", "0.95", "1.0", "0.0"]
 
 
 def test_folder_runs_without_the_rest_of_the_repository(tmp_path):
