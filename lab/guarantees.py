@@ -117,6 +117,7 @@ class Ours(Reader):
             self.loader.advance()  # as the Checkpointer does after a step
             if self.loader.counts:
                 yield batch.tolist()
+        self.loader.end_epoch()
 
 
 class OfShards(Ours):

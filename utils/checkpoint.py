@@ -333,8 +333,8 @@ class Checkpointer:
 
     def step(self) -> None:
         """Call after each optimizer step: calls the guards, and saves if a save is due."""
-        for loader in self.loaders:
-            loader.advance()
+        if self.loaders and not any([loader.advance() for loader in self.loaders]):
+            raise UserError("no loader of `state` has been read since the last checkpoint.step()")
         for guard in self.guards:
             guard.after_step(self)
         loader = self.state["loader"]
@@ -351,7 +351,7 @@ class Checkpointer:
         self.epoch, is_last = epoch, epoch == self.cfg.epochs
         if not between_steps:
             for loader in self.loaders:
-                loader.step = 0  # also if a `break` has ended the epoch early
+                loader.end_epoch()
         is_whole_epoch = is_best or is_last or epoch % self.cfg.save_epochs == 0
         if not (between_steps or is_whole_epoch or self.is_requested):
             return

@@ -116,9 +116,10 @@ class Loader:
     step: batches that have been trained of the epoch epoch_of_step, and so where its iteration
     begins. Only the Checkpointer moves it, so that neither a look at a batch nor a `break` can.
     read: batches of this epoch up to the one that was yielded last; indices: its samples, int64
-    (n,); counts: whether it counts; samples: this rank's samples in this epoch so far; started:
-    when the iteration began (time.perf_counter); waited: seconds for which batches were waited for,
-    so far; computed: how many of these this thread itself computed, to make the batches.
+    (n,); counts: whether it counts; started: when the iteration began (time.perf_counter); waited:
+    seconds for which batches were waited for, so far; computed: how many of these this thread
+    itself computed, to make the batches. A look at other batches, while the iteration that is
+    trained goes on, changes none of these.
     """
 
     def __init__(
@@ -134,10 +135,12 @@ class Loader:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.device, self.train, self.seed, self.dtype = device, train, cfg.seed, cfg.torch_dtype
         self.global_batch = cfg.global_batch_size
-        self.step = self.epoch_of_step = self.start = self.read = self.samples = self.epoch = 0
+        self.step = self.epoch_of_step = self.start = self.read = self.epoch = 0
+        self.iterations: dict[object, Any] = {}  # that go on: (batches read, indices of the last)
+        self.trained: Any = None  # the iteration whose batches are trained
+        self.indices = torch.zeros(0, dtype=torch.int64)
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
-        self.is_read = False  # an iteration is under way
         # DistributedSampler adds others at the end, so that all ranks have the same number.
         self.own_samples = len(range(dp_rank(), len(dataset), dp_world_size()))
         self.source_device = torch.device("cpu")
@@ -174,34 +177,46 @@ class Loader:
         samples, batch = len(self.sampler), self.batch_size
         return samples // batch if self.train else -(-samples // batch)
 
+    @property
+    def samples(self) -> int:
+        """This rank's samples in this epoch so far: those that are trained, or are evaluated."""
+        if self.train:
+            return self.step * self.batch_size
+        return min(self.read * self.batch_size, self.own_samples)
+
     def __iter__(self) -> Iterator[Any]:
         # Persistent workers serve one iteration: a look at a batch within it has others.
-        is_second, self.is_read = self.is_read, True
         own = self.reader.dataset, self.reader.sampler, self.reader.num_workers
+        reader = self._build_reader(*own) if self.iterations else self.reader
+        iteration = object()
         try:
-            yield from self._iterate(self._build_reader(*own) if is_second else self.reader)
+            yield from self._iterate(reader, iteration)
         finally:
-            self.is_read = is_second
+            self.iterations.pop(iteration, None)
 
-    def _iterate(self, reader):
+    def _iterate(self, reader, iteration):
+        self.iterations[iteration] = self.step, self.indices
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
-        is_same_epoch = self.epoch == self.epoch_of_step
-        self.start = self.step % len(self) if is_same_epoch else 0
-        self.samples = self.start * self.batch_size
-        self.started = wall = time.perf_counter()
-        cpu = time.thread_time()
+        self.start = self.step % len(self) if self.epoch == self.epoch_of_step else 0
+        wall, cpu = time.perf_counter(), time.thread_time()
+        self.started = self.started if self.trained in self.iterations else wall
         for number, (contents, indices) in enumerate(_raising(reader), start=self.start):
-            self.waited += time.perf_counter() - wall
-            self.computed += time.thread_time() - cpu
-            self.indices = torch.as_tensor(indices)
-            if self.train:
-                seed_step(self.seed, self.epoch, number, dp_rank())
-            start_batch(self.seed, self.epoch, self.indices)
-            self.counts = self.train or number * self.batch_size < self.own_samples
-            self.samples += len(indices) * self.counts
-            self.read = number + 1
+            if iteration not in self.iterations:
+                raise UserError("an iterator ends with checkpoint.save(): make one in each epoch")
+            if self.trained is iteration or self.trained not in self.iterations:
+                self.waited += time.perf_counter() - wall
+                self.computed += time.thread_time() - cpu
+                self._begin(number, torch.as_tensor(indices))
+                self.iterations[iteration] = self.read, self.indices
             yield self._prepare(contents)
             wall, cpu = time.perf_counter(), time.thread_time()
+
+    def _begin(self, number, indices):
+        self.read, self.indices = number + 1, indices
+        self.counts = self.train or number * self.batch_size < self.own_samples
+        if self.train:
+            seed_step(self.seed, self.epoch, number, dp_rank())
+        start_batch(self.seed, self.epoch, indices)
 
     def examples(self, *batches: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """The inputs and the targets of the samples with these indices, for each of the batches, on
@@ -225,9 +240,23 @@ class Loader:
     def _move(self, tensor):
         return tensor.to(self.device, dtype_for(tensor, self.dtype), non_blocking=True)
 
-    def advance(self) -> None:
-        """What has been read is trained. Called by the Checkpointer, after each step."""
+    def advance(self) -> bool:
+        """What has been read is trained. Called by the Checkpointer, after each step. Returns
+        whether that is more than before."""
+        before = self.step, self.epoch_of_step
+        if self.step and self.epoch != self.epoch_of_step:
+            raise UserError("call checkpoint.save() in each epoch: --save-epochs leaves some out")
+        if self.iterations and self.trained not in self.iterations:  # the first step of an epoch
+            self.trained = [*self.iterations][-1]  # an older one is a look that is kept
+        self.read, self.indices = self.iterations.get(self.trained, (self.read, self.indices))
         self.step, self.epoch_of_step = self.read, self.epoch
+        return before != (self.step, self.epoch_of_step)
+
+    def end_epoch(self) -> None:
+        """The next iteration begins at the first batch, also if a `break` has ended this one.
+        Called by the Checkpointer."""
+        self.step = self.read = 0
+        self.iterations.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch is, in global batches."""
@@ -241,7 +270,8 @@ class Loader:
                 f"the run stopped within an epoch of global batches of {state['global_batch']}: "
                 f"finish that epoch with the same size, not {self.global_batch}"
             )
-        self.step, self.epoch_of_step = state["step"], state["epoch"]
+        self.step = self.read = state["step"]  # also if it is not read at once
+        self.epoch_of_step = self.epoch = state["epoch"]
 
 
 class _BatchSampler:

@@ -33,7 +33,7 @@ class Run:
         batch_size, device = global_batch // dp_world_size(), torch.device("cpu")
         self.loader = build_loader(dataset, self.sampler, batch_size, device, cfg, train=True)
         self.loader.step, self.audit = step, Audit()
-        self.checkpoint = SimpleNamespace(state={"loader": self.loader}, folder=folder)
+        self.checkpoint = SimpleNamespace(state={"loader": self.loader}, folder=folder, epoch=0)
         if state:
             self.audit.load_state_dict(state)
         self.audit.at_start(self.checkpoint)
@@ -42,7 +42,7 @@ class Run:
         """Take up to `count` steps of an epoch. Returns how many."""
         first = self.loader.step
         for _ in self.loader:
-            self.loader.step = self.loader.read
+            self.loader.advance()
             self.audit.after_step(self.checkpoint)
             if self.loader.step == first + count:
                 break
@@ -59,6 +59,19 @@ def test_epoch_is_reported_in_a_line_and_a_row(tmp_path, capsys):
     run.steps()
     row = {"samples": 49, "resumed_at_step": 0, "dropped": 1, "repeated": 0}
     assert rows(tmp_path) == [{"epoch": 0, **row}, {"epoch": 1, **row}]
+
+
+def test_epoch_that_a_break_ends_is_reported_when_it_is_saved(tmp_path):
+    run = Run(tmp_path)
+    run.steps(2)
+    run.checkpoint.epoch = 1  # the first one was not saved
+    run.steps(3)
+    run.audit.before_save(run.checkpoint, between_steps=True)
+    assert not (tmp_path / "audit.jsonl").exists()
+    run.audit.before_save(run.checkpoint, between_steps=False)
+    run.audit.before_save(run.checkpoint, between_steps=False)
+    (row,) = rows(tmp_path)
+    assert (row["samples"], row["dropped"]) == (21, 29)
 
 
 def test_epoch_continues_at_another_world_size(tmp_path):

@@ -210,20 +210,48 @@ def test_looks_and_breaks_move_nothing(workers):
         assert seen == expected
         assert samples_of(next(kept)) == expected[1]
         kept.close()
+        first.end_epoch()
 
 
-def test_epoch_that_is_not_saved_ends_nevertheless():
+def test_epoch_ends_with_its_save():
+    """Also after a `break`, and if an iterator of it is kept."""
     loader = train_loader(Rows())
-    for epoch in (0, 1, 2):
-        loader.sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
-            assert samples_of(batch) == reference("dicts", epoch)[number]
+    kept = iter(loader)
+    next(kept)
+    loader.advance()
+    loader.end_epoch()
+    assert (loader.step, read(loader)) == (0, reference("dicts"))
+    with pytest.raises(UserError, match="iterator"):
+        next(kept)
+    for _ in loader:
+        loader.advance()
+    loader.sampler.set_epoch(1)
+    with pytest.raises(UserError, match="save"):
+        for _ in loader:
             loader.advance()
-            if epoch == number == 1:
-                break
-    loader.sampler.epoch = 0  # of a sampler without set_epoch()
-    loader.epoch_of_step = 0
-    assert read(loader) == reference("dicts")
+
+
+def test_looks_within_an_epoch_change_nothing():
+    loader, seen = train_loader(Rows()), []
+    kept = iter(loader)
+    next(kept)  # a look before the epoch
+    for _ in loader:
+        seeds = torch.initial_seed()
+        assert len([*zip(range(2), loader, strict=False)]) == min(2, STEPS - loader.step)
+        assert loader.advance()
+        assert (loader.read, loader.samples) == (loader.step, loader.step * BATCH)
+        assert loader.step == 1 or torch.initial_seed() == seeds
+        seen += loader.indices.tolist()
+    kept.close()
+    assert not loader.advance()
+    assert seen == [*loader.sampler][: STEPS * BATCH]
+
+
+def test_loader_that_is_read_later_keeps_its_position():
+    loader = train_loader(Rows())
+    loader.load_state_dict({"step": 2, "epoch": 1, "global_batch": BATCH})
+    loader.advance()
+    assert read(loader, 1) == reference("dicts", 1)[2:]
 
 
 def test_persistent_workers_resume_within_a_later_epoch():

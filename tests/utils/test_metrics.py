@@ -58,6 +58,7 @@ def train_and_evaluate(rank, micro_batches=None):
             for inputs, targets in batch if micro_batches else [batch]:
                 outputs = model(inputs)
                 meter.update(task.loss(outputs, targets), outputs, targets)
+            loader.advance()
         trained, evaluated = meter.compute(), evaluate(model, make_loader(dataset, 7), task)
         results[name] = without_seconds(trained), without_seconds(evaluated)
     return results

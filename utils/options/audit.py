@@ -30,17 +30,22 @@ class Audit(Guard):
         self.seen: list[Tensor] | None = []
 
     def at_start(self, checkpoint: Any) -> None:
-        self.resumed_at_step = checkpoint.state["loader"].step
+        self.resumed_at_step, self.epoch = checkpoint.state["loader"].step, checkpoint.epoch
         if self.resumed_at_step and self.seen == []:
             self.seen = None  # the checkpoint was written without --audit
 
     def after_step(self, checkpoint: Any) -> None:
         loader = checkpoint.state["loader"]
+        if self.epoch != checkpoint.epoch:  # a `break` has ended one that was not saved
+            self.seen, self.resumed_at_step, self.epoch = [], 0, checkpoint.epoch
         if self.seen is not None:
             self.seen.append(loader.indices)  # not copied from the device yet
         if loader.step == len(loader):
             self._report(checkpoint)
-            self.seen, self.resumed_at_step = [], 0
+
+    def before_save(self, checkpoint: Any, between_steps: bool) -> None:
+        if not between_steps and self.seen != []:  # a `break` has ended the epoch
+            self._report(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
         """The samples of the epoch so far; all ranks call it together."""
@@ -61,13 +66,14 @@ class Audit(Guard):
 
     def _report(self, checkpoint):
         seen, loader = self._seen_by_all(), checkpoint.state["loader"]
+        resumed_at_step, self.resumed_at_step, self.seen = self.resumed_at_step, 0, []
         if seen is None:
             if is_main_process():
                 say(f"audit: epoch {loader.epoch} began without --audit: its samples are unknown")
             return
         times = seen.bincount(minlength=len(loader.dataset))
         dropped, repeated = (times == 0).nonzero()[:, 0], (times > 1).nonzero()[:, 0]
-        row = {"epoch": loader.epoch, "samples": len(seen), "resumed_at_step": self.resumed_at_step}
+        row = {"epoch": loader.epoch, "samples": len(seen), "resumed_at_step": resumed_at_step}
         self.rows.append(row | {"dropped": len(dropped), "repeated": len(repeated)})
         if is_main_process():
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
