@@ -174,7 +174,7 @@ OTHERS = {
     "rungs/amp": 25,
     "rungs/context_parallel": 120,
     "rungs/experts": 70,
-    "rungs/fsdp": 150,
+    "rungs/fsdp": 175,
     "rungs/graph": 90,
     "rungs/model_parallel": 135,
     "rungs/parameters": 45,

@@ -271,7 +271,7 @@ def train_heads(rank, used, blocks, compiles=False):
         fully_shard(block, **fsdp_kwargs(PLAIN))
     fully_shard(model, **fsdp_kwargs(PLAIN, root=True))
     optimizer = build_optimizer(model, PLAIN)
-    checkpoint = SimpleNamespace(model=model)
+    checkpoint = SimpleNamespace(model=model, optimizer=optimizer)
     guard = CompareShards()
     guard.at_start(checkpoint)
     for step, numbers in enumerate(used, 1):
@@ -295,6 +295,7 @@ def test_parameters_that_only_some_ranks_use_are_refused():
         ([([0], [1]), BOTH, BOTH], 2),  # in the next step, so that no rank waits
         ([BOTH, BOTH, ([0], [1]), BOTH], 4),
         ([BOTH, ([0], [1])], 2),  # before a save
+        ([([0, 1], [1]), BOTH], 2),  # messages of different sizes
     ]
 
     def body(rank):
@@ -302,7 +303,32 @@ def test_parameters_that_only_some_ranks_use_are_refused():
 
     for returned in run_ranks(body, 2):
         for (step, text), (_, expected) in zip(returned, cases, strict=True):
-            assert step == expected and ("heads.0.weight" in text) == bool(step)
+            assert step == expected and ("weight" in text) == bool(step)
+
+
+def test_parameters_that_no_rank_uses_stay():
+    """Gradients of zero would move them, by weight decay and momentum."""
+
+    def body(rank):
+        torch.manual_seed(0)
+        model = Heads()
+        fully_shard(model.heads[0], **fsdp_kwargs(PLAIN))
+        fully_shard(model, **fsdp_kwargs(PLAIN, root=True))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+        guard, changes = CompareShards(), []
+        checkpoint = SimpleNamespace(model=model, optimizer=optimizer)
+        guard.at_start(checkpoint)
+        for heads in ([0, 1], [0], [1]):
+            before = [head.weight.full_tensor().clone() for head in model.heads]
+            optimizer.zero_grad()
+            model(torch.ones(2, 3), heads).backward()
+            optimizer.step()
+            guard.after_step(checkpoint)
+            after = [head.weight.full_tensor() for head in model.heads]
+            changes.append([not a.equal(b) for a, b in zip(before, after, strict=True)])
+        return changes
+
+    assert run_ranks(body, 2) == [[[True, True], [True, False], [False, True]]] * 2
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
@@ -350,7 +376,9 @@ def test_writes_into_gathered_parameters_are_refused(is_block):
         if is_block:
             fully_shard(model[1], **fsdp_kwargs(PLAIN))
         fully_shard(model, **fsdp_kwargs(PLAIN, root=True))
-        guard, checkpoint = CompareShards(), SimpleNamespace(model=model)
+        optimizer = build_optimizer(model, PLAIN)
+        guard = CompareShards()
+        checkpoint = SimpleNamespace(model=model, optimizer=optimizer)
         guard.at_start(checkpoint)
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()

@@ -128,7 +128,8 @@ class CompareShards(Guard):
 
     FSDP matches what the ranks send by its order alone: it would average the gradients of different
     parameters of two ranks, or wait forever. The ranks compare a step while the next one runs, and
-    before they save.
+    before they save. In this step, a parameter without a gradient sends zeros, so that the ranks'
+    messages have one size. They are dropped again: an optimizer would decay the parameter.
 
     Also if forward() writes into a parameter, which is then a copy that FSDP has gathered for this
     pass. It looks at two steps: in the first, a teacher may be equal to its student.
@@ -137,24 +138,48 @@ class CompareShards(Guard):
     def at_start(self, checkpoint: Any) -> None:
         self.steps, self.before = 0, {}
         self.parameters = dict(checkpoint.model.named_parameters())
+        self.kept = {id(parameter) for parameter in self.parameters.values()}
+        self.watched: set[nn.Module] = set()
+        self.gathered: set[str] = set()  # parameters, by name
+        self.used: set[str] = set()  # those of them that have got a gradient in this step
         self.blocks: list[str] = []  # run since the last step
         self.work: dist.Work | None = None
+        if hasattr(checkpoint.model, "set_reduce_scatter_unused_params"):  # since torch 2.14
+            checkpoint.model.set_reduce_scatter_unused_params(True)
+        checkpoint.optimizer.register_step_pre_hook(self._drop_zeros)
         for name, module in checkpoint.model.named_modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(self._noting(name or "the model"))
+                module.register_forward_pre_hook(self._noting(name))
                 module.register_forward_hook(self._refuse_writes, prepend=True)  # before FSDP's
 
-    def _noting(self, name):
+    def _noting(self, prefix):
         @torch.compiler.disable
         def note(module, _):
-            self.blocks.append(name)
+            self.blocks.append(prefix or "the model")
             self.before[module] = self._copies(module)
+            if module not in self.watched:
+                self.watched.add(module)
+                self._note_gradients(prefix, module)
 
         return note
 
+    def _note_gradients(self, prefix, module):
+        for name, parameter in module.named_parameters(prefix):
+            if id(parameter) not in self.kept and parameter.requires_grad:
+                self.gathered.add(name)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self.used.add(name)
+                )
+
+    def _drop_zeros(self, *_):
+        for name in self.gathered - self.used:
+            gradient = self.parameters[name].grad
+            if gradient is not None and not gradient.to_local().any():
+                self.parameters[name].grad = None
+
     @torch.compiler.disable
     def _refuse_writes(self, module, *_):
-        before, now = self.before.pop(module), self._copies(module)
+        before, now = self.before.pop(module, {}), self._copies(module)
         for name in before.keys() & now:  # a block inside is gathered for a while
             if before[name] != now[name]:
                 raise UserError(
@@ -166,8 +191,7 @@ class CompareShards(Guard):
         """{the name of a parameter that is a copy: its version and sum} in the first two steps."""
         if self.steps >= 2:
             return {}
-        kept = {id(parameter) for parameter in self.parameters.values()}
-        copies = {name: p for name, p in module.named_parameters() if id(p) not in kept}
+        copies = {name: p for name, p in module.named_parameters() if id(p) not in self.kept}
         parts = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in copies.items()}
         # The version does not tell of what is written through `.data`.
         sums = {name: part.detach().sum(dtype=torch.float64) for name, part in parts.items()}
@@ -179,8 +203,12 @@ class CompareShards(Guard):
         self.facts: dict[str, Any] = {f"block {i}": name for i, name in enumerate(self.blocks)}
         self.facts["blocks run in a step"] = len(self.blocks)
         for name, parameter in self.parameters.items():
-            self.facts[f"gradient of {name}"] = parameter.grad is not None
+            is_used = name in self.used or (
+                name not in self.gathered and parameter.grad is not None
+            )
+            self.facts[f"gradient of {name}"] = is_used
         self.blocks.clear()
+        self.used.clear()
         number = zlib.crc32(repr(self.facts).encode())
         self.numbers = torch.tensor([number, -number])  # of the same, the maxima add up to 0
         group = control_group()
