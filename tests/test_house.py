@@ -143,7 +143,7 @@ CORE = {
     "config": 205,
     "contract": 90,
     "data": 230,
-    "distributed": 165,
+    "distributed": 170,
     "errors": 25,
     "guards/__init__": 10,
     "guards/finite": 15,
@@ -184,7 +184,7 @@ OTHERS = {
     "sample_random": 180,
     "sampler": 15,
 }
-DEFAULT, PLAIN = 1755, 1375  # of the modules of utils that a copy of train_ddp.py has
+DEFAULT, PLAIN = 1765, 1385  # of the modules of utils that a copy of train_ddp.py has
 
 
 def test_each_module_of_utils_keeps_its_budget():

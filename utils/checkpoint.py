@@ -14,7 +14,7 @@ import shutil
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from utils.batches import map_tensors
 from utils.data import Loader
-from utils.distributed import fail_together, is_main_process, require_same
+from utils.distributed import all_gather_object, fail_together, is_main_process, require_same
 from utils.errors import UserError, required_by, warn
 
 FORMAT = 4
@@ -265,7 +265,7 @@ class Checkpointer:
         the settings, the data, the model or the names in `state` differ.
         """
         contents: dict[str, Any] | None = None
-        with fail_together():
+        with fail_together(patient=True):
             self.folder.mkdir(parents=True, exist_ok=True)
             contents = newest_good_checkpoint(self.folder)
             is_restart = any(int(os.environ.get(name, 0)) for name in RESTARTS)
@@ -277,7 +277,7 @@ class Checkpointer:
         require_same(
             ": all nodes must share the folder", **{f"newest file of {self.folder}": place}
         )
-        with fail_together():
+        with fail_together(patient=True):
             if contents:
                 self._load(contents)
         for guard in self.guards:
@@ -393,10 +393,13 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the last save is on the disk; raise its error, if any."""
+        pending, self.pending = [self.pending] if self.pending else [], None
+        # Not in one wait: the other ranks would take rank 0 for dead if its disk is slow.
+        while any(all_gather_object(bool(wait(pending, self.cfg.timeout / 10).not_done))):
+            pass
         with fail_together():
-            if self.pending:
-                pending, self.pending = self.pending, None
-                pending.result()
+            for written in pending:
+                written.result()
 
 
 def _differences(ours, saved, names):

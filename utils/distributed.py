@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import PeerError, UserError
 
-_control_group: Any = None  # gloo, with a long timeout
+_control_groups: dict[bool, Any] = {}  # of gloo; True: with a long timeout
 _data_parallel_group: dist.ProcessGroup | None = None  # None: all ranks
 _devices = [torch.device("cpu")]  # of this process; several only where it divides the model
 
@@ -46,9 +46,10 @@ def dp_world_size() -> int:
     return dist.get_world_size(_data_parallel_group) if dist.is_initialized() else 1
 
 
-def control_group() -> dist.ProcessGroup | None:
-    """The gloo group for messages that are not part of a step; it has a long timeout."""
-    return _control_group
+def control_group(patient: bool = False) -> dist.ProcessGroup | None:
+    """The gloo group for messages that are not part of a step. patient: the one in which ranks wait
+    for a download or a disk, for hours."""
+    return _control_groups.get(patient)
 
 
 def launched_world_size() -> int:
@@ -98,12 +99,13 @@ def rebuild_ddp_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def all_gather_object(value: Any) -> list[Any]:
-    """The `value` (small, picklable) of every rank, as a list in the order of the ranks."""
+def all_gather_object(value: Any, patient: bool = False) -> list[Any]:
+    """The `value` (small, picklable) of every rank, as a list in the order of the ranks. patient:
+    see control_group()."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
-        dist.all_gather_object(values, value, group=_control_group)
+        dist.all_gather_object(values, value, group=control_group(patient))
     return values
 
 
@@ -185,7 +187,6 @@ def init_distributed(
     pair of ranks that send messages, and these do not wait for others.
     Raises UserError if the environment is incomplete.
     """
-    global _control_group
     if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         script = os.path.basename(sys.argv[0])
         raise UserError(
@@ -213,10 +214,10 @@ def init_distributed(
         world_size=world_size,
         device_id=devices[0] if is_bound else None,
     )
-    # Downloads and saves outlast a step. A group that outlives the interpreter may abort the
-    # process (pytorch/pytorch#190489).
-    _control_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    atexit.register(globals().update, _control_group=None)
+    _control_groups[False] = dist.new_group(backend="gloo", timeout=patience)
+    _control_groups[True] = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    # A group that outlives the interpreter may abort the process (pytorch/pytorch#190489).
+    atexit.register(_control_groups.clear)
     return devices[0]
 
 
@@ -251,15 +252,16 @@ def cores_per_rank() -> int:
 
 
 @contextmanager
-def fail_together() -> Iterator[None]:
+def fail_together(patient: bool = False) -> Iterator[None]:
     """Raise on all ranks if the body raises on one: that rank raises its own error, the others
-    PeerError. Without it, the others would wait in their next collective until it times out."""
+    PeerError. Without it, the others would wait in their next collective until it times out.
+    patient: see control_group()."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
-    if any(all_gather_object(error is not None)):
+    if any(all_gather_object(error is not None, patient)):
         raise error or PeerError
 
 
@@ -269,6 +271,6 @@ def main_process_first() -> Iterator[None]:
     a download or a cache that the others reuse, whether or not the nodes share a file system."""
     own_turn = 0 if is_main_process() else 1 if dist.get_node_local_rank(0) == 0 else 2
     for turn in range(3):
-        with fail_together():
+        with fail_together(patient=True):
             if turn == own_turn:
                 yield

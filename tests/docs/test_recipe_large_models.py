@@ -85,7 +85,7 @@ def waits_for_disks():
     load = module.load
 
     def checked_load(*args, process_group=None, **kwargs):
-        assert process_group is control_group() is not None
+        assert process_group is control_group(True) is not None
         load(*args, process_group=process_group, **kwargs)
 
     module.load = checked_load

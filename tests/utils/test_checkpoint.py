@@ -753,6 +753,21 @@ def test_rank_0_writes_what_every_rank_loads(tmp_path):
     assert weight == same == make_state(seed=0)["model"][0].weight.tolist()
 
 
+def test_slow_disk_may_outlast_the_timeout_but_not_a_rank_that_takes_no_part(tmp_path):
+    def body(rank):
+        writer = checkpointer(tmp_path, timeout=4.0)
+        writer.writer.submit(time.sleep, 6)  # the file is written after that
+        writer.save(1)
+        writer.wait()
+        if rank == 0:
+            writer.save(2)
+        raise PeerError  # rank 1 takes no part, but its connections stay open
+
+    first, _ = run_ranks(body, 2, timeout=4)
+    assert isinstance(first, RuntimeError)
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
+
+
 def test_nodes_that_see_different_files_are_refused(tmp_path):
     save(tmp_path / "0", make_state(), 1)
     save(tmp_path / "1", make_state(), 2)

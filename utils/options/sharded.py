@@ -62,12 +62,12 @@ def _write(folder, tensors):
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ALONE)
-            group = control_group()  # a step's timeout may be too short for the disk
+            group = control_group(patient=True)  # a step's timeout may be too short for the disk
             dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=is_alone)
     except dcp.CheckpointException as error:
         shutil.rmtree(folder, ignore_errors=True)  # or a full disk would stay full
         raise UserError(f"cannot write {folder}: {_reasons(error)}") from None
-    with fail_together():
+    with fail_together(patient=True):
         paths = [*folder.glob(f"__{0 if is_alone else dist.get_rank()}_*")]
         paths += [folder / ".metadata"] * is_main_process()
         written = {path.name: _checksum(path) for path in paths}

@@ -164,7 +164,7 @@ class Pipeline(Wrapper):
         self.prepared = False  # for training
         stages = self._cut(layers_of(model), cfg.schedule)
         held = nn.ModuleList(stages[number] for number in self._numbers(cfg.schedule, self.rank))
-        self.shared = self._find_shared_parameters(stages, cfg.schedule)
+        self.shared = self._find_shared_parameters(stages, cfg)
         kept = {id(tensor) for tensor in (*held.parameters(), *held.buffers())}
         _remove_others(self.module, kept)
         self.schedule = self._build_schedule(held, len(stages), cfg)
@@ -194,17 +194,18 @@ class Pipeline(Wrapper):
             )
         return stages
 
-    def _find_shared_parameters(self, stages, schedule):
+    def _find_shared_parameters(self, stages, cfg):
         """{a parameter that several ranks hold, such as a tied embedding: their group}."""
         owners = {}
         for rank in range(self.ranks):
-            for number in self._numbers(schedule, rank):
+            for number in self._numbers(cfg.schedule, rank):
                 for parameter in stages[number].parameters():
                     owners.setdefault(parameter, set()).add(rank)
         shared = {}
         for parameter, ranks in owners.items():
             if len(ranks) > 1 and parameter.requires_grad:
-                group = dist.new_group(sorted(ranks))  # all ranks take part
+                timeout = timedelta(seconds=cfg.timeout)
+                group = dist.new_group(sorted(ranks), timeout)  # all ranks take part
                 if self.rank in ranks:
                     shared[parameter] = group
         return shared
