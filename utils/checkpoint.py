@@ -122,18 +122,18 @@ def epoch_checkpoints(folder: Path) -> list[Path]:
     return sorted(epochs, key=lambda path: epochs[path])
 
 
-def newest_good_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The contents of the newest checkpoint that can be read, without the tensors of its parts;
-    None if there is no file. Raises UserError if all are damaged."""
+def newest_good_checkpoint(folder: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The newest checkpoint that can be read, and its contents, without the tensors of its parts;
+    these are None if there is no file. Raises UserError if all are damaged."""
     paths = [*folder.glob("last.pt"), *reversed(epoch_checkpoints(folder))]
     for path in paths:
         try:
-            return read_checkpoint(path, join_parts=False)
+            return path, read_checkpoint(path, join_parts=False)
         except UserError as error:
             warn(f"{error}; trying the checkpoint before it")
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read: pass a different --output-dir")
-    return None
+    return folder / "last.pt", None
 
 
 class Weights:
@@ -267,7 +267,7 @@ class Checkpointer:
         contents: dict[str, Any] | None = None
         with fail_together(patient=True):
             self.folder.mkdir(parents=True, exist_ok=True)
-            contents = newest_good_checkpoint(self.folder)
+            path, contents = newest_good_checkpoint(self.folder)
             is_restart = any(int(os.environ.get(name, 0)) for name in RESTARTS)
             if contents and self.cfg.resume == "never" and not is_restart:
                 raise UserError(f"{self.folder} holds a run: remove it, or pass --output-dir")
@@ -282,6 +282,8 @@ class Checkpointer:
                 self._load(contents)
         for guard in self.guards:
             guard.at_start(self)
+        if is_main_process() and path.name != "last.pt":  # which is damaged, or gone
+            link_atomically(self.folder / "last.pt", path)
         return self.epoch
 
     def _load(self, contents):

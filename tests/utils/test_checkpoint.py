@@ -443,7 +443,9 @@ def test_file_before_a_damaged_one_is_used(part, tmp_path, capsys):
     os.truncate(tmp_path / "last.pt", int(part * size))  # and so epoch-0002.pt
     assert checkpointer(tmp_path).load() == 1
     assert f"{tmp_path}/last.pt" in capsys.readouterr().err
-    os.truncate(tmp_path / "epoch-0001.pt", 10)
+    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1  # a finished run saves no more
+    for name in ("last.pt", "epoch-0001.pt"):
+        os.truncate(tmp_path / name, 10)
     with pytest.raises(UserError, match="--output-dir"):
         checkpointer(tmp_path).load()
 
