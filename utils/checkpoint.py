@@ -251,6 +251,9 @@ class Checkpointer:
         for name, value in self.others.items():
             if not hasattr(value, "load_state_dict"):
                 raise UserError(f"state[{name!r}] has no load_state_dict(), and would be lost")
+        self.stateful = [guard for guard in self.guards if hasattr(guard, "state_dict")]
+        if len({type(guard).__name__ for guard in self.stateful}) < len(self.stateful):
+            raise UserError("a second guard of a class would replace the state of the first")
         self.loaders = [value for value in state.values() if isinstance(value, Loader)]
         self.epoch = 0  # epochs done
         self.is_requested = False  # a guard asks for a save
@@ -376,8 +379,7 @@ class Checkpointer:
         contents = {"format": FORMAT, "epoch": self.epoch, "config": vars(self.cfg)}
         contents |= {"data": self.state["data"]} | self.weights.state_dict()
         contents |= {name: value.state_dict() for name, value in self.others.items()}
-        stateful = [guard for guard in self.guards if hasattr(guard, "state_dict")]
-        contents["guards"] = {type(guard).__name__: guard.state_dict() for guard in stateful}
+        contents["guards"] = {type(guard).__name__: guard.state_dict() for guard in self.stateful}
         if is_main_process():
             return map_tensors(_copied_to_cpu, contents)
 

@@ -197,6 +197,8 @@ def test_states_of_guards_are_saved(tmp_path):
     assert checkpointer(tmp_path, guards=[Guard(), resumed]).load() == 1
     assert resumed.count == 7
     assert checkpointer(tmp_path).load() == 1  # a run without it
+    with pytest.raises(UserError, match="second"):  # they would have one name
+        checkpointer(tmp_path, guards=[guard, Counts()])
 
 
 def test_guards_are_called_in_the_order_of_their_list(tmp_path):
