@@ -201,7 +201,10 @@ def init_distributed(
     backend = "gloo" if is_shared else dist.get_default_backend_for_device(devices[0])
     is_bound = bound and backend != "gloo" and len(devices) == 1
     patience = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+    except (ValueError, dist.DistError) as error:  # a port in use or above 65535, missing ranks
+        raise UserError(f"MASTER_ADDR, MASTER_PORT: {str(error).splitlines()[0]}") from None
     if local_world_size == world_size:
         # torchrun keeps one store over its restarts: without a new prefix, a restarted rank
         # connects to the addresses of the dead ones (pytorch/pytorch#135712).

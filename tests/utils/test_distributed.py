@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -65,6 +66,17 @@ def test_world_has_one_rank_without_a_group(monkeypatch):
 def test_script_that_torchrun_has_not_started_says_how():
     with pytest.raises(UserError, match="torchrun --standalone"):
         init_distributed("cpu")
+
+
+def test_port_that_is_in_use_or_impossible_is_one_line(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("", 0)) as server:
+        for port in (server.getsockname()[1], 70000):
+            monkeypatch.setenv("MASTER_PORT", str(port))
+            with pytest.raises(UserError, match=f"MASTER_PORT: .*{port}"):
+                init_distributed("cpu", 5)
 
 
 def test_ranks_know_their_place():
