@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -427,8 +428,9 @@ def _store(world):
     """A store as torchrun's agent has it, which outlives each rank. Returns its port and itself."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, world_size=None, is_master=True, wait_for_workers=False)
-    return store.port, store
+    listener = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be on all interfaces
+    port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
+    return port, TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
 
 
 def _torchrun_environment(rank, world, port, has_agent):

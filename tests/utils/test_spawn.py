@@ -3,6 +3,7 @@
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 from types import SimpleNamespace
@@ -100,6 +101,13 @@ def test_one_rank_per_gpu_but_only_where_gpus_train(monkeypatch):
     assert counts == [4, 1, 3]
     visible_accelerators(monkeypatch, 0)
     assert number_of_ranks(load_config(Config, SpawnSettings, [])) == 1
+
+
+def test_store_listens_on_one_address():
+    store = host_store()
+    socket.create_connection(("127.0.0.1", store.port)).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port))
 
 
 def test_ranks_meet_and_end_well(tmp_path):

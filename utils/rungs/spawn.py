@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ def number_of_ranks(cfg: SpawnSettings) -> int:
 
 def host_store() -> dist.TCPStore:
     """Create the store through which the ranks find each other, on a free port. Keep it alive."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be on all interfaces
+    port, file = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=file
+    )
 
 
 def shield_tracker() -> None:
