@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -340,6 +341,23 @@ def test_nothing_has_changed_if_a_file_cannot_be_replaced(tmp_path, monkeypatch)
         write_files(tmp_path, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), b"new"))
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert texts == {"a.py": "old", "a.py.copying": "the owner's", "c.py": "old"}
+
+
+def test_ctrl_c_changes_nothing_and_leftovers_of_a_kill_are_removed(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("old")
+    (tmp_path / ".a.py.123.copying").write_text("half")
+    os.utime(tmp_path / ".a.py.123.copying", (0, 0))
+    replace = Path.replace
+
+    def interrupt(path, target):
+        if target.name == "b.py":
+            raise KeyboardInterrupt
+        replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_files(tmp_path, {"a.py": b"new", "b.py": b"new"})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.py": "old"}
 
 
 def test_repositories_and_copies_in_a_copy_are_not_searched(tmp_path):

@@ -6,6 +6,7 @@ with the version that was copied. Nothing is written before all of this has been
 """
 
 import difflib
+import glob
 import hashlib
 import io
 import json
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from tools.lib import history
 from tools.lib.ladder import RUNGS
 
 RECORD = "copied.json"
+LEFT_OVER = 60  # seconds; an older temporary file was left by an update that was killed
 OWN = "own"  # in place of a task: the user's module
 FOLDERS = ("utils", "tasks", "sources", "tools", "configs")  # of a copy, besides the scripts
 SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
@@ -94,7 +97,7 @@ def text_of_record(commit, since, scripts, options, guards, sums):
 
 def write_files(folder, files):
     """Write {path in a folder: bytes}. If that fails for one of them, as on a full disk, nothing
-    has changed: raises CannotUpdate."""
+    has changed: raises CannotUpdate. Nor has it after Ctrl-C."""
     targets = {(folder / path).resolve(): contents for path, contents in files.items()}
     require_no_folders(targets)
     before = {target: read(target) for target in targets}
@@ -104,13 +107,16 @@ def write_files(folder, files):
     try:
         for target, contents in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
+            for old in target.parent.glob(f".{glob.escape(target.name)}.*.copying"):
+                if time.time() - old.stat().st_mtime > LEFT_OVER:
+                    old.unlink()
             written[target].write_bytes(contents)
             if before[target] is not None:
                 shutil.copymode(target, written[target])
         for target, each in written.items():
             each.replace(target)
             replaced.append(target)
-    except OSError as error:
+    except (OSError, KeyboardInterrupt) as error:
         for each in replaced:
             if before[each] is None:
                 each.unlink()
@@ -119,6 +125,8 @@ def write_files(folder, files):
         for each in written.values():
             with suppress(OSError):
                 each.unlink()
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise CannotUpdate(
             f"cannot write {target}: {error.strerror}; nothing has changed"
         ) from None
