@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.forked import fork_script
+from tools.lib.page import write_file
 from tools.report import (
     curves,
     main,
@@ -510,6 +511,15 @@ def browse(folder, width, is_dark):
     assert "RESULT" in run.stdout, run.stderr
     result = json.loads(run.stdout.partition("RESULT")[2].partition("END")[0])
     return result, [line for line in run.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    """In a folder that others can write to."""
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".page.html.tmp").symlink_to(tmp_path / "victim")
+    write_file(tmp_path / "page.html", "text")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert (tmp_path / "page.html").read_text() == "text"
 
 
 @needs_browser

@@ -161,6 +161,7 @@ def write_file(path, contents):
         if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an error
             path.write_bytes(contents)
             return
+        temporary.unlink(missing_ok=True)  # a link that somebody else has put there
         temporary.write_bytes(contents)
         os.replace(temporary, path)
     except OSError as error:
