@@ -287,7 +287,7 @@ def metric_of(run):
     if run.steps:
         names += [name for name, value in run.steps[0].items() if is_number(value)]
     known = {"loss", "epoch", "step", "lr", "samples_per_second", "data_seconds", "memory", *COUNTS}
-    return next((name for name in names if name not in known | {"gradient_norm"}), None)
+    return next((name for name in names if name not in known), None)
 
 
 def skipped_steps(run):
