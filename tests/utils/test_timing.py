@@ -308,3 +308,16 @@ def test_first_step_is_left_out(tmp_path):
     (row,) = run.rows
     assert row["train_seconds"] > 1.0
     assert row["time"]["total"] < row["train_seconds"] + row["val_seconds"] - 0.9
+
+
+def test_epoch_may_end_by_a_break():
+    """When the evaluation began is not known then."""
+    loader = SimpleNamespace(waited=0.0, computed=0.0, step=0, source_device=torch.device("cpu"))
+    loader.device, loader.reader = loader.source_device, SimpleNamespace(num_workers=0)
+    state = {"loader": loader, "metrics": SimpleNamespace(columns=[])}
+    checkpoint, guard, row = SimpleNamespace(state=state, is_due=lambda: False), Timing(), {}
+    guard.at_start(checkpoint)
+    for _ in range(2):
+        guard.after_step(checkpoint)
+        state["metrics"].columns[0](row)
+        assert row["time"]["validation"] == [0.0]

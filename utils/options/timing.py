@@ -77,7 +77,7 @@ class Timing(Guard):
         self.loader = checkpoint.state["loader"]
         self.is_cuda = self.loader.device.type == "cuda"
         self.start: Any = None  # the clocks at the end of the first step, later at the last row
-        self.before: Any = None  # when a save or the evaluation may begin
+        self.before: Any = None  # when a save or the evaluation may begin, after the last step
         self.profiler: Any = None  # while it records
         self.shares: Any = None  # of its kernels
         checkpoint.state["metrics"].columns.append(self._add_columns)
@@ -88,6 +88,7 @@ class Timing(Guard):
             self._begin(read_clocks())
         elif self.is_cuda:
             self._sample(loader.step - len(loader) // 2)
+        self.before = None
         if checkpoint.is_due():
             if loader.step == len(loader) and loader.device.type != "cpu":
                 torch.accelerator.synchronize(loader.device)  # or validation would wait for it
@@ -116,6 +117,7 @@ class Timing(Guard):
 
     def _add_columns(self, row):
         now, loader = read_clocks(), self.loader
+        self.before = now if self.before is None else self.before  # a `break` has ended the epoch
         loaded = numpy.array([loader.waited, loader.computed, 0.0]) - self.loaded
         mine = self._divide(self.before - self.start, self.saving, loaded)
         mine["validation"] = float(now[0] - self.before[0])
