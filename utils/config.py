@@ -255,7 +255,7 @@ def _parse(parser, argv):
         known = [flag for flag in parser.format_help().split() if flag.startswith("--")]
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
         hint = f" (did you mean {close[0].rstrip(',')}?)" if close else ""
-        raise ConfigError(f"unknown argument {unknown[0]}{hint}")
+        raise ConfigError(f"unknown argument {unknown[0]!r}{hint}")
     return vars(values)
 
 
