@@ -16,6 +16,7 @@ from tools.lib.recipes import NAMES, apply, diffs_of
 TESTS = Path(__file__).parent.parent
 SCRIPTS = {name: [d.path for d in diffs_of(name) if d.path in RUNGS] for name in NAMES}
 SCRIPTS = {name: scripts or ["train_ddp.py"] for name, scripts in SCRIPTS.items()}
+SCRIPTS["layer-wise-learning-rates"].append("train_fsdp.py")  # has no model.module
 TEXT = ("hugging-face", "length-buckets", "lora", "mixtures")  # pages for the text task
 OF_A_TASK = ("hugging-face", "lora", "mixup")  # pages that change a task of the project
 OWN = ("gan", "large-models")  # pages that need more of the task
