@@ -100,8 +100,7 @@ def _pause(checkpoint, fault):
 
 
 def _stop(checkpoint, fault):
-    """Stop the rank before its next batch. The others wait in a collective of a step, which has the
-    run's timeout; those of a save have a longer one."""
+    """Stop the rank before its next batch."""
     utils.data.start_batch = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 
 
