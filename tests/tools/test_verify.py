@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import tasks.text
-from tests.verifying import CASES, ForkServer, parametrize, related, rows_of, run_verify, selected
+from tests.verifying import (
+    CASES,
+    ForkServer,
+    is_rare,
+    parametrize,
+    related,
+    rows_of,
+    run_verify,
+    selected,
+)
 from tools.lib.ladder import LADDER, ROOT, RUNGS
 from tools.lib.runs import finish_run, flag_list
 from tools.verify import table
@@ -131,7 +140,7 @@ def rows(request, tmp_path_factory, server):
     return rows
 
 
-@parametrize(CASES, FAST_CASES)
+@parametrize(CASES, FAST_CASES, [name for name in CASES if is_rare(name)])
 def test_case_passes(name, rows):
     case, row = CASES[name][1], rows[name]
     assert row.problem is None, row

@@ -13,8 +13,10 @@ from tools.verify.run import Verifier
 BUGS = {bug.name: bug for bug in PLANTS}
 # This bug is also part of `make test`; all others are slow.
 FAST_BUGS = ("mean-of-the-ranks-means",)
-# A user's runs: processes of their own, under tools.launch, which reports what ends a rank.
-REAL_BUGS = ("around-the-wrapper", "fill-counted")
+# As a user runs it: processes of their own, under tools.launch, which reports what ends a rank.
+REAL_BUGS = ("around-the-wrapper",)
+# Of the bugs that fail a row for the same reason, CI takes the first.
+FIRST = {(bug.task, bug.row, bug.problem): bug.name for bug in reversed(PLANTS)}.values()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def planted(request, tmp_path_factory):
         yield {bug.name: pool.submit(row_of, bug) for bug in bugs}
 
 
-@parametrize(BUGS, FAST_BUGS)
+@parametrize(BUGS, FAST_BUGS, BUGS.keys() - set(FIRST))
 def test_planted_bug_fails_its_case(name, planted):
     """Not because of a crash that it happens to cause."""
     row = planted[name].result()
