@@ -60,10 +60,8 @@ OPTIONS = {
     "ddp, BatchNorm": ("train_ddp.py", RESNET),
     "ddp, skipped steps": ("train_ddp.py", {"max_skipped_steps": 3}),
     "amp, bfloat16": ("train_ddp_amp.py", {"clip_norm": 1.0}),
-    "fsdp, BatchNorm": ("train_fsdp.py", RESNET),
     "fsdp, BatchNorm, bfloat16": ("train_fsdp.py", RESNET | {"fsdp_dtype": "bfloat16"}),
     "fsdp, groups": ("train_fsdp.py", {"fsdp_size": 2, "clip_norm": 1.0}),
-    "fsdp, own files": ("train_fsdp.py", {"save_sharded": True}),  # two processes
     "tp, clipped": ("train_tp.py", {"clip_norm": 1.0}),
     "mp, clipped": ("train_mp.py", {"clip_norm": 1.0}),
 }
@@ -75,11 +73,19 @@ WAITS_FOR = {"ddp, skipped steps": "options/skipped_steps.py"}  # the step befor
 def test_options(name, null_device, tmp_path):
     script, flags = OPTIONS[name]
     nproc, arguments, own = RUNS[script]
-    if "save_sharded" in flags:  # every rank writes its part of a file
-        nproc, arguments = 2, {}
-    run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **own | flags)
+    flags = SETTINGS | own | flags | {"output_dir": tmp_path}
+    run = null_device.run(script, nproc, arguments=arguments, **flags)
+    assert run.code == 0, run.stderr
+    assert report.differences(run.reports) == []
     waits = [place for _, place in map(report.cause, run.step.get("wait", ()))]
     assert not [place for place in waits if WAITS_FOR.get(name, "nobody") not in place]
+
+
+@pytest.mark.slow
+def test_files_of_each_rank(null_device, tmp_path):
+    flags = {"save_sharded": True, "optimizer": "adamw"}
+    run = stop_and_resume(null_device, "train_fsdp.py", tmp_path, 2, **flags)
+    assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
 
 
 @pytest.mark.slow
@@ -99,18 +105,14 @@ def test_one_file(name, null_device, tmp_path):
 # As TORCH_CUDA_SANITIZER=1 does when torch is imported, which it has been before the fork.
 SANITIZE = "from torch.cuda import _sanitizer\n\n_sanitizer.enable_cuda_sanitizer()\n"
 MAIN = "\n\n@report_errors\ndef main():\n"
-# The sanitizer takes kernels for run that are only captured.
-NOT_CAPTURED = [script for script in RUNS if script != "train_1gpu_graph.py"]
+# Each of the others does no more than one of these; the sanitizer takes kernels for run that are
+# only captured, as in train_1gpu_graph.py.
+STREAMS = ["train_ddp_amp.py", "train_ddp_accum.py", "train_ddp_mp.py"]
+STREAMS += ["train_fsdp_tp.py", "train_pp.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [  # what train_tp.py does, train_fsdp_tp.py does, too
-        pytest.param(script, marks=[pytest.mark.rare] * (script == "train_tp.py"))
-        for script in NOT_CAPTURED
-    ],
-)
+@pytest.mark.parametrize("script", STREAMS)
 def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     flags = SETTINGS | flags | {"output_dir": tmp_path / "run"}
