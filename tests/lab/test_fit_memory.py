@@ -34,12 +34,7 @@ SLOW = [
     ("train_fsdp_tp.py", "tasks.text", 4, {"fsdp_size": 2}),
     ("train_1gpu.py", "tasks.segmentation", None, {}),
     ("train_1gpu_graph.py", "tasks.images", None, {}),
-    ("train_dp.py", "tasks.text", None, {}),
-    ("train_ddp.py", "tasks.text", 3, {}),
-    ("train_ddp.py", "tasks.segmentation", 2, {}),
-    ("train_fsdp.py", "tasks.images", 3, {}),
     ("train_tp.py", "tasks.text", 4, {}),
-    ("train_fsdp_tp.py", "tasks.images", 4, {"fsdp_size": 2}),
 ]
 
 

@@ -42,22 +42,6 @@ def last_lines(runs):
     return [run.stderr.strip().splitlines()[-1] for run in runs]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_two_nodes_match_one_machine(rendezvous, one_machine, tmp_path):
-    def command(rank):
-        flags = RUN | {"output_dir": tmp_path}
-        if rendezvous == "c10d":
-            return c10d("train_ddp.py", machines[0], **flags)
-        return static("train_ddp.py", machines[0], rank, **flags)
-
-    with hosts(2) as machines:
-        runs = finish([host.start(command(rank)) for rank, host in enumerate(machines)], tmp_path)
-    assert_no_error(runs)
-    assert "batch: 12 = 2 replicas x 6" in "".join(run.stdout for run in runs)
-    assert_same_weights(tmp_path, one_machine)
-
-
 @SLOW
 def test_three_nodes_agree_and_match_one_machine(tmp_path):
     with hosts(3) as machines:

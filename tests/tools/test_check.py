@@ -87,7 +87,7 @@ def test_own_bugs_are_all_planted_once(tmp_path):
     [
         "ddp x2",
         pytest.param("accum x2", marks=pytest.mark.rare),
-        "fsdp x2",
+        pytest.param("fsdp x2", marks=pytest.mark.rare),
         "one_file ddp x2",
     ],
 )
