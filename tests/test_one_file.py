@@ -17,7 +17,7 @@ from tools.verify.one_file_task import STOP, TRAIN
 
 GLOBAL_BATCH = 18
 SCRIPTS = sorted((ROOT / "one_file").glob("*.py"))
-WITH_LOADERS = [  # which both scripts use alike
+ALIKE = [  # for what both scripts do with the same lines
     pytest.param(
         script, id=script.name, marks=[pytest.mark.rare] * (script.name != SCRIPTS[0].name)
     )
@@ -84,7 +84,7 @@ def run(script, folder, old="", new="", stops="", **flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", ALIKE)
 def test_error_of_all_ranks_is_printed_once(script, tmp_path):
     failed = run(script, tmp_path, global_batch=3)
     assert failed.code == 1, failed.stderr
@@ -93,7 +93,7 @@ def test_error_of_all_ranks_is_printed_once(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", WITH_LOADERS)
+@pytest.mark.parametrize("script", ALIKE)
 def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
     """They do not end at SIGTERM, with which Python ends the processes that an exception leaves."""
     text = script.read_text().replace("signal.alarm(30)", "pass")
@@ -113,7 +113,7 @@ def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", ALIKE)
 def test_checkpoint_that_only_one_node_sees(script, tmp_path):
     """Otherwise, each rank would start at an epoch of its own."""
     failed = run(script, tmp_path, "path.exists())", "dist.get_rank() == 1)")
@@ -122,7 +122,7 @@ def test_checkpoint_that_only_one_node_sees(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", WITH_LOADERS)
+@pytest.mark.parametrize("script", ALIKE)
 def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
     number = "SIGTERM" if "ddp" in script.name else "SIGHUP"
     _, epoch, step = STOP
@@ -144,7 +144,7 @@ def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", ALIKE)
 def test_killed_launcher_ends_the_ranks(script, tmp_path):
     copy = tmp_path / script.name
     copy.write_text(one_file.with_task(script))

@@ -47,15 +47,12 @@ def weights(tmp_path_factory):
         ("train_1gpu.py", None, {"model": "squeezenet1_1", "image_size": 32, "audit": True}),
         # From three ranks on, the order of DistributedDataParallel's buckets matters.
         ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1, "audit": True}),
-        slow("train_ddp.py", 3, {"model": "shufflenet_v2_x0_5", "clip_norm": 1.0}),
         slow("train_ddp.py", 2, {"save_sharded": True} | ADAMW),
         slow("train_ddp.py", 1, {"save_sharded": True, "sync_bn": False}),
         ("train_1gpu.py", None, {"optimizer": "sgd_nesterov", "lr_schedule": "step"}),
         ("train_1gpu.py", None, {"momentum": 0, "save_sharded": True}),
-        slow("train_ddp.py", 2, {"momentum": 0}),
         slow("train_ddp_mp.py", 2, {"devices": "cpu,cpu", "micro_batches": 2}),
         slow("train_ddp_accum.py", 2, {"micro_batches": 2}),
-        slow("train_dp.py", None, {}),
     ],
     ids=str,
 )
@@ -205,7 +202,6 @@ def test_resume_never_and_always(finished, tmp_path):
         ("train_1gpu.py", None, ADAMW),  # its state is new
         slow("train_fsdp.py", 2, ADAMW),
         ("train_1gpu.py", None, {"momentum": 0}),
-        slow("train_fsdp.py", 2, {"momentum": 0.5, "weight_decay": 0.0}),
     ],
     ids=str,
 )
