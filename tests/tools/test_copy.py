@@ -14,6 +14,9 @@ from tools.verify.cases import SUITES, scripts_of
 
 SCRIPTS = [rung.script for rung in LADDER]
 FAST = [("train_ddp.py", "images"), ("train_1gpu.py", "text"), ("train_fsdp.py", "segmentation")]
+# The others import what one of these does, or those above, and at most one module more.
+OFTEN = ["train_1gpu_graph.py", "train_ddp_spawn.py", "train_ddp_mp.py"]
+OFTEN += ["train_fsdp_tp.py", "train_pp.py"]
 PAIRS = [
     (script, task) for script in SCRIPTS for task in TASKS if script in scripts_of(SUITES[task])
 ]
@@ -22,7 +25,8 @@ PAIRS = [
 def marks_of(pair):
     if pair in FAST:
         return []
-    return [pytest.mark.slow] if pair[1] == "images" else [pytest.mark.slow, pytest.mark.rare]
+    is_rare = pair[1] != "images" or pair[0] not in OFTEN
+    return [pytest.mark.slow, *[pytest.mark.rare] * is_rare]
 
 
 @pytest.mark.parametrize(
