@@ -146,7 +146,7 @@ CORE = {
     "distributed": 170,
     "errors": 25,
     "guards/__init__": 10,
-    "guards/finite": 15,
+    "guards/finite": 20,
     "guards/hang": 20,
     "guards/lock": 20,
     "guards/preemption": 60,

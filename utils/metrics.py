@@ -100,20 +100,17 @@ class Meter:
         """{name: number} over all ranks: task.summarize() of the sums, and the numbers of "samples"
         and "seconds". Resets the sums.
 
-        Raises UserError, on all ranks, if the loss is not finite; RuntimeError if an evaluation has
-        not counted each sample of the dataset once.
+        Raises UserError, on all ranks, if a training loss is not finite, so that the last good
+        checkpoint stays; RuntimeError if an evaluation has not counted each sample once.
         """
         seconds, loader = self._seconds(), self.loader
         numbers = self.vector.new_tensor([loader.samples, self.count])
-        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()
-        samples, result = (
-            int(totals[0]),
-            _summary(self.task, self.sums(totals[2:], totals[1].item())),
-        )
+        samples, count, *_ = totals = all_reduce(torch.cat([numbers, self.vector])).cpu()
+        result = _summary(self.task, self.sums(totals[2:], count.item()))
         if not loader.train and samples != len(loader.dataset):
             raise RuntimeError(f"evaluated {samples:.0f} of {len(loader.dataset)} samples")
         self.reset()
-        if not math.isfinite(result["loss"]):
+        if loader.train and not math.isfinite(result["loss"]):
             raise UserError(f"the loss is {result['loss']}: try a smaller --lr, or --clip-norm 1")
         return result | {"samples": int(samples), "seconds": seconds}
 
@@ -190,15 +187,20 @@ class MetricLogger:
             say(f"epoch {epoch}: {text}{speed:.0f} samples/s")
 
     def is_best(self, name: str, best_of: Callable[[list[float]], float]) -> bool:
-        """Whether the last epoch has the best validation metric `name` so far; without one, or with
-        NaN, it is not. best_of: max or min. At the end of the run, says which epoch is the best."""
-        values = [row.get(f"val_{name}", math.nan) for row in self.rows]
-        numbers = [value for value in values if not math.isnan(value)]
-        best = values.index(best_of(numbers)) if numbers else -1
+        """Whether the last epoch is the best(). At the end of the run, says which one is."""
+        best = self.best(name, best_of)
         if best >= 0 and self.rows[-1]["epoch"] + 1 == self.epochs and is_main_process():
-            epoch, path = self.rows[best]["epoch"], self.path.with_name("best.pt")
-            say(f"best: epoch {epoch}, {name} {values[best]:.4f}, in {path}")
-        return best == len(values) - 1
+            row, path = self.rows[best], self.path.with_name("best.pt")
+            say(f"best: epoch {row['epoch']}, {name} {row[f'val_{name}']:.4f}, in {path}")
+        return best == len(self.rows) - 1
+
+    def best(self, name: str, best_of: Callable[[list[float]], float]) -> int:
+        """The index of the row with the best validation metric `name`, the first of equal ones; -1
+        if there is none yet: inf and NaN never are, nor is a row without one. best_of: max or min.
+        """
+        values = [row.get(f"val_{name}", math.nan) for row in self.rows]
+        numbers = [value for value in values if math.isfinite(value)]
+        return values.index(best_of(numbers)) if numbers else -1
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": list(self.rows)}

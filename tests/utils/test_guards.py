@@ -1,6 +1,7 @@
 """The small guards: the lock of the folder, no NaN in a file, stacks of a hang, progress lines."""
 
 import fcntl
+import math
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from utils.guards import progress
 from utils.guards.finite import RefuseNonFinite
 from utils.guards.hang import ShowHang
 from utils.guards.lock import LockFolder
+from utils.metrics import Meter
 
 # One run at a time
 
@@ -66,10 +68,21 @@ def test_all_ranks_refuse_the_folder(tmp_path):
 # Finite weights
 
 
+def with_meter(state, *losses):
+    """The state with a Meter that has added up these losses."""
+    task = SimpleNamespace(
+        count=len, measure=lambda outputs, targets: {"psnr": torch.tensor(math.inf)}
+    )
+    meter = Meter(task, SimpleNamespace(started=0.0, counts=True))
+    for loss in losses:
+        meter.update(torch.tensor(loss), [], [0])
+    return state | {"meter": meter}
+
+
 @pytest.mark.parametrize("value", ["inf", "nan"])
 def test_weights_that_are_not_finite_are_never_saved(value, tmp_path):
     def body(rank):
-        state = make_state()
+        state = with_meter(make_state(), 1.0)
         writer = checkpointer(tmp_path, state, [RefuseNonFinite()])
         writer.save(1)
         if rank == 1:
@@ -81,13 +94,22 @@ def test_weights_that_are_not_finite_are_never_saved(value, tmp_path):
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
 
 
+@pytest.mark.parametrize("loss", [2.0, math.inf, math.nan])
+def test_epoch_whose_loss_is_not_finite_is_never_saved(loss, tmp_path):
+    """A run that resumes there could not finish it."""
+    writer = checkpointer(tmp_path, with_meter(make_state(), 1.0, loss), [RefuseNonFinite()])
+    kind, _ = outcome(lambda: writer.save(1))
+    assert kind is (None if math.isfinite(loss) else UserError)
+
+
 def test_what_is_not_trained_may_be_infinite():
     """Such as a causal mask. And a sum of float16 may exceed its range."""
     model = nn.Linear(300, 300).half()
     model.weight.data.fill_(1.0)
     model.register_buffer("mask", torch.full((3, 3), float("-inf")))
     model.frozen = nn.Parameter(torch.tensor(float("nan")), requires_grad=False)
-    RefuseNonFinite().before_save(SimpleNamespace(model=model), between_steps=False)
+    checkpoint = SimpleNamespace(model=model, state=with_meter({}, 1.0))
+    RefuseNonFinite().before_save(checkpoint, between_steps=False)
 
 
 # Hangs

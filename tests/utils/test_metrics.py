@@ -257,9 +257,11 @@ def test_batch_that_does_not_count_changes_nothing(task):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_loss_that_is_not_finite_is_refused(loss):
+def test_training_loss_that_is_not_finite_is_refused(loss):
     with pytest.raises(UserError, match=str(loss)):
         fill(Meter(NUMBERS, fake_loader()), 1.0, loss, 2.0).compute()
+    evaluated = fill(Meter(NUMBERS, fake_loader(train=False)), 1.0, loss, 2.0).compute()
+    assert str(evaluated["loss"]) == str(loss)  # the epoch is saved
 
 
 def test_evaluation_has_a_clock_of_its_own(clock):
@@ -389,13 +391,15 @@ def test_first_of_equal_epochs_is_the_best(tmp_path, capsys):
     assert "epoch 1" in error and "7.0000" in error
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("best_of", [max, min])
-def test_nan_is_never_the_best(best_of, tmp_path):
+def test_nan_and_inf_are_never_the_best(best_of, bad, tmp_path):
     metrics, best = make_logger(tmp_path), []
-    for epoch, error in enumerate((math.nan, 2.0, math.nan, 2.0, 3.0, 1.0)):
+    for epoch, error in enumerate((bad, 2.0, bad, 2.0, 3.0, 1.0)):
         metrics.rows.append({"epoch": epoch, "val_error": error})
-        best.append(metrics.is_best("error", best_of))
-    assert best == [False, True, False, False, best_of is max, best_of is min]
+        best.append((metrics.is_best("error", best_of), metrics.best("error", best_of)))
+    highest = [(True, 4), (False, 4)] if best_of is max else [(False, 1), (True, 5)]
+    assert best == [(False, -1), (True, 1), (False, 1), (False, 1), *highest]
 
 
 def test_epoch_without_an_evaluation_is_never_the_best(tmp_path, capsys):
