@@ -33,8 +33,8 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
         warn(f"the hook of {hooked[0]} sees one rank's gradient: clip after loss.backward()")
     model, second = copy.deepcopy(model), min(1, len(loader.dataset) - 1)
     device = next((p.device for p in model.parameters()), loader.device)  # not yet on the loader's?
-    examples = loader.examples([0], [second], [0, second])
-    batches = [map_tensors(lambda tensor: tensor.to(device), batch) for batch in examples]
+    examples = list(loader.examples([0], [second], [0, second]))
+    batches = [map_tensors(lambda tensor: tensor.to(device), loader.prepare(e)) for e in examples]
     for is_training in (False, True):
         for module in model.modules():  # no dropout, and no statistics of a batch
             is_tried = any(module.children()) or module._non_persistent_buffers_set
@@ -76,10 +76,7 @@ def _sums(task, model, inputs, targets):
     loss, measured = task.loss(outputs, targets), task.measure(outputs, targets)
     count = torch.as_tensor(task.count(targets))
     if not isinstance(loss, Tensor) or loss.shape != count.shape or loss.dim() > 1:
-        raise UserError(
-            "loss() must return a tensor with one number, the sum over the targets, or with as "
-            "many as count() returns"
-        )
+        raise UserError("loss() must return a sum over the targets, a tensor shaped as count()")
     if not isinstance(measured, dict) or measured.keys() & {"loss", "count"}:
         raise UserError("measure() must return {name: sum}, with names other than loss and count")
     sums = {"loss": loss, "count": count, **measured}
@@ -104,7 +101,7 @@ def _compare_samples(loader):
     """The first, the middle and the last; a different machine may round differently. Tensors may be
     empty, of any dtype, and hold NaN."""
     last = len(loader.dataset) - 1
-    batches = loader.examples([0], [last // 2], [last])
+    batches = map(loader.prepare, loader.examples([0], [last // 2], [last]))
     mine = [sum(map(_mean_size, tensors_of(batch))) for batch in batches]
     for rank, theirs in enumerate(all_gather_object(mine)):
         for one, other in zip(mine, theirs, strict=True):

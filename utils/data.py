@@ -141,6 +141,7 @@ class Loader:
         self.indices = torch.zeros(0, dtype=torch.int64)
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
+        self.micro_batches = micro_batches
         # DistributedSampler adds others at the end, so that all ranks have the same number.
         self.own_samples = len(range(dp_rank(), len(dataset), dp_world_size()))
         self.source_device = torch.device("cpu")
@@ -150,7 +151,7 @@ class Loader:
         if workers < 0:  # on a CPU, workers would compete with training
             workers = min(32, cores_per_rank() - 1) if device.type != "cpu" else 0
         self.timeout = cfg.timeout
-        batches = _Batches(dataset, cfg.seed, train, micro_batches)
+        batches = _Batches(dataset, cfg.seed, train, micro_batches or 1)
         self.reader: Any = self._build_reader(batches, _BatchSampler(self), workers, workers > 0)
 
     def _build_reader(self, batches, keys, workers, persistent_workers=False):
@@ -200,7 +201,7 @@ class Loader:
         self.start = self.step % len(self) if self.epoch == self.epoch_of_step else 0
         wall, cpu = time.perf_counter(), time.thread_time()
         self.started = self.started if self.trained in self.iterations else wall
-        for number, (contents, indices) in enumerate(_raising(reader), start=self.start):
+        for number, (contents, indices) in enumerate(reader, start=self.start):
             if iteration not in self.iterations:
                 raise UserError("an iterator ends with checkpoint.save(): make one in each epoch")
             if self.trained is iteration or self.trained not in self.iterations:
@@ -208,7 +209,8 @@ class Loader:
                 self.computed += time.thread_time() - cpu
                 self._begin(number, torch.as_tensor(indices))
                 self.iterations[iteration] = self.read, self.indices
-            yield self._prepare(contents)
+            parts = [self.prepare(part) for part in contents]
+            yield parts[0] if self.micro_batches is None else parts
             wall, cpu = time.perf_counter(), time.thread_time()
 
     def _begin(self, number, indices):
@@ -218,20 +220,21 @@ class Loader:
             seed_step(self.seed, self.epoch, number, dp_rank())
         start_batch(self.seed, self.epoch, indices)
 
-    def examples(self, *batches: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """The inputs and the targets of the samples with these indices, for each of the batches, on
-        the device. If the loader has processes, one of them reads: a file that the dataset opens
-        when it is first read would otherwise be open before these are forked, which would share its
-        position, and read each other's samples."""
+    def examples(self, *batches: Sequence[int]) -> Iterator[Any]:
+        """The samples with these indices, for each of the batches, as prepare() takes them. If the
+        loader has processes, one of them reads: a file that the dataset opens when it is first read
+        would otherwise be open before these are forked, which would share its position, and read
+        each other's samples."""
         keys = [(0, torch.tensor(indices, device=self.source_device)) for indices in batches]
         batches_of = _Batches(self.dataset, self.seed, self.train)
         reader = self._build_reader(batches_of, keys, min(1, self.reader.num_workers))
-        for contents, _ in _raising(reader):
-            yield self._prepare(contents)
+        return (batch for (batch,), _ in reader)
 
-    def _prepare(self, contents):
-        if isinstance(contents, _MicroBatches):
-            return [self._prepare(part) for part in contents]
+    def prepare(self, contents: Any) -> tuple[Any, Any]:
+        """The inputs and the targets of a batch that has been read, on the device. Raises the
+        UserError that is in its place, if there was one."""
+        if isinstance(contents, UserError):
+            raise contents
         contents = map_tensors(self._move, contents)
         if isinstance(self.dataset, BatchDataset):
             contents = self.dataset.on_device(contents, self.dtype)
@@ -294,18 +297,14 @@ class _BatchSampler:
             yield loader.epoch, _as_array(batch)
 
 
-class _MicroBatches(list[Any]):
-    """The parts of one batch."""
-
-
 class _Batches(Dataset[Any]):
-    """Makes whole batches, in a worker or in this process: (contents, indices).
+    """Makes whole batches, in a worker or in this process: (their micro-batches, indices).
 
     set_epoch() of a dataset is called here, in each process: what the script sets on its own copy
     does not reach the others.
     """
 
-    def __init__(self, dataset, seed, train, micro_batches=None):
+    def __init__(self, dataset, seed, train, micro_batches=1):
         self.dataset, self.seed, self.micro_batches = dataset, seed, micro_batches
         self.set_epoch = getattr(inner_dataset(dataset), "set_epoch", None) if train else None
 
@@ -314,25 +313,16 @@ class _Batches(Dataset[Any]):
         try:
             if self.set_epoch:
                 self.set_epoch(epoch)
-            if self.micro_batches is None:
-                return self._make(indices, epoch), _as_array(indices)
             parts = indices.tensor_split(self.micro_batches)
-            made = _MicroBatches(self._make(part, epoch) for part in parts)
-            return made, _as_array(indices)
+            made = [self._make(part, epoch) for part in parts]
         except UserError as error:  # raised in a worker, it would hold the worker's traceback
-            return error, []
+            made = [error]
+        return made, _as_array(indices)
 
     def _make(self, indices, epoch):
         if isinstance(self.dataset, BatchDataset):
             return self.dataset.get_batch(indices, epoch, self.seed)
         return fetch_samples(self.dataset, indices, epoch, self.seed)
-
-
-def _raising(reader):
-    for contents, indices in reader:
-        if isinstance(contents, UserError):
-            raise contents
-        yield contents, indices
 
 
 def _as_array(indices):

@@ -327,7 +327,7 @@ def test_dataset_on_a_device_makes_batches_in_the_process_of_the_rank():
     batches = [images for images, _ in loader]
     assert [images.shape for images in batches] == [(BATCH, 3)] * STEPS
     assert batches[0].dtype == torch.float64 and 0 <= batches[0].max() <= 1
-    ((images, _),) = loader.examples([2, 3])
+    images, _ = loader.prepare(*loader.examples([2, 3]))
     assert images.shape == (2, 3)
 
 
@@ -397,7 +397,8 @@ class OpenedAtFirstAccess(Numbered):
 
 def test_examples_are_read_by_a_loader_process():
     dataset, same = OpenedAtFirstAccess(), OpenedAtFirstAccess()
-    found = list(train_loader(dataset, num_workers=2).examples([3], [3, 7]))
+    loader = train_loader(dataset, num_workers=2)
+    found = list(map(loader.prepare, loader.examples([3], [3, 7])))
     assert [targets.tolist() for _, targets in found] == [[3], [3, 7]]
     assert found[0][0][0].equal(found[1][0][0])
     assert dataset.file is None

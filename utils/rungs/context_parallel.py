@@ -107,7 +107,8 @@ class ContextParallel(Wrapper):
 
     @torch.no_grad()
     def _check(self, task, loader):
-        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        [samples] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        inputs, _ = loader.prepare(samples)
         expected = self.module(inputs)
         if not isinstance(expected, Tensor):
             raise UserError("train_cp.py divides outputs that are one tensor, (n, length, ...)")

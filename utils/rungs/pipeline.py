@@ -148,7 +148,8 @@ class Pipeline(Wrapper):
         cfg: PipelineSettings,
     ) -> None:
         super().__init__()
-        [(inputs, _)] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        [samples] = loader.examples([0, min(1, len(loader.dataset) - 1)])
+        inputs, _ = loader.prepare(samples)
         if not isinstance(inputs, Tensor):
             raise UserError("a pipeline needs inputs that are one tensor: use train_fsdp.py")
         check_layers(model, layers_of, inputs)
