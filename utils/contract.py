@@ -35,6 +35,7 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
     device = next((p.device for p in model.parameters()), loader.device)  # not yet on the loader's?
     examples = list(loader.examples([0], [second], [0, second]))
     batches = [map_tensors(lambda tensor: tensor.to(device), loader.prepare(e)) for e in examples]
+    _warn_of_rounding(examples[-1], loader.dtype)
     for is_training in (False, True):
         for module in model.modules():  # no dropout, and no statistics of a batch
             is_tried = any(module.children()) or module._non_persistent_buffers_set
@@ -62,6 +63,15 @@ def _caches(model):
     saved = model.state_dict().keys()
     named = [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]
     return {(name, buffer.shape): buffer.clone() for name, buffer in named}
+
+
+def _warn_of_rounding(batch, dtype):
+    for tensor in tensors_of(batch):
+        if tensor.dtype == torch.float64 and is_main_process():
+            changed = tensor[(tensor.to(dtype) != tensor) & (tensor.abs() > 2**24)]
+            if len(changed):
+                value, rounded = changed[0].item(), changed[0].to(dtype).item()
+                warn(f"a sample holds {value}, in {dtype} {rounded}: make identifiers int64")
 
 
 def _random_state(device):

@@ -1,6 +1,7 @@
 """A task that does not keep its part is refused before the first epoch."""
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +231,29 @@ def test_ranks_with_different_samples_are_refused(index, exchange):
     other[index] = other[index][0] + 1, other[index][1]
     with pytest.raises(UserError, match="rank 1"):
         exchange(other, exchange(PAIRS))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "is_named"),
+    [
+        (100_000_001, torch.float64, True),
+        (2**24, torch.float64, False),
+        (0.1, torch.float64, False),
+        (math.nan, torch.float64, False),
+        (100_000_001, torch.int64, False),
+    ],
+)
+def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(
+    value, dtype, is_named, capsys
+):
+    class First(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs["x"])
+
+    key = torch.tensor(value).to(dtype)
+    check([({"x": inputs, "id": key}, label) for inputs, label in PAIRS], First(3, 4))
+    err = capsys.readouterr().err
+    assert ("100000001.0" in err and "100000000.0" in err) if is_named else not err
 
 
 def test_samples_that_differ_by_rounding_pass(exchange):
