@@ -11,6 +11,7 @@ from utils.batches import map_tensors, on_device_of, tensors_of
 from utils.data import BatchDataset
 from utils.distributed import all_gather_object, is_main_process, launched_world_size
 from utils.errors import UserError, warn
+from utils.seeds import on_check
 
 NAMES = ("loss", "count", "measure", "summarize", "describe", "BEST")
 
@@ -56,6 +57,8 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
             _refuse_unless_sums(task, one, two, both)
     if not (isinstance(loader.dataset, BatchDataset) and loader.dataset.in_order):
         _compare_samples(loader)
+        for function in on_check:
+            function(loader)
 
 
 def _caches(model):

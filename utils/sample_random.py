@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from utils import seeds
+from utils.batches import tensors_of
+from utils.data import inner_dataset
 from utils.errors import UserError
 
 _LOW = 0xFFFFFFFF  # the lower half of 64 bits
@@ -125,6 +127,29 @@ def _pinned(tensor, device):
 
 _step = _Step()
 seeds.on_batch.append(_step.start)
+
+
+def require_order(loader: Any) -> None:
+    """Raise UserError if the dataset's collate_fn() sorts its samples, as for a packed sequence: a
+    step could not tell which row of a batch is which sample."""
+    if not hasattr(inner_dataset(loader.dataset), "collate_fn"):
+        return
+    last = len(loader.dataset) - 1
+    for other in {1, last // 2, last} - {0}:
+        batches = loader.examples([0], [other], [0, other], [other, 0])
+        one, two, both, reverse = (tensors_of(loader.prepare(batch)) for batch in batches)
+        if _are_equal(both, reverse) and not _are_equal(one, two):
+            raise UserError(
+                "collate_fn() sorts its samples, so that random numbers by sample would belong to "
+                "others: leave them in their order, and sort in forward() what has been drawn for"
+            )
+
+
+def _are_equal(one, other):
+    return all(map(torch.equal, one, other))
+
+
+seeds.on_check.append(require_order)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import numpy
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 on_batch: list[Callable[[int, int, Tensor | None], None]] = []  # called by start_batch()
+on_check: list[Callable[[Any], None]] = []  # called by check_task(), with a Loader
 
 
 def set_seed(seed: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 import utils.contract
 from tests.any_batch import CASES, WholeBatches
@@ -15,6 +16,7 @@ from utils.config import Config
 from utils.contract import check_task
 from utils.data import build_loader
 from utils.errors import UserError
+from utils.sample_random import require_order
 from utils.sampler import EpochSampler
 
 CPU = torch.device("cpu")
@@ -254,6 +256,30 @@ def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(
     check([({"x": inputs, "id": key}, label) for inputs, label in PAIRS], First(3, 4))
     err = capsys.readouterr().err
     assert ("100000001.0" in err and "100000000.0" in err) if is_named else not err
+
+
+class Sentences(list):
+    """(words, label), of different lengths; padded, and sorted if `key` says by what."""
+
+    def __init__(self, key=None):
+        super().__init__((torch.ones(1 + index // 2), index % 4) for index in range(8))
+        self.key = key
+
+    def collate_fn(self, samples):
+        words, labels = zip(*sorted(samples, key=self.key or (lambda sample: 0)), strict=True)
+        return pad_sequence(list(words), batch_first=True).sum(1, keepdim=True), torch.tensor(
+            labels
+        )
+
+
+def test_collate_fn_that_sorts_is_refused_with_random_numbers_by_sample(monkeypatch):
+    by_length = Sentences(lambda sample: -len(sample[0]))
+    monkeypatch.setattr(utils.contract, "on_check", [])
+    check(by_length, nn.Linear(1, 4))
+    monkeypatch.setattr(utils.contract, "on_check", [require_order])
+    check(Sentences(), nn.Linear(1, 4))
+    with pytest.raises(UserError, match="collate_fn"):
+        check(by_length, nn.Linear(1, 4))
 
 
 def test_samples_that_differ_by_rounding_pass(exchange):
