@@ -103,12 +103,13 @@ class TokenFiles(Dataset[Tensor]):
     def _check(self, path, tokens):
         if not len(tokens):  # an empty document
             return
-        if tokens.dtype == numpy.uint16 and len(tokens) > 16:
-            lower, upper = tokens[::2], tokens[1::2]  # halves, if they are of uint32
-            if upper.max() <= UPPER < numpy.median(lower):  # not if most are padding
+        for width in (4, 2) if tokens.dtype.kind == "u" and len(tokens) > 32 else ():
+            parts = tokens[: len(tokens) // width * width].reshape(-1, width)  # of wider tokens
+            if parts[:, 1:].max() <= UPPER < numpy.median(parts[:, 0]):  # not if most are padding
                 raise UserError(
-                    f"{path} seems to hold uint32: every other uint16 is at most {UPPER}. Tokens "
-                    f"of uint32 are read with a vocabulary of more than 65,536"
+                    f"{path} seems to hold tokens of {8 * width * tokens.itemsize} bits (NumPy's "
+                    f"default is int64), and is read as {tokens.dtype}: write them with "
+                    f"astype('uint16'), or with a vocabulary of more than 65,536 as 'uint32'"
                 )
         if tokens.min() < 0 or tokens.max() >= self.limit:
             raise UserError(

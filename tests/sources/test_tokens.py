@@ -144,8 +144,10 @@ def test_bad_files_are_refused_in_a_line(tmp_path):
         TokenFiles([tmp_path / "folder.bin"], 4)
     with pytest.raises(UserError, match=r"b\.bin holds the token 300, .* below 300: .* vocabulary"):
         TokenFiles([write(tmp_path / "b.bin", [5, 300, 6])], 4, limit=300)
-    with pytest.raises(UserError, match="seems to hold uint32"):
-        TokenFiles([write(tmp_path / "c.bin", [1, 70000, 2, 99999, 5] * 20, "uint32")], 4)
+    for wide, narrow in (("uint32", "uint16"), ("int64", "uint16"), ("int64", "uint32")):
+        path = write(tmp_path / "c.bin", [1, 70, 2, 99, 5, 80, 7] * 20, wide)
+        with pytest.raises(UserError, match=rf"c.bin .*{wide[-2:]} bits.* read as {narrow}"):
+            TokenFiles([path], 4, narrow)
 
 
 def test_uint32_is_told_from_padding(tmp_path):
@@ -156,7 +158,7 @@ def test_uint32_is_told_from_padding(tmp_path):
     wide = numpy.array(tokens[:3000] * 4.3, numpy.uint32)
     (tmp_path / "b.bin").write_bytes(tokens.tobytes() + wide.tobytes())
     for path in (write(tmp_path / "c.bin", wide, "uint32"), tmp_path / "b.bin"):
-        with pytest.raises(UserError, match=f"{path.name} seems to hold uint32"):
+        with pytest.raises(UserError, match=f"{path.name} .* 32 bits"):
             TokenFiles([path], 128)
 
 
