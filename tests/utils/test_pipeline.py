@@ -155,7 +155,9 @@ def make_pipeline(**settings):
 def build_pipeline(model, layers_of, inputs, **settings):
     """As train_pp.py does, for batches of 6 samples."""
     cfg = PipelineConfig(global_batch_size=6, **settings)
-    loader = SimpleNamespace(dataset=range(2), examples=lambda indices: [(inputs, None)])
+    loader = SimpleNamespace(
+        dataset=range(2), examples=lambda indices: [(inputs, None)], prepare=tuple
+    )
     return Pipeline(model, layers_of, loader, CPU, cfg)
 
 

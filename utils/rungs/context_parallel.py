@@ -107,8 +107,7 @@ class ContextParallel(Wrapper):
 
     @torch.no_grad()
     def _check(self, task, loader):
-        [samples] = loader.examples([0, min(1, len(loader.dataset) - 1)])
-        inputs, _ = loader.prepare(samples)
+        inputs, _ = loader.prepare(*loader.examples([0, min(1, len(loader.dataset) - 1)]))
         expected = self.module(inputs)
         if not isinstance(expected, Tensor):
             raise UserError("train_cp.py divides outputs that are one tensor, (n, length, ...)")

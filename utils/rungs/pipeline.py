@@ -148,8 +148,7 @@ class Pipeline(Wrapper):
         cfg: PipelineSettings,
     ) -> None:
         super().__init__()
-        [samples] = loader.examples([0, min(1, len(loader.dataset) - 1)])
-        inputs, _ = loader.prepare(samples)
+        inputs, _ = loader.prepare(*loader.examples([0, min(1, len(loader.dataset) - 1)]))
         if not isinstance(inputs, Tensor):
             raise UserError("a pipeline needs inputs that are one tensor: use train_fsdp.py")
         check_layers(model, layers_of, inputs)
