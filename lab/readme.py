@@ -25,6 +25,8 @@ from lab.budgets import table as budgets_table
 from lab.chaos import log as chaos_log
 from lab.communication import RESULT as COMMUNICATION
 from lab.communication import table as communication_table
+from lab.edits import refused_table
+from lab.edits import table as edits_table
 from lab.fit import __main__ as lab_fit
 from lab.guarantees import RESULT as GUARANTEES
 from lab.guarantees import table as guarantees_table
@@ -362,6 +364,8 @@ BLOCKS = {
     "communication": communication,
     "split": split,
     "guarantees": guarantees,
+    "edits": edits_table,
+    "refused": refused_table,
     "mixtures": partial(guarantees, MIXTURES),
     "chaos": chaos,
     "budgets": budgets,
