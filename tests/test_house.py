@@ -142,7 +142,7 @@ CORE = {
     "checkpoint": 300,
     "config": 205,
     "contract": 100,
-    "data": 225,
+    "data": 230,
     "distributed": 170,
     "errors": 25,
     "guards/__init__": 10,
@@ -184,7 +184,7 @@ OTHERS = {
     "sample_random": 200,
     "sampler": 15,
 }
-DEFAULT, PLAIN = 1765, 1385  # of the modules of utils that a copy of train_ddp.py has
+DEFAULT, PLAIN = 1770, 1385  # of the modules of utils that a copy of train_ddp.py has
 
 
 def test_each_module_of_utils_keeps_its_budget():

@@ -138,6 +138,7 @@ class Loader:
         self.step = self.epoch_of_step = self.start = self.read = self.epoch = 0
         self.iterations: dict[object, Any] = {}  # that go on: (batches read, indices of the last)
         self.trained: Any = None  # the iteration whose batches are trained
+        self.is_over = False  # a run is resumed behind the last batch, as in zip() of two loaders
         self.indices = torch.zeros(0, dtype=torch.int64)
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
@@ -199,6 +200,9 @@ class Loader:
         self.iterations[iteration] = self.step, self.indices
         self.epoch = getattr(self.sampler, "epoch", 0)  # as set by set_epoch()
         self.start = self.step % len(self) if self.epoch == self.epoch_of_step else 0
+        is_over, self.is_over = self.is_over and self.epoch == self.epoch_of_step, False
+        if is_over:
+            return
         wall, cpu = time.perf_counter(), time.thread_time()
         self.started = self.started if self.trained in self.iterations else wall
         for number, (contents, indices) in enumerate(reader, start=self.start):
@@ -275,6 +279,7 @@ class Loader:
             )
         self.step = self.read = state["step"]  # also if it is not read at once
         self.epoch_of_step = self.epoch = state["epoch"]
+        self.is_over = self.step == len(self)
 
 
 class _BatchSampler:

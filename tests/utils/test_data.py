@@ -247,6 +247,14 @@ def test_looks_within_an_epoch_change_nothing():
     assert seen == [*loader.sampler][: STEPS * BATCH]
 
 
+def test_loader_that_was_read_to_its_end_ends_once_more():
+    """As the shorter one of two in zip(); one that is repeated goes on."""
+    loader = train_loader(Rows())
+    loader.load_state_dict({"step": STEPS, "epoch": 1, "global_batch": BATCH})
+    assert read(loader, 1) == []
+    assert read(loader, 1) == reference("dicts", 1)
+
+
 def test_loader_that_is_read_later_keeps_its_position():
     loader = train_loader(Rows())
     loader.load_state_dict({"step": 2, "epoch": 1, "global_batch": BATCH})
