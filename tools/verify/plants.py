@@ -161,7 +161,7 @@ BUGS = [
     Bug(
         "every-epoch-is-the-best",
         "utils/metrics.py",
-        "        return best == len(values) - 1",
+        "        return best == len(self.rows) - 1",
         "        return True",
         "accum x2",
         (Problem.BEST, ""),
