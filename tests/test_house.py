@@ -174,7 +174,7 @@ OTHERS = {
     "rungs/amp": 23,
     "rungs/context_parallel": 120,
     "rungs/experts": 70,
-    "rungs/fsdp": 175,
+    "rungs/fsdp": 178,
     "rungs/graph": 90,
     "rungs/model_parallel": 135,
     "rungs/parameters": 45,

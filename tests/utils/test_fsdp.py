@@ -306,6 +306,20 @@ def test_parameters_that_only_some_ranks_use_are_refused():
             assert step == expected and ("weight" in text) == bool(step)
 
 
+def test_hooks_of_shards_are_refused():
+    """FSDP sets their gradients without autograd, which would call the hooks."""
+
+    def body(rank):
+        model = fully_shard(nn.Linear(3, 2), **fsdp_kwargs(PLAIN, root=True))
+        model.weight.register_hook(lambda gradient: 0 * gradient)
+        optimizer = build_optimizer(model, PLAIN)
+        CompareShards().at_start(SimpleNamespace(model=model, optimizer=optimizer))
+        model(torch.ones(2, 3))
+
+    for error in run_ranks(body, 2):
+        assert isinstance(error, UserError) and "weight" in str(error)
+
+
 def test_parameters_that_no_rank_uses_stay():
     """Gradients of zero would move them, by weight decay and momentum."""
 

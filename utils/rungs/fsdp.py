@@ -166,6 +166,10 @@ class CompareShards(Guard):
     def _note_gradients(self, prefix, module):
         for name, parameter in module.named_parameters(prefix):
             if id(parameter) not in self.kept and parameter.requires_grad:
+                if self.parameters[name]._backward_hooks:
+                    raise UserError(
+                        f"FSDP calls no hook of {name}: change gradients after loss.backward()"
+                    )
                 self.gathered.add(name)
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, name=name: self.used.add(name)
