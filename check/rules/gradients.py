@@ -285,7 +285,9 @@ def _drift(first, second, count):
                 return
             rule = "ddp-bypassed" if wrapped else "gradients-not-averaged"
             forwards = ours["forwards"]
-            place = where(forwards[-1]) if wrapped and forwards else where(ours)
+            place = where(ours)
+            if wrapped and forwards:
+                place = tuple(forwards[-1].get("caller") or ()) or where(forwards[-1])
             syncs = [f["syncs"] for f in forwards if "syncs" in f and f["grad"]]
             if syncs and not any(syncs) and len(syncs) == len(forwards):
                 rule, place = "never-synchronized", _backward_of(ours)

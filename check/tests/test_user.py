@@ -537,6 +537,19 @@ def test_exceptions_are_recorded_where_they_are_raised(tmp_path):
     assert parent["error"] == "Exception: of the parent" and parent["place"] == ["train.py", 10]
 
 
+def test_places_are_in_the_folder_of_the_script_if_possible(tmp_path):
+    """Not in a library that PYTHONPATH names."""
+    library = "from check_inside.record import place\n\ndef there(): return place()\n"
+    project(tmp_path, library, "other.py")
+    script = project(tmp_path / "own", "import torch, other\nprint(other.there())\n")
+    plan = {"folder": str(script), "root": str(script), "run": "one", "limit_data": 0}
+    plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
+    paths = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": f"{INSIDE}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, script / "train.py"]
+    said = subprocess.check_output(command, env=os.environ | paths, text=True)
+    assert said.split() == ["['train.py',", "2]"]
+
+
 def test_accepted_findings_are_those_of_a_line_wherever_it_is_now(tmp_path):
     folder = project(tmp_path, "first\nfor batch in loader:\n    step()\n")
     checked = SimpleNamespace(options=SimpleNamespace(source=folder, epochs=2, steps=4), runs={})

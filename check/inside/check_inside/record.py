@@ -61,9 +61,10 @@ def is_user_file(name):
     return _is_user[name]
 
 
-def place():
+def place(is_left_out=lambda frame: False):
     """The innermost line of the user's code that is being run: [file, line], or None."""
-    return place_of(_lines(sys._getframe(1)))
+    frames = _lines(sys._getframe(1))
+    return place_of((frame, line) for frame, line in frames if not is_left_out(frame))
 
 
 def _lines(frame):
@@ -73,15 +74,17 @@ def _lines(frame):
 
 
 def place_of(lines):
-    """The first one of these (frame, line) that is in the user's code: [file, line], or None."""
+    """The first one of these (frame, line) that is in the user's folder, or else in code that is
+    not installed, as what PYTHONPATH names: [file, line], or None."""
+    other = None
     for frame, line in lines:
         name = frame.f_code.co_filename
         if is_user_file(name):
             path = os.path.realpath(name)
             if path.startswith(ROOT + os.sep):
-                path = os.path.relpath(path, ROOT)
-            return [path, line]
-    return None
+                return [os.path.relpath(path, ROOT), line]
+            other = other or [path, line]
+    return other
 
 
 def called_by_user(depth=2):

@@ -154,6 +154,8 @@ def _root_forward(module, inputs):
         "place": place(),
     }
     key = tuple(value for name, value in forward.items() if name != "place")
+    if PLAN["run"] == "two" and STATE.steps < 3:
+        forward["caller"] = place(_is_of_a_module)
     if not STATE.active and torch.is_grad_enabled():
         forward["rows"] = fingerprints((inputs, STATE.keywords))  # of a script that has no loader
     if hasattr(module, "require_backward_grad_sync"):
@@ -170,6 +172,10 @@ def _root_forward(module, inputs):
         STATE.trained.add(weights)
     for epoch in STATE.active:
         epoch.forward(weights, key, forward)
+
+
+def _is_of_a_module(frame):
+    return hasattr(frame.f_locals.get("self"), "named_parameters")
 
 
 def _is_frozen(norm):
