@@ -148,6 +148,18 @@ ADVICE = {
         "torch.manual_seed(seed)  # the same on all ranks, before the model is built",
         "seed-per-rank",
     ),
+    "shards-start-differently": Advice(
+        "note",
+        "Each rank has drawn its shard with a different seed: on a different number of ranks the "
+        "same seed makes a different model.",
+        "torch.manual_seed(seed)  # the same on all ranks, before the model is built",
+        "seed-per-rank",
+    ),
+    "wrapped-twice": Advice(
+        "note",
+        "Each gradient is averaged twice, and the names in state_dict() begin with module.module.",
+        "model = DistributedDataParallel(model)  # once",
+    ),
     "ddp-bypassed": Advice(
         "error",
         "DistributedDataParallel averages gradients only if its own forward is called. Each rank "
@@ -229,7 +241,9 @@ ADVICE = {
     "wrong-parameters": Advice(
         "error",
         "The optimizer changes parameters that nothing uses; the model is not trained.",
-        "fully_shard(model)\noptimizer = AdamW(model.parameters())  # after the model has changed",
+        "fully_shard(model)\n"
+        "model.load_state_dict(state, assign=True)\n"
+        "optimizer = AdamW(model.parameters())  # after all that puts new parameters in place",
     ),
     "needless-find-unused": Advice(
         "note",

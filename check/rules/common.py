@@ -127,6 +127,12 @@ def _same_probes(ours, theirs):
     return False
 
 
+def trains_nothing(step):
+    """Whether no parameter of an optimizer is the model's, nor has a gradient."""
+    gradients = [gradient for gradient in step["gradients"] if gradient is not None]
+    return step["strangers"] == step["size"] > 0 and not gradients
+
+
 def is_sharded(ranks):
     """Whether the ranks hold shards of the parameters."""
     return any(step["sharded"] for rank in ranks for step in rank.steps)

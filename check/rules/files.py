@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import all_close, failure, two_ranks, where
+from check.rules.common import all_close, failure, trains_nothing, two_ranks, where
 from check.scenarios import operations_of_a_save
 
 
@@ -20,10 +20,19 @@ def writers(checked):
         for rank in ranks:
             others = [e for e in rank.of("save") if e["model"] is False]
             saved |= {e["path"] for e in others if os.path.basename(e["path"]) in read}
-            for event in [*_saves(rank, checked), *others, *rank.of("write", "dump")]:
+            events = [*_saves(rank, checked), *others, *rank.of("write", "dump")]
+            for event in events:
                 by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
+            # Each rank may write a file of its own, and then give it the name that all use.
+            moved = {event["path"] for event in events}
+            for event in rank.of("rename"):
+                if event["source"] in moved:
+                    by_path.setdefault(event["path"], {}).setdefault(rank.number, event)
+                    saved |= {event["path"]} if event["source"] in saved else set()
+        shared = {path for path, events in by_path.items() if len(events) > 1}
         for path, events in by_path.items():
-            if len(events) > 1 and os.path.basename(path) != "null":
+            sources = {event.get("source") for event in events.values()}
+            if path in shared - {os.devnull} and not sources & shared:
                 event = events[0] if 0 in events else next(iter(events.values()))
                 rule = "saved-by-every-rank" if path in saved else "written-by-every-rank"
                 yield Finding(
@@ -136,6 +145,8 @@ def resumed(checked):
         )
         return
     if first["parameters"] not in states:
+        if trains_nothing(first):
+            return  # the rule wrong-parameters says so
         yield NotChecked(
             "resuming",
             "the parameters after the load equal no earlier step's; they may be an average",
@@ -146,6 +157,8 @@ def resumed(checked):
     saved = {steps for event, steps in saves if _is_checkpoint(event, again)}
     index = max([i for i in equal if i in saved] or equal)
     if index == 0:
+        if trains_nothing(first):
+            return
         yield Finding(
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )

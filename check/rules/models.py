@@ -9,6 +9,7 @@ from check.rules.common import (
     failure,
     first_ranks,
     replicas,
+    trains_nothing,
     two_ranks,
     where,
 )
@@ -26,11 +27,20 @@ def start(checked):
                 a != b for a, b in zip(ours["checksums"], theirs["checksums"], strict=False)
             )
             yield Finding(
-                "models-start-differently",
+                "shards-start-differently" if ours["one_model"] else "models-start-differently",
                 where(ours),
                 f"{count} of {len(ours['checksums'])} parameters differ between rank 0 and rank 1 "
                 "before they are sharded",
             )
+            return
+
+
+def wrapped_twice(checked):
+    """A DistributedDataParallel in a DistributedDataParallel."""
+    for event in (wrap for rank in replicas(checked) or [] for wrap in rank.of("wrap")):
+        if event.get("nested"):
+            text = "the module that DistributedDataParallel gets holds one already"
+            yield Finding("wrapped-twice", where(event), text)
             return
 
 
@@ -90,10 +100,9 @@ def buffers(checked):
 
 def parameters(checked):
     """Optimizers of parameters that are not the model's; parameters without a gradient."""
-    for rank in first_ranks(checked, "two", "one"):
+    for rank in first_ranks(checked, "two", "one", "resumed"):
         for step in rank.steps[:2]:
-            without = sum(g is None for g in step["gradients"])
-            if step["strangers"] == step["size"] > 0 == step["size"] - without:
+            if trains_nothing(step):
                 yield Finding(
                     "wrong-parameters",
                     where(step),
@@ -288,4 +297,4 @@ def _call(event):
     return event["name"] + (f" (line {place[1]})" if place else "")
 
 
-RULES = [start, batch_norm, buffers, parameters, synchronizations, failures]
+RULES = [start, wrapped_twice, batch_norm, buffers, parameters, synchronizations, failures]

@@ -17,9 +17,9 @@ from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
 from check.rules.data import same_samples, samples_left_out
-from check.rules.evaluation import division
-from check.rules.files import resumed
-from check.rules.models import failures
+from check.rules.evaluation import division, mode
+from check.rules.files import resumed, writers
+from check.rules.models import failures, parameters, start
 from check.scenarios import Checked, Options
 from check.tests import sealed
 from check.tests.corpus import __main__ as corpus
@@ -440,6 +440,60 @@ def test_the_best_model_that_a_test_loads_at_the_end_is_no_restart(tmp_path):
             runs[name].ranks = [Rank(0, 1, events, folder=tmp_path)]
         (found,) = resumed(Checked(Options([], tmp_path / "source"), runs, {}, "torchrun"))
         assert found.what == "resuming" and "best.pt" in found.why
+
+
+def one_run(tmp_path, name, *ranks):
+    """A Checked with one run, of ranks with these events."""
+    run = Run(name, tmp_path, tmp_path, 0, "", 0.0)
+    run.ranks = [Rank(number, number, events) for number, events in enumerate(ranks)]
+    for rank in run.ranks:
+        rank.epochs = []
+    return Checked(Options([], tmp_path), {name: run}, {}, "torchrun")
+
+
+INIT = {"kind": "init", "world": 2, "rank": 0}
+
+
+def test_checkpoint_that_each_rank_gives_the_same_name_is_saved_by_all(tmp_path):
+    def events(rank, target):
+        source = str(tmp_path / f"last.tmp{rank}")
+        save = {"kind": "save", "function": "torch.save", "path": source, "model": True}
+        rename = {"kind": "rename", "source": source, "path": str(tmp_path / target)}
+        return [INIT, save | {"number": 1}, rename | {"number": 2, "place": ["train.py", 9]}]
+
+    found = writers(one_run(tmp_path, "two", *(events(rank, "last.pt") for rank in range(2))))
+    ((rule, place, _),) = found
+    assert rule == "saved-by-every-rank" and place == ("train.py", 9)
+    own = [events(rank, f"last{rank}.pt") for rank in range(2)]
+    assert list(writers(one_run(tmp_path, "two", *own))) == []
+
+
+def test_resumed_run_whose_optimizer_has_other_parameters(tmp_path):
+    step = {
+        "kind": "step",
+        "step": 0,
+        "type": "Adam",
+        "gradients": [None],
+        "strangers": 1,
+        "size": 1,
+    }
+    (found,) = parameters(one_run(tmp_path, "resumed", [step]))
+    assert found.rule == "wrong-parameters"
+
+
+@pytest.mark.parametrize(
+    "one_model, rule", [(True, "shards-start-differently"), (False, "models-start-differently")]
+)
+def test_shards_of_one_model_are_no_different_models(one_model, rule, tmp_path):
+    shards = [{"kind": "shard", "checksums": [rank], "one_model": one_model} for rank in range(2)]
+    (found,) = start(one_run(tmp_path, "two", *([INIT, shard] for shard in shards)))
+    assert found.rule == rule
+
+
+def test_evaluation_that_was_not_seen_is_said(tmp_path):
+    step = {"kind": "step", "step": 0, "number": 1, "forwards": []}
+    (said,) = mode(one_run(tmp_path, "one", [step]))
+    assert "evaluation" in said.what and "--epochs" in said.why
 
 
 GOES_ON = [("set_epoch", 1), ("batch", [3]), ("batch", [4])]  # the first batch is skipped

@@ -219,6 +219,7 @@ def _audit(event, args):
             source=os.path.realpath(os.fspath(args[0])),
             path=os.path.realpath(os.fspath(args[1])),
             by_user=_by_user(),
+            place=place(),
         )
 
 

@@ -197,6 +197,7 @@ def _before_ddp(given):
         "wrap",
         type="DistributedDataParallel",
         group=ranks_of(given.get("process_group")),
+        nested=any(isinstance(part, type(given["self"])) for part in given["module"].modules()),
         find_unused=given.get("find_unused_parameters", False),
         place=place(),
     )

@@ -16,15 +16,23 @@ def install(name, module):
 
 
 def _before_fully_shard(given):
-    group = _averaging(given.get("mesh"), given.get("dp_mesh_dims"))
-    record("shard", checksums=_checksums(given["module"]), group=group, place=place())
+    mesh = given.get("mesh")
+    group = _averaging(mesh, given.get("dp_mesh_dims"))
+    is_one = bool(group) and (mesh is None or mesh.ndim == 1)
+    _record(given["module"], is_one, group=group)
     if IS_FLOAT64:
         given.pop("mp_policy", None)
 
 
+def _record(module, is_one, **fields):
+    """is_one: whether the ranks hold the shards of one model; else some of them hold copies."""
+    record("shard", checksums=_checksums(module), one_model=is_one, place=place(), **fields)
+
+
 def _before_fsdp(given):
     if not given.get("sync_module_states"):
-        record("shard", checksums=_checksums(given["module"]), place=place())
+        strategy = getattr(given.get("sharding_strategy"), "name", "FULL_SHARD")
+        _record(given["module"], strategy in ("FULL_SHARD", "SHARD_GRAD_OP"))
     if PLAN["device"] != "cuda":
         given["device_id"] = torch.device("cpu")  # without it, it asks for an accelerator
     if IS_FLOAT64:

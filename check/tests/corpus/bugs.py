@@ -204,6 +204,17 @@ BUGS = [
         ),
     ),
     Bug(
+        "wrapped twice",
+        "tutorial",
+        "wrapped-twice",
+        (
+            (
+                "DDP(self.model, device_ids=[self.gpu_id])",
+                "DDP(DDP(self.model, device_ids=[self.gpu_id]), device_ids=[self.gpu_id])",
+            ),
+        ),
+    ),
+    Bug(
         "one class",
         "tutorial",
         "zero-gradients",
@@ -809,7 +820,7 @@ BUGS = [
     Bug(
         "fsdp: seed per rank",
         "fsdp2",
-        "models-start-differently",
+        "shards-start-differently",
         (
             (
                 "torch.manual_seed(0)\n    data = torch.randn(192, 16)\n",
