@@ -58,16 +58,21 @@ def _replacing(path):
         yield temporary
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save hides that of a full disk
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.__context__ or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def save_atomically(obj: Any, path: Path) -> None:
-    """torch.save to a file that replaces `path` once it is complete and on the disk."""
-    with _replacing(path) as temporary, open(temporary, "wb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())
+def save_atomically(obj: Any, path: Path, check: bool = False) -> None:
+    """torch.save to a file that replaces `path` once it is complete and on the disk. check: and
+    only if it can be read as a checkpoint."""
+    with _replacing(path) as temporary:
+        with open(temporary, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if check:
+            read_checkpoint(temporary, join_parts=False)
 
 
 def link_atomically(name: Path, path: Path) -> None:
@@ -94,7 +99,9 @@ def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]
     except OSError:
         raise
     except Exception as error:  # of zipfile, pickle and torch
-        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from None
+        lines = str(error).splitlines()  # weights_only has many
+        reason = next((line for line in lines if "Unpickler" in line), "".join(lines[:1]))
+        raise UserError(f"{path} cannot be read as a checkpoint: {reason.strip()}") from None
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UserError(
             f"{path} is not a checkpoint of format {FORMAT}: finish its run with the version that "
@@ -140,7 +147,7 @@ class Weights:
     """The tensors of model and optimizer, by the names of the plain model's parameters.
 
     For a model that is divided among ranks, the file holds full tensors, which are gathered on rank
-    0's CPU, one after another; gather: without, state_dict() has DTensors, each rank's own part.
+    0's CPU, one after another. gather=False: state_dict() returns DTensors, each rank's own part.
     All ranks call each method together.
     """
 
@@ -229,8 +236,8 @@ class Checkpointer:
 
     state: {name: an object with state_dict() and load_state_dict()}; "model", "optimizer" and
     "loader" must be among them, and "data" holds plain facts about the data instead, which must not
-    change when the run is resumed. guards: a list of utils.guards.Guard. form: makes of
-    the Weights an object with the same methods, which changes the form of what is in the file.
+    change when the run is resumed. guards: a list of utils.guards.Guard. form: a function that
+    wraps the Weights in an object with the same methods, to change what the file holds.
     """
 
     def __init__(
@@ -384,10 +391,9 @@ class Checkpointer:
             return map_tensors(_copied_to_cpu, contents)
 
     def _write(self, contents, name, *links):
-        save_atomically(contents, self.folder / name)
-        if self.is_first:  # fail now if torch.load refuses what a script's `state` holds
-            read_checkpoint(self.folder / name, join_parts=False)
-            self.is_first = False
+        # The first time, fail if torch.load refuses what a script's `state` holds.
+        save_atomically(contents, self.folder / name, check=self.is_first)
+        self.is_first = False
         for link in links:
             link_atomically(self.folder / link, self.folder / name)
         for path in epoch_checkpoints(self.folder)[: -self.cfg.keep_last]:

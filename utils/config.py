@@ -8,9 +8,10 @@ import argparse
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from inspect import get_annotations
 from pathlib import Path
@@ -21,6 +22,9 @@ import yaml
 
 from utils.errors import UserError
 from utils.reports import report_errors
+
+ON = ("true", "yes", "on")  # in YAML
+OFF = ("false", "no", "off")
 
 
 class ConfigError(UserError):
@@ -48,8 +52,13 @@ free_setting = partial(setting, free=True)
 def facts_of(kind: type, name: str) -> Any:
     """What setting() was told about a field: "help", "choices", "low" and "free". A field may have
     a plain default instead."""
-    found = [f for cls in kind.__mro__ if is_dataclass(cls) for f in fields(cls) if f.name == name]
-    return next((f.metadata for f in found if f.metadata), setting(0, "", low=-math.inf).metadata)
+    told = {f.name: f.metadata for f in fields(owner_of(kind, name))}[name]
+    return told or setting(0, "", low=-math.inf).metadata
+
+
+def owner_of(kind: type, name: str) -> Any:
+    """The class in which a field appears first; subclasses may only change its default."""
+    return [cls for cls in kind.__mro__ if name in get_annotations(cls)][-1]
 
 
 @dataclass(frozen=True)
@@ -76,26 +85,16 @@ class Watching(BaseSettings):
     timing: bool = free_setting(False, "report what the time of each rank is spent on")
     profile: str = free_setting("", "FIRST:LAST, steps of this process: trace them, on each rank")
     audit: bool = free_setting(False, "report which samples each epoch trained on")
-    max_skipped_steps: int = free_setting(
-        -1, "skip up to N steps with a gradient that is inf or NaN; -1: do not look", low=-1
-    )
-
-    def resolved(self) -> Self:
-        """See BaseSettings."""
-        if self.timing and self.profile:
-            raise ConfigError("--timing would measure the profiler: pass --profile or --timing")
-        return super().resolved()
+    max_skipped_steps: int = free_setting(-1, "skip N steps with inf or NaN; -1: none", low=-1)
 
 
 @dataclass(frozen=True)
-class Saving(Watching):
+class Saving(BaseSettings):
     """Saving and resuming."""
 
     output_dir: str = free_setting("", "checkpoints and metrics; empty: runs/<script>")
     resume: str = free_setting(
-        "auto",
-        "always: fail if there is no checkpoint; never: fail if there is one",
-        choices=("auto", "always", "never"),
+        "auto", "always, never: fail without, with a run", choices=("auto", "always", "never")
     )
     allow_config_change: bool = free_setting(False, "resume with changed settings")
     save_epochs: int = free_setting(1, "save after every N epochs, the best and the last", low=1)
@@ -106,7 +105,7 @@ class Saving(Watching):
 
 
 @dataclass(frozen=True)
-class Machine(Saving):
+class Machine(BaseSettings):
     """The machine, and how it computes."""
 
     device: str = free_setting("auto", "auto, cpu, cuda or xpu, or one for all, such as cuda:0")
@@ -129,15 +128,13 @@ class Machine(Saving):
 
 
 @dataclass(frozen=True)
-class Config(Machine):
+class Config(Machine, Saving, Watching):
     """How to train."""
 
     epochs: int = setting(10, "passes over the training set", low=1)
     global_batch_size: int = setting(256, "samples per step, over all ranks", low=1)
     optimizer: str = setting(
-        "sgd",
-        "adam and adamw need a smaller lr, such as 1e-3",
-        choices=("sgd", "sgd_nesterov", "adam", "adamw"),
+        "sgd", "adam, adamw: lower --lr to 1e-3", choices=("sgd", "sgd_nesterov", "adam", "adamw")
     )
     lr: float = setting(0.1, "peak learning rate")
     momentum: float = setting(0.9, "momentum of SGD")
@@ -158,10 +155,11 @@ class Config(Machine):
 
     def resolved(self) -> Self:
         """See BaseSettings."""
-        if "://" in self.output_dir:
-            raise ConfigError(f"output_dir {self.output_dir}: mount it, and pass the folder")
-        folder = self.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python"))
-        return super(Config, replace(self, output_dir=folder)).resolved()
+        cfg = super().resolved()
+        if "://" in cfg.output_dir:
+            raise ConfigError(f"output_dir {cfg.output_dir}: mount it, and pass the folder")
+        folder = cfg.output_dir or str(Path("runs") / (Path(sys.argv[0]).stem or "python"))
+        return replace(cfg, output_dir=folder)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,8 +180,8 @@ def load_config(
     """The checked and resolved settings of a run, in one frozen object.
 
     task_settings: the task's subclass of Config. script_settings: a script's subclass of
-    BaseSettings. argv: default: sys.argv[1:]. Raises ConfigError, which ends the program with exit
-    code 2 and one line that names the closest known setting.
+    BaseSettings. argv: default: sys.argv[1:]. A mistake ends the program with exit code 2 and one
+    line, which names the closest known setting.
     """
     kind: Any = task_settings
     if script_settings:
@@ -216,16 +214,16 @@ def _build_parser(kind):
     parser.add_argument("--config", metavar="FILE", action="append", default=None, help=text)
     types = get_type_hints(kind)
     owners = {}  # {class that declares settings: its group}; the script's and the task's first
-    for f in sorted(fields(kind), key=lambda f: kind.__mro__.index(_owner(kind, f.name))):
+    for f in sorted(fields(kind), key=lambda f: kind.__mro__.index(owner_of(kind, f.name))):
         if getattr(kind, f.name, None) != f.default:  # which would be ignored
             raise ConfigError(f"{f.name}: set it with its type, in a @dataclass(frozen=True)")
-        owner, facts = _owner(kind, f.name), facts_of(kind, f.name)
+        owner, facts = owner_of(kind, f.name), facts_of(kind, f.name)
         if owner not in owners:
             title = (owner.__doc__ or owner.__name__).partition("\n")[0].rstrip(".")
             owners[owner] = parser.add_argument_group(title)
         default: Any = f.default
         if types[f.name] is bool:
-            default = "on" if default else "off"
+            default = _flag(f.name, default)
         text = facts["help"] + (f" (default: {default})" if default != "" else "")
         options = {"help": text.replace("%", "%%")}
         if types[f.name] is bool:
@@ -240,22 +238,17 @@ def _build_parser(kind):
     return parser
 
 
-def _owner(kind, name):
-    """The class in which a field appears first; subclasses may only change its default."""
-    return [cls for cls in kind.__mro__ if name in get_annotations(cls)][-1]
-
-
-def _flag(name):
-    return "--" + name.replace("_", "-")
+def _flag(name, is_on=True):
+    return ("--" if is_on else "--no-") + name.replace("_", "-")
 
 
 def _parse(parser, argv):
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [flag for flag in parser.format_help().split() if flag.startswith("--")]
+        known = re.findall(r"--[\w-]+", parser.format_help())
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        hint = f" (did you mean {close[0].rstrip(',')}?)" if close else ""
-        raise ConfigError(f"unknown argument {unknown[0]!r}{hint}")
+        hint = f"did you mean {close[0]}?" if close else "see --help"
+        raise ConfigError(f"unknown argument {unknown[0]!r}: {hint}")
     return vars(values)
 
 
@@ -270,7 +263,7 @@ def _flags_of(path):
     for key, value in contents.items():
         if not isinstance(value, str) or key == "config":
             raise ConfigError(f"{key} must be a setting with one value")
-        if value.lower() in ("true", "false"):
-            yield _flag(key) if value.lower() == "true" else f"--no{_flag(key)[1:]}"
+        if value.lower() in (*ON, *OFF):
+            yield _flag(key, value.lower() in ON)
         else:
             yield f"{_flag(key)}={'' if value in ('~', 'null') else value}"

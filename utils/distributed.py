@@ -92,7 +92,7 @@ def rebuild_ddp_buckets(model: DistributedDataParallel) -> None:
     """
     inner, parameters = model.module, [p for p in model.parameters() if p.requires_grad]
     device = parameters[-1].device
-    model.module = nn.Sequential(inner)  # its forward, as hooks of `inner` expect an input
+    model.module = nn.Sequential(inner)  # replace its forward: hooks of `inner` expect an input
     model.module.forward = lambda: sum(p.real.sum().to(device) for p in parameters)
     model().backward()
     model.module = inner
@@ -162,7 +162,7 @@ def select_device(
     if needed > visible:
         raise UserError(
             f"{local_world_size} processes with --device {name} need {needed} devices, but "
-            f"{visible} are visible: start fewer processes, or pass --device cpu"
+            f"{visible} are visible"
         )
     index = local_rank if device.index is None else device.index
     device = torch.device(device.type, index)
@@ -224,15 +224,6 @@ def init_distributed(
     return devices[0]
 
 
-def require_gpu_per_rank() -> None:
-    """Raise UserError if several ranks share a GPU. They use gloo, which cannot do all that NCCL
-    does with a GPU's memory: DistributedDataParallel works, sharding and sending do not."""
-    if dist.get_backend() == "gloo" and torch.cuda.is_available():
-        raise UserError(
-            "this script needs a GPU for each rank: start fewer ranks, or pass --device cpu"
-        )
-
-
 def die_with_parent() -> None:
     """Ask Linux to kill this process when its parent dies, however that happens."""
     if sys.platform == "linux":
@@ -250,7 +241,7 @@ def available_cores() -> int:
 
 
 def cores_per_rank() -> int:
-    """This rank's share of them, at least 1."""
+    """The cores of this node for each of its ranks, at least 1."""
     return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 

@@ -9,13 +9,9 @@ from typing import Any
 class UserError(Exception):
     """Something outside the code is wrong; printed as one line, without a traceback."""
 
-    exit_code = 1
-
 
 class PeerError(Exception):
     """A different rank has failed, and reports the error."""
-
-    exit_code = 1
 
 
 def say(text: str, stream: Any = None) -> None:

@@ -36,14 +36,14 @@ def configure_torch(cfg: Any) -> None:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if cfg.compile != "none":
-        # For each bucket of DistributedDataParallel, it would make a separate graph, so that
-        # communication overlaps with backward(): a loss where there is none.
+        # It splits the graph for each bucket of DistributedDataParallel, so that communication
+        # overlaps with backward(). On one process, that only costs speed.
         torch._dynamo.config.optimize_ddp = launched_world_size() > 1
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """model.to(dtype), which would drop the imaginary parts of complex parameters and buffers, but
-    here these stay complex, in the same precision."""
+    """Cast the model; complex tensors stay complex, in the same precision. model.to() would
+    drop their imaginary parts."""
     return model._apply(lambda tensor: tensor.to(dtype_for(tensor, dtype)))
 
 

@@ -14,9 +14,11 @@ SECONDS_OF_ONE_REQUEST = 2.0
 
 
 def shield_worker(number: int) -> None:
-    """Let a worker of a DataLoader outlive the signals that stop a run, unless its rank sends them:
+    """Block the signals that stop a run in a worker of a DataLoader, unless its rank sends them:
     schedulers signal all processes, but the rank needs its workers until it has saved. If the rank
     is killed, the worker ends at once."""
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     rank = multiprocessing.parent_process()
     for wait in (_wait_for_signal, _wait_for_end):

@@ -44,7 +44,7 @@ class ArrayDataset(PixelDataset):
     def get_batch(self, indices: Tensor, epoch: int, seed: int) -> tuple[Tensor, Tensor]:
         """int64 (n,) -> uint8 images (n, 3, size, size) and int64 labels (n,)."""
         images = self.nhwc.index_select(0, indices).permute(0, 3, 1, 2)
-        if images.shape[-1] != self.size:
+        if images.shape[-2:] != (self.size, self.size):
             images = F.resize(images, [self.size, self.size])
         if self.crop_flip:
             images = self.crop_flip(images, indices, epoch, seed)
@@ -54,7 +54,8 @@ class ArrayDataset(PixelDataset):
     def nbytes(self) -> int | None:
         """For sources.resident: the images' bytes; None if a GPU would have to resize them, as it
         rounds differently."""
-        return None if self.nhwc.shape[1] != self.size else self.nhwc.nbytes
+        is_resized = self.nhwc.shape[1:3] != (self.size, self.size)
+        return None if is_resized else self.nhwc.nbytes
 
     def in_memory(self) -> "ArrayDataset":
         return self

@@ -15,12 +15,12 @@ SMALL = ("resnet20", "resnet9", "vit_tiny")  # not torchvision's: tasks/images/s
 def build_model(cfg: Any, train_set: Any) -> nn.Module:
     """The model that the config names, with random weights (from the global seed) or cfg.weights.
 
-    Takes images (n, 3, image_size, image_size), returns (n, number of the train_set's classes).
+    The model takes images (n, 3, image_size, image_size), and returns (n, classes of train_set).
     Raises UserError for an unknown name, or for weights that do not fit.
     """
     model = build_classifier(cfg, len(train_set.classes))
     draws = any(getattr(module, "p", 0) for module in model.modules())  # dropout, skipped branches
-    if draws and cfg.model not in SMALL:  # which have none, and can be given any
+    if draws and cfg.model not in SMALL:  # these have no dropout
         with required_by("--model with dropout"):
             from utils.sample_random import convert_dropout
         convert_dropout(model)  # the same elements on any number of ranks

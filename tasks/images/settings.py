@@ -7,8 +7,6 @@ from typing import Any, Self
 from utils.config import Config, ConfigError, free_setting, setting
 from utils.errors import required_by
 
-FOR_FILES = ("val_fraction", "on_bad_sample", "cache_dir")  # settings
-
 
 @dataclass(frozen=True)
 class Settings(Config):
@@ -21,9 +19,7 @@ class Settings(Config):
     )
     data_dir: str = free_setting("data", "where the images are, or are downloaded to")
     synthetic_samples: int = setting(8192, "training images in dataset=synthetic", low=1)
-    image_size: int = setting(
-        0, "pixels per side of the input; 0: what --weights expects, otherwise 32"
-    )
+    image_size: int = setting(0, "pixels per side; 0: what --weights expects, otherwise 32")
     augment: str = setting(
         "crop_flip",
         "crop_flip: pad, crop, flip; resized_crop: ImageNet's (for imagefolder and shards)",
@@ -34,27 +30,16 @@ class Settings(Config):
     )
     weights: str = setting("", "pretrained: torchvision's name (DEFAULT), or a file; empty: none")
     freeze: str = setting(
-        "none",
-        "with weights; backbone: train only the last layer; all other weights and the BatchNorm "
-        "statistics stay as they are",
-        choices=("none", "backbone"),
+        "none", "backbone: with weights, train only the last layer", choices=("none", "backbone")
     )
-    val_fraction: float = setting(
-        0.0, "imagefolder: fraction of each class to validate with if there is no val folder"
-    )
+    val_fraction: float = setting(0.0, "imagefolder: share of each class if there is no val folder")
     on_bad_sample: str = setting(
-        "error",
-        "imagefolder, shards: images that cannot be decoded; skip: check all files first and leave "
-        "bad ones out",
-        choices=("error", "skip"),
+        "error", "imagefolder, shards: skip: leave bad images out", choices=("error", "skip")
     )
-    cache_dir: str = free_setting(
-        "", "for decoded images, lists of bad files, and indices of shards; empty: data_dir/.cache"
-    )
+    cache_dir: str = free_setting("", "decoded images, indices, ...; empty: data_dir/.cache")
     loader: str = free_setting(
         "auto",
-        "device: keep the images on the device; workers: loader processes read them; auto: on the "
-        "device if they fit",
+        "device: keep the images on it; workers: loader processes read them; auto: if they fit",
         choices=("auto", "device", "workers"),
     )
 
@@ -64,11 +49,8 @@ class Settings(Config):
         if dataset == "auto":
             has_cifar10 = Path(cfg.data_dir, "cifar-10-batches-py").is_dir()
             dataset = "cifar10" if has_cifar10 else "synthetic"
-        if dataset in ("cifar10", "synthetic"):
-            given = [name for name in FOR_FILES if getattr(cfg, name) != getattr(Settings, name)]
-            given += ["augment=resized_crop"] * (cfg.augment == "resized_crop")
-            if given:
-                raise ConfigError(f"{given[0]} is for dataset=imagefolder or shards, not {dataset}")
+        if cfg.augment == "resized_crop" and dataset in ("cifar10", "synthetic"):
+            raise ConfigError(f"augment=resized_crop is for imagefolder or shards, not {dataset}")
         if cfg.freeze != "none" and not cfg.weights:
             raise ConfigError("--freeze backbone needs pretrained --weights")
         size = cfg.image_size or expected_inputs(cfg).get("image_size", 32)

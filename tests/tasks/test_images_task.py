@@ -34,9 +34,6 @@ def test_settings_have_help_texts_and_fit_together():
     assert all(len(f.metadata["help"]) > 20 for f in own)
     assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir", "loader"}
     for values, named in (
-        ({"val_fraction": 0.2}, "val_fraction"),
-        ({"on_bad_sample": "skip"}, "on_bad_sample"),
-        ({"cache_dir": "x"}, "cache_dir"),
         ({"augment": "resized_crop"}, "augment=resized_crop"),
         ({"freeze": "backbone"}, "--freeze"),
         ({"weights": "/no/file"}, "/no/file"),

@@ -563,12 +563,15 @@ class Holds:
         self.value = state["value"]
 
 
-def test_first_file_is_read_back(tmp_path):
-    """What torch.load refuses would be noticed by the run that needs it."""
+def test_file_that_torch_load_refuses_replaces_none(tmp_path):
+    save(tmp_path, make_state())
+    before = names_in(tmp_path)
     writer = checkpointer(tmp_path, make_state() | {"mine": Holds(numpy.arange(2))})
-    writer.save(1)
-    with pytest.raises(UserError, match="numpy"):
-        writer.save(2)
+    writer.save(1, between_steps=True)
+    with pytest.raises(UserError, match="numpy") as caught:
+        writer.wait()
+    assert "\n" not in str(caught.value)
+    assert names_in(tmp_path) == before and read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
 
 
 def test_part_of_a_tensor_is_refused(tmp_path):

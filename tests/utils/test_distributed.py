@@ -31,12 +31,12 @@ from utils.distributed import (
     main_process_first,
     mean_over_replicas,
     rebuild_ddp_buckets,
-    require_gpu_per_rank,
     require_same,
     select_device,
     set_data_parallel_group,
 )
 from utils.errors import PeerError, UserError
+from utils.rungs.groups import require_gpu_per_rank
 
 
 @pytest.fixture(autouse=True)

@@ -41,9 +41,7 @@ def without(files, names):
     for script in RUNGS.keys() & texts.keys():
         texts[script] = _script_without(texts[script], names)
     if "options" in names and SETTINGS in texts:
-        texts[SETTINGS] = CLASS_OF_OPTIONS.sub("", texts[SETTINGS]).replace(
-            "(Watching)", "(BaseSettings)"
-        )
+        texts[SETTINGS] = CLASS_OF_OPTIONS.sub("", texts[SETTINGS]).replace(", Watching)", ")")
     if not any("utils.guards import" in text for text in texts.values()):
         texts.pop(BASE_CLASS, None)
     code = [text for path, text in texts.items() if path.endswith(".py")]

@@ -24,7 +24,7 @@ class ShowHang(Guard):
     def after_step(self, checkpoint: Any) -> None:
         now, timeout = time.monotonic(), checkpoint.cfg.timeout
         if now - self.armed_at > 0.05 * timeout:  # it starts a thread: milliseconds on busy cores
-            # sys.stderr may be replaced by what is no file, as in a notebook.
+            # sys.stderr may have no file descriptor, as in a notebook.
             faulthandler.dump_traceback_later(0.8 * timeout, file=sys.__stderr__ or 2)
             self.armed_at = now
 

@@ -65,7 +65,7 @@ class SaveOnSignal(Guard):
             self.work.wait()
             self.work = None
         if self.reason < SIGNAL:
-            self.reason = torch.tensor(0)  # the time was over for this save
+            self.reason = torch.tensor(0)  # this save also serves the interval
         if agreed < SIGNAL or checkpoint.epoch == checkpoint.cfg.epochs:
             return
         checkpoint.wait()

@@ -17,6 +17,7 @@ from utils.distributed import all_gather_object, dp_world_size, require_same
 from utils.errors import UserError
 from utils.guards import Guard
 
+OF_A_NODE = ("device", "data_dir", "cache_dir")  # settings that may differ
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -26,7 +27,7 @@ class CompareSetup(Guard):
 
     def at_start(self, checkpoint: Any) -> None:
         facts = vars(checkpoint.cfg) | checkpoint.state["data"]
-        facts = {name: value for name, value in facts.items() if name not in ("device", "data_dir")}
+        facts = {name: value for name, value in facts.items() if name not in OF_A_NODE}
         facts["steps per epoch"] = len(checkpoint.state["loader"])
         require_same(torch=torch.__version__, code=_checksum_of_code(), **facts)
         self.count = checkpoint.state["meter"].count

@@ -32,6 +32,7 @@ import numpy
 import torch
 from torch.profiler import ProfilerActivity
 
+from utils.config import ConfigError
 from utils.distributed import (
     all_gather_object,
     cores_per_rank,
@@ -74,6 +75,8 @@ class Timing(Guard):
     """Divides the time from one row to the next."""
 
     def at_start(self, checkpoint: Any) -> None:
+        if checkpoint.cfg.profile:
+            raise ConfigError("--timing would measure the profiler: pass --profile or --timing")
         self.loader = checkpoint.state["loader"]
         self.is_cuda = self.loader.device.type == "cuda"
         self.start: Any = None  # the clocks at the end of the first step, later at the last row

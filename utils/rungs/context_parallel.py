@@ -17,21 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from utils.checkpoint import Wrapper
-from utils.distributed import is_main_process, require_gpu_per_rank, set_data_parallel_group
-from utils.errors import UserError, say
+from utils.errors import UserError
+from utils.rungs.groups import set_single_replica as set_single_replica
 
 # torch 2.14 has new names, and warns of these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def set_single_replica() -> None:
-    """Declare that all ranks together hold one replica, and train on the same batches."""
-    require_gpu_per_rank()
-    group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
-    set_data_parallel_group(group)
-    if is_main_process():
-        say(f"ranks: {dist.get_world_size()} = 1 data x {dist.get_world_size()} context")
 
 
 def own_part(values: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ from utils.distributed import (
     control_group,
     default_device_type,
     launched_world_size,
-    require_gpu_per_rank,
     require_same,
 )
 from utils.errors import UserError
 from utils.guards import Guard
+from utils.rungs.groups import require_gpu_per_rank
 from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 

@@ -16,11 +16,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from utils.checkpoint import Wrapper
 from utils.config import BaseSettings, ConfigError, free_setting, setting
-from utils.distributed import all_gather_object, require_gpu_per_rank, set_data_parallel_group
+from utils.distributed import all_gather_object
 from utils.errors import UserError, say
 from utils.metrics import Meter, Task, mean_loss
 from utils.options import sharded as sharded  # its files have parts
 from utils.rungs.accumulation import RunningStatistics as RunningStatistics
+from utils.rungs.groups import set_single_replica as set_single_replica
 from utils.sample_random import micro_batches
 from utils.seeds import derive_seed
 
@@ -47,13 +48,6 @@ class PipelineSettings(BaseSettings):
                 f"--micro-batches {self.micro_batches}"
             )
         return super().resolved()
-
-
-def set_single_replica() -> None:
-    """Declare that all ranks together hold one replica, and train on the same batches."""
-    require_gpu_per_rank()
-    group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
-    set_data_parallel_group(group)
 
 
 @torch.no_grad()

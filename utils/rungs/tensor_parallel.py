@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from utils.checkpoint import placed_like
-from utils.distributed import is_main_process, require_gpu_per_rank
+from utils.distributed import is_main_process
 from utils.errors import UserError, say
+from utils.rungs.groups import require_gpu_per_rank
 from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 

@@ -1,0 +1,23 @@
+"""Which ranks hold a replica of the model together, for scripts that divide the model."""
+
+import torch
+import torch.distributed as dist
+
+from utils.distributed import set_data_parallel_group
+from utils.errors import UserError
+
+
+def require_gpu_per_rank() -> None:
+    """Raise UserError if several ranks share a GPU. They use gloo, which cannot do all that NCCL
+    does with a GPU's memory: DistributedDataParallel works, sharding and sending do not."""
+    if dist.get_backend() == "gloo" and torch.cuda.is_available():
+        raise UserError(
+            "this script needs a GPU for each rank: start fewer ranks, or pass --device cpu"
+        )
+
+
+def set_single_replica() -> None:
+    """Declare that all ranks together hold one replica, and train on the same batches."""
+    require_gpu_per_rank()
+    group, _ = dist.new_subgroups(1, backend="gloo")  # sends nothing, and NCCL would connect it
+    set_data_parallel_group(group)
