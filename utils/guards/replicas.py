@@ -30,16 +30,18 @@ class CompareSetup(Guard):
         facts = {name: value for name, value in facts.items() if name not in OF_A_NODE}
         facts["steps per epoch"] = len(checkpoint.state["loader"])
         require_same(torch=torch.__version__, code=_checksum_of_code(), **facts)
-        self.count = checkpoint.state["meter"].count
-        self.is_first = True
+        self.count, self.steps = checkpoint.state["meter"].count, 0
 
     def after_step(self, checkpoint: Any) -> None:
         loader, meter = checkpoint.state["loader"], checkpoint.state["meter"]
         is_last = loader.step == len(loader)
-        if (self.is_first or is_last) and dp_world_size() > 1:
+        self.steps += 1
+        # In the first step, a rank would wait for one whose gradients are incomplete, which
+        # DistributedDataParallel reports in the second.
+        if (self.steps == 2 or is_last) and dp_world_size() > 1:
             remedy = ": return a tensor from it"
             require_same(remedy, **{"count() of the task": meter.count - self.count})
-        self.is_first, self.count = False, 0.0 if is_last else self.count
+        self.count = 0.0 if is_last else self.count
 
 
 class CompareReplicas(CompareSetup):
