@@ -30,7 +30,8 @@ class CompareSetup(Guard):
         facts = {name: value for name, value in facts.items() if name not in OF_A_NODE}
         facts["steps per epoch"] = len(checkpoint.state["loader"])
         require_same(torch=torch.__version__, code=_checksum_of_code(), **facts)
-        self.count, self.steps = checkpoint.state["meter"].count, 0
+        self.count = checkpoint.state["meter"].count
+        self.steps = 0
 
     def after_step(self, checkpoint: Any) -> None:
         loader, meter = checkpoint.state["loader"], checkpoint.state["meter"]
