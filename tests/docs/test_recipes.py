@@ -59,6 +59,8 @@ def saved_at_the_end():
     def save(checkpoint, epoch, **options):
         if epoch == checkpoint.cfg.epochs:
             real(checkpoint, epoch, **options)
+        for loader in checkpoint.loaders:
+            loader.end_epoch()
 
     Checkpointer.save = save
 

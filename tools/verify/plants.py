@@ -135,9 +135,9 @@ BUGS = [
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()",
+        "        samples, count, *_ = totals = all_reduce(torch.cat([numbers, self.vector])).cpu()",
         "        accuracy = self.vector[0] / max(1, self.count)  # correct, loss\n"
-        "        totals = all_reduce(torch.cat([numbers, self.vector])).cpu()\n"
+        "        samples, count, *_ = totals = all_reduce(torch.cat([numbers, self.vector])).cpu()\n"
         "        totals[2] = accuracy * totals[1]",
         "ddp x2",
         (Problem.METRIC, ""),
