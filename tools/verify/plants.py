@@ -135,10 +135,9 @@ BUGS = [
     Bug(
         "rank-local-accuracy",
         "utils/metrics.py",
-        "        samples, count, *_ = totals = all_reduce(torch.cat([numbers, self.vector])).cpu()",
-        "        accuracy = self.vector[0] / max(1, self.count)  # correct, loss\n"
-        "        samples, count, *_ = totals = all_reduce(torch.cat([numbers, self.vector])).cpu()\n"
-        "        totals[2] = accuracy * totals[1]",
+        "        result = _summary(self.task, self.sums(totals[2:], count.item()))",
+        "        totals[2] = count * self.vector[0] / max(1, self.count)  # correct, loss\n"
+        "        result = _summary(self.task, self.sums(totals[2:], count.item()))",
         "ddp x2",
         (Problem.METRIC, ""),
         "Rank 0 reports the accuracy on its own share of the validation set.",
@@ -484,10 +483,10 @@ BUGS = [
     Bug(
         "tied-weights-come-apart-in-fsdp",
         "train_fsdp.py",
-        "    for block in task.blocks(model):",
+        "    with fsdp.replacing_parameters(model):",
         "    model.head = torch.nn.Parameter(model.embedding.weight.detach().clone())\n"
         "    model.predict = lambda hidden: model.norm(hidden) @ model.head.mT\n"
-        "    for block in task.blocks(model):",
+        "    with fsdp.replacing_parameters(model):",
         "fsdp x2",
         (Problem.TENSORS, ""),
         "The output layer gets a copy of the embedding's weights instead of the parameter itself, "
@@ -724,8 +723,8 @@ BUGS = [
     Bug(
         "epoch-restarted-on-resume",
         "utils/data.py",
-        '        self.step, self.epoch_of_step = state["step"], state["epoch"]\n',
-        "        self.step = 0\n",
+        '        self.step = self.read = state["step"]  # also if it is not read at once\n',
+        "        self.step = self.read = 0\n",
         "killed, resumed x2",
         (Problem.FAILED, "samples more than once"),
         "A run that resumes in the middle of an epoch starts that epoch again.",
