@@ -39,7 +39,8 @@ class Loader:
 def started(loader):
     """Timing, and the function that adds its columns to a row."""
     guard, metrics = Timing(), SimpleNamespace(columns=[])
-    guard.at_start(SimpleNamespace(state={"loader": loader, "metrics": metrics}))
+    state, cfg = {"loader": loader, "metrics": metrics}, SimpleNamespace(profile=False)
+    guard.at_start(SimpleNamespace(state=state, cfg=cfg))
     return guard, metrics.columns[0]
 
 
@@ -315,7 +316,9 @@ def test_epoch_may_end_by_a_break():
     loader = SimpleNamespace(waited=0.0, computed=0.0, step=0, source_device=torch.device("cpu"))
     loader.device, loader.reader = loader.source_device, SimpleNamespace(num_workers=0)
     state = {"loader": loader, "metrics": SimpleNamespace(columns=[])}
-    checkpoint, guard, row = SimpleNamespace(state=state, is_due=lambda: False), Timing(), {}
+    cfg = SimpleNamespace(profile=False)
+    checkpoint = SimpleNamespace(state=state, is_due=lambda: False, cfg=cfg)
+    guard, row = Timing(), {}
     guard.at_start(checkpoint)
     for _ in range(2):
         guard.after_step(checkpoint)
