@@ -152,7 +152,7 @@ CORE = {
     "guards/preemption": 60,
     "guards/progress": 25,
     "guards/replicas": 105,
-    "metrics": 140,
+    "metrics": 142,
     "optim": 50,
     "options/__init__": 30,
     "reports": 65,

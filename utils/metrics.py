@@ -129,12 +129,14 @@ class Meter:
         ranks = state["ranks"]
         if len(ranks) == dp_world_size():
             ranks = [ranks[dp_rank()]]
-        elif dp_rank() != 0:
-            return
+        elif dp_rank() != 0:  # the rest of the epoch may have no batch
+            zeros = [0.0] * len(ranks[0][0])
+            ranks = [(zeros, 0.0, 0.0)]
         vectors, counts, seconds = zip(*ranks, strict=True)
         self.vector = torch.tensor(vectors, dtype=torch.float64).sum(0)
         self.shapes = {name: torch.Size(shape) for name, shape in state["shapes"].items()}
-        self.count, self.seconds = sum(counts), max(seconds) if self.shapes else 0.0
+        self.count = sum(counts)
+        self.seconds = max(seconds) if self.shapes else 0.0
 
 
 def _summary(task, sums):
