@@ -309,14 +309,13 @@ FORMATS = [
 
 
 def find_shards(folder: str | Path, split: str, kinds: Sequence[str]) -> list[Path]:
-    """The files folder/SPLIT-* whose names end with one of the `kinds`, in sorted order. Says how
-    many others there are, such as compressed ones."""
+    """The files folder/SPLIT-* whose names end with one of the `kinds`, in sorted order. Warns of
+    others, such as compressed ones."""
     paths = sorted(Path(folder).glob(f"{split}-*"))
     others = [path.name for path in paths if path.suffix not in kinds]
     if others and is_main_process():
         listed = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)}"
-        what = f"{len(others)} files in {folder}, which are no {' or '.join(kinds)}: {listed}"
-        warn(f"ignored {what}")
+        warn(f"ignored in {folder}, as they are no {' or '.join(kinds)}: {listed}")
     return [path for path in paths if path.suffix in kinds]
 
 

@@ -58,13 +58,13 @@ def packed_splits(
     """
     tokens = {name: sorted(Path(folder).glob(f"{name}*.bin")) for name in ("train", "val")}
     if any(tokens.values()):
+        files = [file for name in tokens for file in sorted(Path(folder).glob(f"{name}-*"))]
+        if texts := [file.name for file in files if file.suffix in KINDS]:
+            raise UserError(
+                f"{folder} holds tokens and texts, {texts[0]}: keep them in two folders"
+            )
         if missing := [name for name in tokens if not tokens[name]]:
             raise UserError(f"there are no files {folder}/{missing[0]}*.bin")
-        if texts := find_shards(folder, "train", KINDS):
-            raise UserError(
-                f"{folder} holds tokens, {tokens['train'][0].name}, and texts, {texts[0].name}: "
-                f"keep them in two folders"
-            )
         dtype = "uint16" if vocabulary <= 2**16 else "uint32"
         train_files, val_files = (TokenFiles(t, size, dtype, vocabulary) for t in tokens.values())
         return train_files, val_files
@@ -76,9 +76,10 @@ def packed_splits(
 def _documents(folder, split, cache_dir):
     paths = find_shards(folder, split, KINDS)
     if not paths:
+        names = sorted(path.name for path in Path(folder).glob("[!.]*"))[:3]
         raise UserError(
-            f"there are no files {folder}/{split}-*.jsonl or {split}-*.txt: python -m tools.shards "
-            f"makes them of a text"
+            f"there are no files {folder}/{split}-*.jsonl, {split}-*.txt (python -m tools.shards "
+            f"makes them of a text) or {split}*.bin, but {', '.join(names) or 'none'}"
         )
     is_text = paths[0].suffix == ".txt"
     return Shards(paths, _encode, cache_dir, paragraphs=is_text, length="text")

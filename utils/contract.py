@@ -50,8 +50,10 @@ def check_task(task: Any, model: nn.Module, loader: Any) -> None:
                 raise UserError(f"forward() changes {key[0]}: register it with persistent=True")
         if one["loss"].shape != both["loss"].shape:
             raise UserError("loss() must return as many terms for each batch")
-        if task.BEST[0] not in task.summarize(one):
-            raise UserError(f"summarize() must return {task.BEST[0]!r}, which BEST names")
+        summary = task.summarize(one)
+        for name in ("loss", task.BEST[0]):
+            if name not in summary:
+                raise UserError(f"summarize() must return {name!r}: the loss, and what BEST names")
         is_random = not torch.equal(state, _random_state(device))
         if not is_random and both["count"].equal(one["count"] + two["count"]):
             _refuse_unless_sums(task, one, two, both)

@@ -71,6 +71,7 @@ def test_sums_pass():
         ({"measure": lambda o, t: {"correct": 0, "count": o.sum()}}, r"measure\(\)"),
         ({"measure": lambda o, t: None}, r"measure\(\)"),
         ({"summarize": lambda sums: {"loss": 1.0}}, "accuracy"),
+        ({"summarize": lambda sums: {"accuracy": 1.0}}, "loss"),
     ],
 )
 def test_what_is_no_sum_is_named(changes, found):
