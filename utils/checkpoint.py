@@ -96,7 +96,7 @@ def read_checkpoint(path: str | Path, join_parts: bool = True) -> dict[str, Any]
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} fails its checksum")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # of zipfile, pickle and torch
         lines = str(error).splitlines()  # weights_only has many
