@@ -14,9 +14,13 @@ def read(folder):
 
 
 def ordinary_step(report):
-    """The counts of the last step but one, which neither starts nor ends an epoch: {kind: {name:
-    [number, bytes]}}. Empty if there are fewer than three steps."""
-    return report["steps"][-2] if len(report["steps"]) > 2 else {}
+    """The counts of a step that neither starts nor ends an epoch: {kind: {name: [number, bytes]}}.
+    Empty if there are fewer than three steps.
+
+    Of the two before the last, the one that waits less: a line about the progress, which comes
+    every 15 seconds, waits."""
+    steps = reversed(report["steps"][-3:-1])
+    return min(steps, key=lambda step: number(step, "wait")) if len(report["steps"]) > 2 else {}
 
 
 def number(counts, kind):
