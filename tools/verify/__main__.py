@@ -5,11 +5,12 @@
     python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
     python -m tools.verify --matrix                      each script resumes the run of each
     python -m tools.verify --task text                   or segmentation, diffusion
-    python -m tools.verify --script mine/train_ddp.py -- --lr 0.01     a task of your own
+    python -m tools.verify --script mine/train_ddp.py -- --lr 0.01     edited, or with your own task
 
-Every case trains the same small run (tools/verify/cases.py). A script whose task is not one of the
-project's is compared with itself: on one process, on several, accumulated, and killed and resumed,
-with the flags behind `--` (tools/verify/own.py). Exit code 1 if a case fails.
+Every case trains the same small run (tools/verify/cases.py). With flags behind `--`, or if its task
+is not one of the project's, a script is compared with itself: on one process, on several,
+accumulated, stopped and resumed at various places, and evaluating within an epoch
+(tools/verify/own.py). Exit code 1 if a case fails.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def parse_arguments():
         args.cases, args.scripts = cases_of(args.suite, name), {name: path}
         if not path.is_file():
             parser.error(f"there is no file {path}")
-        args.own = own_task(path)
+        args.own = own_task(path, of_project=bool(args.flags))
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
     if args.script and name not in RUNGS:
         parser.error(f"{name} is not a name of the ladder: pass --like, and the original's name")
@@ -71,8 +72,8 @@ def parse_arguments():
         parser.error(f"no case contains {args.only!r}: there are {names}")
     if args.flags and not args.own:
         parser.error(
-            "flags behind -- are for a script with its own task (--script): cases of the "
-            "project's tasks have their own settings"
+            "flags behind -- are for a script of yours (--script): the project's cases have their "
+            "own settings"
         )
     if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
         parser.error(f"there is no bug named {args.plant}: see --plant list")

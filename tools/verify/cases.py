@@ -23,6 +23,12 @@ ONE_FILE_STATE = ("model", "optimizer", "scheduler", "epoch", "step", "sums", "s
 STATE_OF |= dict.fromkeys(ONE_FILE, ONE_FILE_STATE)
 
 
+# Moments of a run of one's own script (tools/verify/own.py): what happens then.
+EPOCH_END = "resumed at the end of an epoch"
+BEFORE_SAVE = "killed in front of the save of an epoch"
+WITHIN_EPOCH = "evaluates within the epoch"
+
+
 class Case(NamedTuple):
     """A row of the table: a run, and what to compare it with."""
 
@@ -34,6 +40,7 @@ class Case(NamedTuple):
     reference: str | None = "1gpu"  # None: there is nothing to compare with
     resumes: "Case | None" = None  # a run that is killed within its second epoch, and continued
     dropped: int | None = None  # samples, where the dataset has not as many as the suite's
+    moment: str = ""  # one of the above
 
 
 SAVED = {"save_steps": 3}

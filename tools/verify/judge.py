@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from tools.verify.cases import FLOAT64, ONE_FILE, STATE, STATE_OF
+from tools.verify.cases import EPOCH_END, FLOAT64, ONE_FILE, STATE, STATE_OF
 
 
 class Problem(Enum):
@@ -67,14 +67,15 @@ def judge(suite, case, run, reference=None):
     row = replace(
         row,
         train_loss=last["train_loss"],
-        val_metric=last[f"val_{metric}"],
+        val_metric=last.get(f"val_{metric}"),
         each_sample_once=_each_sample_once(suite, case, run),
         writers=tuple(run.writers),
     )
     problems = []  # the likely causes first
     if missing := set(STATE_OF.get(case.script, STATE)) - set(run.state):
         problems.append((Problem.STATE, ", ".join(sorted(missing))))
-    if case.resumes and not any(row["resumed_at_step"] for row in run.audit):
+    within = case.resumes and case.moment != EPOCH_END
+    if within and not any(row["resumed_at_step"] for row in run.audit):
         problems.append((Problem.NOT_RESUMED, ""))
     if not row.each_sample_once:
         problems.append((Problem.SAMPLES, ""))
@@ -83,10 +84,11 @@ def judge(suite, case, run, reference=None):
         problems += differences
     if row.writers != (0,) and not case.flags.get("save_sharded"):
         problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
-    values = [metrics[f"val_{metric}"] for metrics in run.metrics]
-    keeps_best = case.script not in ONE_FILE
-    if keeps_best and run.best != values.index(best_of(values)) + 1:
-        problems.append((Problem.BEST, f"{run.best} epochs done, {metric} {values}"))
+    values = {row["epoch"] + 1: row.get(f"val_{metric}") for row in run.metrics}
+    known = {done: value for done, value in values.items() if value is not None}
+    keeps_best = case.script not in ONE_FILE and known
+    if keeps_best and run.best != best_of(known, key=known.get):
+        problems.append((Problem.BEST, f"{run.best} epochs done, {metric} {[*values.values()]}"))
     if problems:
         problem, details = problems[0]
         losses = [text for other, text in problems if other is Problem.LOSS]
@@ -106,7 +108,9 @@ def _each_sample_once(suite, case, run):
         (row["samples"], row["dropped"], row["repeated"]) == (suite.trained, dropped, 0)
         for row in audit.values()
     )
-    counts = {(row["train_samples"], row["val_samples"]) for row in run.metrics}
+    counts = {
+        (row["train_samples"], row.get("val_samples", suite.validated)) for row in run.metrics
+    }
     return trained and counts == {(suite.trained, suite.validated)}
 
 

@@ -1,4 +1,5 @@
-"""Your own script, with your own task: the same weights on 1, 2 and 3 processes, and resumed?
+"""Your own script, edited or with your own task: the same weights on 1, 2 and 3 processes, stopped
+and resumed anywhere, and if it evaluates within an epoch?
 
 All runs are compared with a run of the script on one process. They take place in its folder, with a
 copy of the script whose task has few samples.
@@ -19,7 +20,7 @@ from tools.lib import update
 from tools.lib.ladder import ONE_PROCESS, ROOT
 from tools.lib.prune import without
 from tools.lib.runs import last_line
-from tools.verify.cases import Case, Suite
+from tools.verify.cases import BEFORE_SAVE, EPOCH_END, WITHIN_EPOCH, Case, Suite
 from tools.verify.judge import Problem
 from tools.verify.run import Verifier
 
@@ -31,18 +32,22 @@ PROCESSES = dict.fromkeys(("train_tp.py", "train_pp.py", "train_ep.py", "train_c
 PROCESSES |= {"train_fsdp_tp.py": (2, 4)}
 ACCUMULATED = "train_ddp_accum.py"
 DROPOUT = "has-dropout"  # a file, if the model has an nn.Dropout
+EVALUATED = "has-evaluated"  # a file, if evaluate() was called within an epoch
 
 # Stands in for the task, whose first samples it takes. A Subset would hide methods of the dataset.
 SHIM = """
 import copy
 import functools
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
 from torch.nn.modules.dropout import _DropoutNd
 
 import {task} as task
+from utils.checkpoint import Checkpointer
 
 globals().update({{name: value for name, value in vars(task).items() if name[:2] != "__"}})
 
@@ -62,7 +67,33 @@ def build_datasets(cfg):
     return few(train_set, {steps} * cfg.global_batch_size + 5), few(val_set, {validated})
 
 
+def act_at_moment(script):
+    save, step, calls = Checkpointer.save, Checkpointer.step, []
+
+    def killed(checkpoint, *args, **kwargs):
+        if checkpoint.epoch == 1 and not kwargs.get("between_steps"):
+            checkpoint.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(checkpoint, *args, **kwargs)
+
+    def recorded(*args, **kwargs):
+        calls.append((args, kwargs))
+        return evaluate(*args, **kwargs)
+
+    def evaluated(checkpoint):
+        step(checkpoint)
+        if calls:
+            evaluate(*calls[0][0], **calls[0][1])
+            Path(__file__).with_name("{evaluated}").touch()
+
+    if os.environ.get("MOMENT") == "{before_save}":
+        Checkpointer.save = killed
+    if os.environ.get("MOMENT") == "{within_epoch}" and hasattr(script, "evaluate"):
+        evaluate, script.evaluate, Checkpointer.step = script.evaluate, recorded, evaluated
+
+
 def build_model(cfg, train_set):
+    act_at_moment(sys.modules["__main__"])
     model = task.build_model(cfg, train_set)
     if any(isinstance(part, _DropoutNd) and part.p for part in model.modules()):
         Path(__file__).with_name("{dropout}").touch()
@@ -80,11 +111,12 @@ class CannotVerify(Exception):
     """The script cannot be run in this way; the message says why."""
 
 
-def own_task(script):
-    """The module that a script imports as its task; None if it is one of the project's."""
+def own_task(script, of_project=False):
+    """The module that a script imports as its task; None if it is one of the project's, unless
+    of_project."""
     found = re.search(r"^import (\S+) as task\b", script.read_text(encoding="utf-8"), re.MULTILINE)
     known = [TASK_LINE.format(name).split()[1] for name in TASKS]
-    return found[1] if found and found[1] not in known else None
+    return found[1] if found and (of_project or found[1] not in known) else None
 
 
 def parse_flags(arguments):
@@ -147,9 +179,11 @@ def verify_own(script, like, task, flags, folder, report, device="cpu", only="")
     if any(name.endswith("num_batches_tracked") for name in evidence.weights):
         cases = [case for case in cases if case.script == like]
         left_out["accumulation"] = "BatchNorm's statistics come from a micro-batch"
-    audit, row = evidence.audit[0], evidence.metrics[0]
-    counts = {"trained": audit["samples"], "dropped": audit["dropped"]}
-    suite = suite._replace(validated=row["val_samples"], **counts)
+    audit = evidence.audit[0]
+    validated = [row["val_samples"] for row in evidence.metrics if "val_samples" in row]
+    suite = suite._replace(
+        trained=audit["samples"], dropped=audit["dropped"], validated=max(validated, default=0)
+    )
     cases = [case for case in cases if only in case.name]
 
     def report_with_cause(row):
@@ -159,14 +193,25 @@ def verify_own(script, like, task, flags, folder, report, device="cpu", only="")
         report(row)
 
     print(f"compared with {first.name}, in {evidence.seconds:.0f} s:")
-    return verifier_of(suite, {first.name: evidence}).run(cases, report_with_cause), suite
+    rows = verifier_of(suite, {first.name: evidence}).run(cases, report_with_cause)
+    if any(case.moment == WITHIN_EPOCH for case in cases) and not (overlay / EVALUATED).exists():
+        left_out[WITHIN_EPOCH] = "the first epoch has no call of the script's evaluate()"
+    return rows, suite
 
 
 def write_overlay(script, like, task, folder):
     """A folder with the script and its accumulating twin, with few samples, and with the modules
     that the script's own folder lacks. Returns the folder, and {what it could not make: why}."""
     folder.mkdir(parents=True)
-    shim = SHIM.format(task=task, steps=STEPS, validated=VALIDATED, dropout=DROPOUT)
+    shim = SHIM.format(
+        task=task,
+        steps=STEPS,
+        validated=VALIDATED,
+        dropout=DROPOUT,
+        evaluated=EVALUATED,
+        before_save=BEFORE_SAVE,
+        within_epoch=WITHIN_EPOCH,
+    )
     (folder / "few_samples.py").write_text(shim, encoding="utf-8")
     own, ours = script.parent / "utils", ROOT / "utils"
     if own.is_dir():
@@ -238,9 +283,15 @@ def cases_of(like, left_out):
         others.append(Case("accum x2", ACCUMULATED, 2, flags, reference=first.name))
     nproc, flags = started(like, sizes[min(1, len(sizes) - 1)])
     killed = Case("killed", like, nproc, flags | {"save_steps": 1})  # an epoch may have two steps
-    nproc, flags = started(like, sizes[-1])
-    resumed = f"killed, resumed x{sizes[-1] or 1}"
-    others.append(Case(resumed, like, nproc, flags, reference=first.name, resumes=killed))
+    late = killed._replace(name=BEFORE_SAVE, moment=BEFORE_SAVE)
+    for name, size, moment, before in (
+        ("killed, resumed", sizes[-1], "", killed),
+        ("resumed at an epoch's end", sizes[0], EPOCH_END, killed),
+        ("killed before a save", sizes[-1], "", late),
+        ("evaluating in between", sizes[-1], WITHIN_EPOCH, None),
+    ):
+        case = Case(f"{name} x{size or 1}", like, *started(like, size), reference=first.name)
+        others.append(case._replace(resumes=before, moment=moment))
     return [first, *others]
 
 

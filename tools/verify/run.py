@@ -21,7 +21,9 @@ from tools.shards import of_synthetic, write_json_lines, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (
     AUTOCAST_COPY,
+    BEFORE_SAVE,
     COPIES,
+    EPOCH_END,
     GPU_PER_RANK,
     IMAGES,
     ONE_FILE,
@@ -164,6 +166,8 @@ class Verifier:
         try:
             if case.resumes:
                 shutil.copytree(started[case.resumes.name].result(), output_dir)
+            if case.moment == EPOCH_END:
+                _back_to_first_epoch(output_dir)
             evidence = self._train(case, output_dir, self.root, self._script(case))
             row = judge(self.suite, case, evidence, self.references.get(case.reference))
         except AssertionError as error:  # it did not end or save, or left processes behind
@@ -207,6 +211,11 @@ class Verifier:
         Returns its output_dir."""
         if case.script in ONE_FILE:
             return self._stop(case)
+        if case.moment == BEFORE_SAVE:
+            output_dir = self._output_dir(case)
+            run = self._launch(case, output_dir, self.root, self._script(case), finish_run)
+            assert run.code, f"{case.name}: the run did not save a second epoch"
+            return output_dir
         for attempt in range(5):
             output_dir = self._output_dir(case).with_suffix(f".{attempt}")
             script = self._script(case)
@@ -288,7 +297,7 @@ class Verifier:
         # ROOT is for tools.launch; a copy of the project in `root` precedes it.
         path = os.pathsep.join(map(str, (hooks, *self.paths, root, ROOT)))
         device, hidden = self._device(case)
-        environment = {"PYTHONPATH": path} | hidden | (environment or {})
+        environment = {"PYTHONPATH": path, "MOMENT": case.moment} | hidden | (environment or {})
         flags = self.suite.base | case.flags | {"output_dir": output_dir, "device": device}
         if "devices" in flags:
             flags["devices"] = f"{self.device},{self.device}"
@@ -469,6 +478,13 @@ def save_pretrained_weights(path):
     torch.save(model.state_dict(), path)
 
 
+def _back_to_first_epoch(folder):
+    """Leave the checkpoint that a run has written after its first epoch."""
+    for path in [*folder.glob("epoch-0002*"), folder / "last.pt", folder / "best.pt"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.copyfile(folder / "epoch-0001.pt", folder / "best.pt")
+
+
 def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES, start=start_run):
     """Train one epoch with each script (default: all) and finish it with each: a Row per pair."""
     cases = matrix_cases(suite, scripts)
@@ -482,8 +498,6 @@ def run_matrix(folder, report, scripts=None, device="cpu", suite=IMAGES, start=s
             pair = case._replace(name=f"{first_case.name} then {case.name}")
             copy = second._output_dir(pair)
             shutil.copytree(first._output_dir(first_case), copy)
-            for path in [*copy.glob("epoch-0002*"), copy / "last.pt", copy / "best.pt"]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            shutil.copyfile(copy / "epoch-0001.pt", copy / "best.pt")
+            _back_to_first_epoch(copy)
             pairs.append(pair)
     return rows + second.run(pairs, report)
