@@ -105,7 +105,7 @@ def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path
 
 @pytest.mark.slow
 def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
-    def save(obj, path):
+    def save(obj, path, check=False):
         with open(path, "wb") as file:
             torch.save(obj, file)
 
