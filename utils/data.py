@@ -232,7 +232,7 @@ class Loader:
         keys = [(0, torch.tensor(indices, device=self.source_device)) for indices in batches]
         batches_of = _Batches(self.dataset, self.seed, self.train)
         reader = self._build_reader(batches_of, keys, min(1, self.reader.num_workers))
-        return (batch for (batch,), _ in reader)
+        return (batches[0] for batches, _ in reader)
 
     def prepare(self, contents: Any) -> tuple[Any, Any]:
         """The inputs and the targets of a batch that has been read, on the device. Raises the
