@@ -1,14 +1,11 @@
 """docs/recipes/fsdp-accumulation.md: the weights of one process, reduce-scattered once per step."""
 
-import os
-import re
-import subprocess
-
 import pytest
 import torch.distributed as dist
 
 from tests.forked import killed_at, largest_difference
-from tests.recipes import PAGES, applied, run_text_to_end, with_task
+from tests.recipes import applied, run_text_to_end, with_task
+from tools.lib.recipes import apply
 from tools.verify.run import project_with_task
 
 STEPS = 10  # in two epochs
@@ -74,13 +71,11 @@ def test_same_weights_on_any_number_of_ranks(scripts, tmp_path):
 
 @pytest.mark.slow
 def test_same_lines_for_divided_experts(tmp_path):
-    """The command of the page, and the weights of one process."""
+    """The page in train_ep.py, and the weights of one process."""
     folder = project_with_task("images", tmp_path / "copy")
-    (page,) = (page for page in PAGES if page.stem == "fsdp-accumulation")
-    (command,) = re.findall(r"^sed .*", page.read_text(), re.MULTILINE)
-    command = command.replace("docs/recipes/fsdp-accumulation.md", str(page))
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
-    subprocess.run(["bash", "-ec", command], cwd=folder, env=environment, check=True)
+    script = folder / "train_ep.py"
+    (text,) = apply("fsdp-accumulation", [script.name], lambda path: script.read_text()).values()
+    script.write_text(text)
     one, accumulated = (
         with_task(folder / name, "tasks.moe") for name in ("train_1gpu.py", "train_ep.py")
     )
