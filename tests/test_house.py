@@ -151,7 +151,7 @@ CORE = {
     "guards/lock": 20,
     "guards/preemption": 60,
     "guards/progress": 25,
-    "guards/replicas": 105,
+    "guards/replicas": 106,
     "metrics": 142,
     "optim": 50,
     "options/__init__": 30,

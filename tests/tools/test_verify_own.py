@@ -14,7 +14,14 @@ from tools.lib.prune import GUARDS, without
 from tools.verify.own import ACCUMULATED, CannotVerify, merge, own_task, parse_flags, verify_own
 
 SETTINGS = ["--optimizer", "adamw", "--lr=3e-3"]
-FROZEN = "result = utils.metrics.evaluate(model, *rest); model.eval(); return result"
+FROZEN = """
+def evaluate(model, *rest):
+    result = evaluated(model, *rest)
+    model.eval()
+    return result
+
+
+"""
 
 
 @pytest.fixture(params=["train_ddp.py"])
@@ -39,6 +46,7 @@ def verify(script, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_own_task_trains_the_same_weights(own):
     before = sorted(path for path in own.parent.rglob("*") if "__pycache__" not in path.parts)
     code, text = verify(own, "--", *SETTINGS)
@@ -66,7 +74,8 @@ def test_edits_that_break_the_promise_are_found(own):
     edits = [
         before(IMPORT, "from itertools import islice\n\n"),
         (LOOP, LOOP.replace("in loader", "in islice(loader, 3)")),
-        (FUNCTION, f"def evaluate(model, *rest):\n    {FROZEN}\n\n\n{FUNCTION}"),
+        ("evaluate, mean_loss", "evaluate as evaluated, mean_loss"),
+        before(FUNCTION, FROZEN.lstrip()),
     ]
     own.write_text(changed(own.read_text(), edits, own))
     task, activation = own.with_name("my_task.py"), "nn.ReLU()"

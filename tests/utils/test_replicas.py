@@ -27,7 +27,7 @@ def running(**settings):
     """What the guards need of a Checkpointer."""
     state = make_state() | {"meter": SimpleNamespace(count=0.0)}
     cfg = Config(output_dir="run", **settings)
-    return SimpleNamespace(cfg=cfg, state=state, optimizer=state["optimizer"])
+    return SimpleNamespace(cfg=cfg, state=state, optimizer=state["optimizer"], epoch=0)
 
 
 # Checksums
@@ -201,21 +201,22 @@ def test_different_code_is_noticed(tmp_path, monkeypatch):
 def test_plain_counts_that_differ_between_ranks_are_refused():
     """Each rank would divide by its own. A resumed run may begin with different sums."""
 
-    def found(rank, *counts):
+    def found(rank, *epochs):
         guard, checkpoint, texts = CompareSetup(), running(), []
         meter, loader = checkpoint.state["meter"], checkpoint.state["loader"]
         meter.count = 100.0 * rank
         guard.at_start(checkpoint)
-        for loader.step, count in counts:
-            meter.count += count
-            texts.append(outcome(lambda: guard.after_step(checkpoint))[1])
-            if loader.step == len(loader):
-                meter.count = 0.0
+        for checkpoint.epoch, steps in enumerate(epochs):
+            for loader.step, count in steps:
+                meter.count += count
+                texts.append(outcome(lambda: guard.after_step(checkpoint))[1])
+            meter.count = 0.0
         return texts
 
     def body(rank):
-        epochs = (1, 4 + rank), (2, 4 - rank), (5, 4), (5, 4 + rank)
-        return found(rank, (1, 4), (2, 4 + rank)), found(rank, *epochs)
+        ended_by_break = [(1, 4 + rank), (2, 4 - rank)]
+        epochs = found(rank, ended_by_break, [(5, 4)], [(5, 4 + rank)])
+        return found(rank, [(1, 4), (2, 4 + rank)]), epochs
 
     for (first, second), (*equal, last) in run_ranks(body, 2):
         assert first == "" and "count()" in second and "tensor" in second

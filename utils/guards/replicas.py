@@ -30,18 +30,19 @@ class CompareSetup(Guard):
         facts["steps per epoch"] = len(checkpoint.state["loader"])
         require_same(torch=torch.__version__, code=_checksum_of_code(), **facts)
         self.count = checkpoint.state["meter"].count
+        self.epoch = checkpoint.epoch
         self.steps = 0
 
     def after_step(self, checkpoint: Any) -> None:
         loader, meter = checkpoint.state["loader"], checkpoint.state["meter"]
-        is_last = loader.step == len(loader)
+        if self.epoch != checkpoint.epoch:  # which a `break` may have ended
+            self.count, self.epoch = 0.0, checkpoint.epoch
         self.steps += 1
         # In the first step, a rank would wait for one whose gradients are incomplete, which
         # DistributedDataParallel reports in the second.
-        if (self.steps == 2 or is_last) and dp_world_size() > 1:
+        if (self.steps == 2 or loader.step == len(loader)) and dp_world_size() > 1:
             remedy = ": return a tensor from it"
             require_same(remedy, **{"count() of the task": meter.count - self.count})
-        self.count = 0.0 if is_last else self.count
 
 
 class CompareReplicas(CompareSetup):
