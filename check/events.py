@@ -1,15 +1,12 @@
 """Reads the events of a run, rank by rank, in order."""
 
 import json
-import re
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-
-FRACTION = r"-?\d+\.\d+(?:e[-+]?\d+)?(?![\d.])(?!\s*(?:s\b|sec|ms\b|it/s))"
 
 
 @dataclass
@@ -88,21 +85,6 @@ class Rank:
             if not e["backwards"] and e["forwards"] and e["batches"]
             if not e["left"] or e["number"] < last
         ]
-
-    @cached_property
-    def results(self):
-        """(place, text, numbers) of each line with fractions that is printed after an evaluation,
-        not within it, and before the next batch. Seconds are left out."""
-        evaluated = {epoch["epoch"] for epoch in self.evaluation}
-        is_after = False
-        found = []
-        for event in self.of("epoch", "batch", "print"):
-            if event["kind"] != "print":
-                is_after = event["kind"] == "epoch" and event["epoch"] in evaluated
-            elif is_after:
-                numbers = re.findall(FRACTION, event["text"])
-                found += [(tuple(event["place"]), event["text"], numbers)] if numbers else []
-        return found
 
     @property
     def fetches(self):
@@ -240,32 +222,3 @@ def read_ranks(folder):
     for rank in ranks:
         rank.workers = workers[rank.pid]
     return sorted(ranks, key=lambda rank: rank.number)
-
-
-def results_of_one_rank(results, own, others):
-    """The numbers among results that depend on the samples of rank 0, but not on others.
-
-    own, others: the same results where the samples that rank 0, or another one, evaluates have
-    other contents. Returns {(place, position): (number, text)}; nothing if no number depends on
-    the others, or the results cannot be compared.
-    """
-    if not len(results) == len(own) == len(others):
-        return {}
-    joined, alone, first = set(), Counter(), {}
-    times = Counter(place for place, _, _ in results)
-    for ours, *altered in zip(results, own, others, strict=True):
-        place, text, numbers = ours
-        if any(other[0] != place or len(other[2]) != len(numbers) for other in altered):
-            return {}
-        columns = zip(numbers, *(other[2] for other in altered), strict=True)
-        for position, (number, with_own, with_others) in enumerate(columns):
-            if number != with_others:
-                joined.add((place, position))
-            elif number != with_own:
-                alone[place, position] += 1
-                first.setdefault((place, position), (number, text))
-    if not joined:
-        return {}
-    # Each time that it is printed: a coarse number may be the same by chance.
-    always = {key for key, count in alone.items() if count == times[key[0]] > 1}
-    return {key: first[key] for key in always - joined}

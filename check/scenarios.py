@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from check import confinement
-from check.events import Run, results_of_one_rank
+from check.events import Run
 from check.mirror import MOST_BYTES, changes, put_back, survey, writable_links
 from check.processes import INSIDE, CannotRun, Processes, signal_marked, with_observers
 
@@ -169,8 +169,6 @@ def _run_each(options, work, start, tell):
         not_run["exact-two"] = "the script did not end on two processes"
     else:
         not_run["exact-two"] = "the script joins no process group"
-    if distributed and two.ended:
-        _alter_evaluation(run, two, launch, several)
     whole = two if distributed else one
     if not whole.ended:
         not_run["killed"] = "the script did not end on two processes"
@@ -196,35 +194,6 @@ def _run_each(options, work, start, tell):
                 more = {"more": arguments, "epochs": options.epochs}
                 run(f"restart-{name}", launch, world, root=killed.root, **more)
     return Checked(options, runs, not_run, launch)
-
-
-def _alter_evaluation(run, two, launch, several):
-    """Runs in which the samples that rank 0, or the last rank, evaluates have other contents, where
-    the ranks join results, and print numbers: each of these should depend on all samples."""
-    loaders = [
-        {epoch["loader"] for epoch in rank.evaluation} - {e["loader"] for e in rank.training}
-        for rank in two.ranks
-    ]
-    results = two.ranks[0].results
-    if not loaders[0] or not loaders[-1] or not results:
-        return
-    shares = [rank.evaluation[0]["base_samples"] for rank in two.ranks]
-    if set(shares[0]) & set(shares[-1]) == set(shares[0]):
-        return  # each of them evaluates all
-    last = str(several - 1)
-    again = run("altered-last", launch, several, altered={last: sorted(loaders[-1])})
-    if not again.ranks or not _has_equal_numbers(results, again.ranks[0].results):
-        return
-    own = run("altered-0", launch, several, altered={"0": sorted(loaders[0])})
-    if own.ranks and results_of_one_rank(results, own.ranks[0].results, again.ranks[0].results):
-        altered = {last: sorted(loaders[-1])}
-        run("altered-again", launch, several, altered=altered, differently=True)
-
-
-def _has_equal_numbers(first, second):
-    """Whether a number of these results is the same in both."""
-    pairs = zip(first, second, strict=False)
-    return any(a == b for ours, theirs in pairs for a, b in zip(ours[2], theirs[2], strict=False))
 
 
 def _compare_exactly(run, runs, not_run, launch, work, several):
@@ -349,8 +318,6 @@ class Start:
             "exact": None,
             "joins_statistics": False,
             "holds_parts": False,
-            "altered": {},
-            "differently": False,
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,

