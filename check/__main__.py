@@ -97,11 +97,6 @@ def parse(arguments):
         "or '--rank {rank} --world-size {world_size}'",
     )
     parser.add_argument(
-        "--kill-everywhere",
-        action="store_true",
-        help="also kill each rank at each file operation of a save, and start again (minutes)",
-    )
-    parser.add_argument(
         "--hide",
         action="append",
         default=[],
@@ -313,7 +308,6 @@ def check(args):
         launch=args.launch,
         environment=dict(variable.split("=", 1) for variable in args.env),
         resume_arguments=shlex.split(args.resume_args),
-        kill_everywhere=args.kill_everywhere,
         hidden=args.hide,
         limit_data=args.limit_data,
         fake_data=args.fake_data,

@@ -304,12 +304,6 @@ ADVICE = {
     "resume-fails": Advice(
         "error", "After a failure the job cannot be started again from its own checkpoint.", ""
     ),
-    "killed-while-saving": Advice(
-        "error",
-        "A node that fails while it saves, as nodes do, takes the training with it.",
-        "torch.save(checkpoint, path + '.tmp')\n"
-        "os.replace(path + '.tmp', path)  # the old one is there until the new one is complete",
-    ),
     "model-not-restored": Advice(
         "error",
         "The checkpoint is read, but the training starts from the beginning.",

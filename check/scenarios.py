@@ -18,7 +18,6 @@ from check.processes import INSIDE, CannotRun, Processes, signal_marked, with_ob
 
 IDLE = 60.0  # seconds without an event or output, after which a run is taken to hang
 GRACE = 3.0
-MOST_OPERATIONS = 12  # of a rank, at which it is killed
 DENIED = "[Pp]ermission denied|cannot be opened|readonly database|unable to open database"
 NEEDS_GPU = "CUDA error|Found no NVIDIA driver|not compiled with CUDA|CUDA_HOME|nvcc|[Tt]riton"
 RANK_ARGUMENT = "(required|unrecognized).*(rank|world[-_]size)|local_rank"
@@ -45,7 +44,6 @@ class Options:
     launch: str = "auto"
     environment: dict = field(default_factory=dict)
     resume_arguments: list = field(default_factory=list)
-    kill_everywhere: bool = False  # at each file operation of a save
     hidden: list = field(default_factory=list)
     limit_data: int = 0  # samples per dataset; 0: all
     fake_data: dict | None = None  # name of a dataset -> its columns or sizes
@@ -186,13 +184,6 @@ def _run_each(options, work, start, tell):
     else:
         arguments = options.resume_arguments
         run("resumed", launch, world, root=killed.root, more=arguments, epochs=options.epochs)
-        if options.kill_everywhere:
-            for number, event in operations_of_a_save(whole):
-                name = f"{event['index']}-{number}"
-                at = {"kill_operation": [number, event["index"]], "epochs": options.epochs + 2}
-                killed = run(f"kill-{name}", launch, world, **at)
-                more = {"more": arguments, "epochs": options.epochs}
-                run(f"restart-{name}", launch, world, root=killed.root, **more)
     return Checked(options, runs, not_run, launch)
 
 
@@ -240,29 +231,14 @@ def first_save(run):
 
 def last_save(run):
     """The number of steps that had been made when the last checkpoint was written; 0 without."""
-    return max(_saves(run), default=0)
-
-
-def _saves(run):
-    """The numbers of steps after which the ranks have written checkpoints."""
-    return [
+    saves = [
         steps
         for rank in run.ranks
         for kind in ("save", "dump")
         for event, steps in rank.with_steps(kind)
-        if steps and event["model"] is not False
+        if event["model"] is not False
     ]
-
-
-def operations_of_a_save(run):
-    """(rank, event) of the file operations of all ranks with which a checkpoint is written: of the
-    second one, if there is one, which replaces the first."""
-    counts = sorted(set(_saves(run)))[:2]
-    found = []
-    for rank in run.ranks:
-        own = [event for event in rank.of("operation") if event["steps"] in counts[-1:]]
-        found += [(rank.number, event) for event in own[:MOST_OPERATIONS]]
-    return found
+    return max(saves, default=0)
 
 
 def _environment(options, root="."):
@@ -311,7 +287,6 @@ class Start:
             "epochs": epochs,
             "most_steps": 3 * options.steps * epochs,
             "kill_step": None,
-            "kill_operation": None,
             "device": options.device,
             "devices": world,
             "world": world,

@@ -6,7 +6,6 @@ from collections import Counter
 
 from check.findings import Finding, NotChecked
 from check.rules.common import all_close, failure, trains_nothing, two_ranks, where
-from check.scenarios import operations_of_a_save
 
 
 def writers(checked):
@@ -506,40 +505,4 @@ def _printed_epochs(rank):
     return found
 
 
-def killed_in_a_save(checked):
-    """Restarts after a kill at each file operation of a save (--kill-everywhere)."""
-    whole = checked["two"] if checked["two"] and checked["two"].world_size > 1 else checked["one"]
-    points = operations_of_a_save(whole) if checked.options.kill_everywhere and whole else []
-    if checked.options.kill_everywhere and not points:
-        why = "the script writes no checkpoint, or none into its folder"
-        yield NotChecked("kills within a save", why)
-    found = set()
-    for number, event in points:
-        name = f"{event['index']}-{number}"
-        killed, again = checked[f"kill-{name}"], checked[f"restart-{name}"]
-        if not killed or not killed.any("killed"):
-            continue
-        what = f"{event['what']} of {os.path.relpath(event['path'], whole.root)}"
-        lost = _lost_by_a_kill(killed, again)
-        if lost and (event["what"], str(event["place"])) not in found:
-            found.add((event["what"], str(event["place"])))
-            text = f"rank {number} was killed at the {what}: started again, {lost}"
-            yield Finding("killed-while-saving", where(event), text[:500])
-
-
-def _lost_by_a_kill(killed, again):
-    """What is wrong with a run after a kill within a save, or None."""
-    if not again.ended and not again.any("step"):
-        return None if again.timed_out == "limit" else f"the script fails: {failure(again)[1]}"
-    firsts = [rank.steps[0]["parameters"] for rank in again.ranks if rank.steps]
-    starts = [rank.steps[0]["parameters"] for rank in killed.ranks if rank.steps]
-    has_saved = any(event["model"] for event in killed.any("save", "dump"))
-    if has_saved and firsts and starts and firsts[0] == starts[0]:
-        return "it begins with the initial parameters, although there was a checkpoint before"
-    same = len({str(start) for start in starts}) == 1
-    if same and len({str(first) for first in firsts}) > 1:
-        return "the ranks go on from different checkpoints"
-    return None
-
-
-RULES = [writers, loggers, resumed, killed_in_a_save]
+RULES = [writers, loggers, resumed]

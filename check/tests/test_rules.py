@@ -29,7 +29,7 @@ from check.tests.corpus.page import log, page, verdict
 FOLDER = Path(__file__).resolve().parents[1]
 
 # Rules that no bug of the corpus aims at: a test below has them, or they say what else went wrong.
-NOT_PLANTED = {"fails-on-two", "hangs-on-two", "killed-while-saving", "resume-fails"}
+NOT_PLANTED = {"fails-on-two", "hangs-on-two", "resume-fails"}
 BY_NAME = {bug.name: bug for bug in BUGS}
 
 # Bugs that do not hide each other, so that one check of a few seconds finds them all.
@@ -894,17 +894,6 @@ for epoch in range(2):
         model(x).backward()
         optimizer.step()
 """
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", ["", "in place"])
-def test_kills_at_each_file_operation_of_a_save(bug, tmp_path):
-    source = BY_NAME[bug].source() if bug else script_named("tutorial").source()
-    (tmp_path / "train.py").write_text(source)
-    code, stdout, stderr = run_check(tmp_path, "--kill-everywhere")
-    assert "restart-" in stderr, stderr
-    assert ("[killed-while-saving]" in stdout) == bool(bug)
-    assert code == bool(bug), stdout
 
 
 @pytest.mark.slow

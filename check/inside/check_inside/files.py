@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
@@ -17,7 +16,6 @@ from check_inside.record import (
     is_user_file,
     passing_on,
     place,
-    rank,
     record,
     replace,
 )
@@ -75,8 +73,6 @@ def _observe_save(original, function, position, kind="save"):
             _detach(os.path.abspath(target), is_emptied=True)  # C++ opens it
         path = _path(target)
         where = place()
-        if isinstance(target, str | os.PathLike):
-            _operation("save", path, lambda: _write_a_part(path))
         result = original(*args, **kwargs)
         others = [*args[:position], *args[position + 1 :], *kwargs.values()]
         thing = others[0] if others and function != "numpy" else others
@@ -202,7 +198,6 @@ def _audit(event, args):
         path = os.path.realpath(os.fspath(path))
         if path.startswith(("/dev/", "/proc/", "/sys/", *_own)):
             return
-        _operation("open", path, lambda: flags & os.O_TRUNC and os.truncate(path, 0))
         if _buffered is not None:
             _write_buffered(path)
         if (path, mode) not in _seen:
@@ -210,10 +205,7 @@ def _audit(event, args):
             where = place()
             if where is not None and _by_user():
                 record("write", path=path, mode=mode, append=bool(flags & os.O_APPEND), place=where)
-    elif event in ("os.remove", "os.rmdir", "os.mkdir"):
-        _operation(event.removeprefix("os."), os.path.realpath(os.fspath(args[0])))
     elif event == "os.rename":
-        _operation("rename", os.path.realpath(os.fspath(args[1])))
         record(
             "rename",
             source=os.path.realpath(os.fspath(args[0])),
@@ -221,35 +213,6 @@ def _audit(event, args):
             by_user=_by_user(),
             place=place(),
         )
-
-
-_operations = 0
-
-
-@guarded
-def _operation(what, path, begin=lambda: None):
-    """A file of the script's folder is about to change: a point at which the check may kill.
-
-    begin: leaves the file as it is when the change has started.
-    """
-    global _operations
-    if not STATE.steps or not path.startswith(ROOT + os.sep):
-        return
-    _operations += 1
-    if PLAN["run"] in ("one", "two"):
-        fields = {"what": what, "path": path, "index": _operations, "steps": STATE.steps}
-        record("operation", place=place(), **fields)
-    if PLAN["kill_operation"] == [rank() or 0, _operations]:
-        with contextlib.suppress(OSError):
-            begin()
-        record("killed", steps=STATE.steps)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _write_a_part(path):
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    os.write(descriptor, b"PK")
-    os.close(descriptor)
 
 
 def _read(path):
