@@ -10,12 +10,13 @@ Both commands run for a few steps on CPUs, each in a copy of its folder, and com
 where rounding is below 1e-12, and a mistake above 1e-2. The first difference is named in the order
 of causes: samples, inputs, initial weights, outputs of modules, loss, gradients, settings of the
 optimizer, update, its state, buffers; then the same of the next step. The exit code is 0 if the
-runs are equal, 1 if they differ, and 2 if one could not be run.
+runs are equal, 1 if they differ, and 125 (which `git bisect run` skips) if one could not be run.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -28,7 +29,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
-from check.diff import bisect, page, report
+from check.diff import report
 from check.diff.factors import EQUAL, ROUNDED
 from check.diff.runs import read_steps
 from check.diff.stages import Comparer, Outcome
@@ -40,6 +41,7 @@ LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 PROCESSES = ("--nproc-per-node", "--nproc_per_node")
 RANDOM = ("samples", "inputs", "initial weights", "outputs of modules", "loss")
 EPOCHS = 3  # of --steps each, of a run that is resumed
+CANNOT_COMPARE = 125  # the exit code that `git bisect run` skips
 ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}  # torch.compile() would hide the modules
 
 
@@ -84,11 +86,6 @@ def parse(arguments):
         "comes after the order of the samples is compared",
     )
     parser.add_argument(
-        "--bisect",
-        metavar="GOOD..BAD",
-        help="find the commit of this project since which command A is not as at GOOD",
-    )
-    parser.add_argument(
         "--resume",
         action="store_true",
         help="B is A until it is killed after a checkpoint; then command B starts in its folder",
@@ -129,7 +126,6 @@ def parse(arguments):
     parser.add_argument("--hide", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--link", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - prints it")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with all differences")
     options, *commands = _split(arguments)
     args = parser.parse_args(options)
     if len(commands) == 1:
@@ -138,22 +134,14 @@ def parse(arguments):
         parser.error(
             "two commands are expected: -- train.py -- torchrun --nproc_per_node=2 train.py"
         )
-    if args.bisect:
-        args.at_a, dots, args.at_b = args.bisect.partition("..")
-        if not (args.at_a and dots and args.at_b):
-            parser.error(f"--bisect {args.bisect}: GOOD..BAD is expected, two commits of git")
-    if args.resume and (args.bisect or args.at_b or args.root_b != Path()):
-        parser.error(
-            "--resume: B continues in the folder of A, so --root-b, --at-b and --bisect "
-            "have no meaning"
-        )
+    if args.resume and (args.at_b or args.root_b != Path()):
+        parser.error("--resume: B continues in the folder of A: leave out --root-b and --at-b")
     if args.resume:
         args.root_b, args.at_b = args.root_a, args.at_a
     if args.steps < 1:
         parser.error("--steps is at least 1")
-    for path in filter(None, (args.json, args.html)):
-        if Path(path).is_dir():
-            parser.error(f"{path} cannot be written: it is a folder")
+    if args.json and Path(args.json).is_dir():
+        parser.error(f"{args.json} cannot be written: it is a folder")
     args.fake_data = named_datasets(args.fake_data)
     for name, values in (("--rename", args.rename), ("--join", args.join), ("--env", args.env)):
         for value in values:
@@ -234,55 +222,22 @@ def _fail(text, json_file):
     if json_file:
         with contextlib.suppress(OSError, CannotRun):  # the text says more
             _write(json_file, {"error": text})
-    return 2
+    return CANNOT_COMPARE
 
 
 def compare(args, work):
     """Run both commands, and report where they part. Returns the exit code."""
     with Processes(ENVIRONMENT) as processes:
-        if args.bisect:
-            return bisect_commits(args, work, processes)
         if args.resume:
             outcome = outcome_of_resume(args, work, processes)
         else:
             outcome = outcome_of(args, work, processes)
             find_unseeded(args, work, processes, outcome)
-    if args.html:
-        _write_text(args.html, page.html(outcome, args.commands))
     if args.json:
         _write(args.json, report.as_json(outcome))
     if args.json != "-":
         print(report.text(outcome, args.steps))
     return 0 if outcome.first is None else 1
-
-
-def bisect_commits(args, work, processes):
-    """Find the commit since which command A is not as at the good one. Returns the exit code."""
-    known = steps_of(args, work, "a", processes)
-    good, bad, args.at_b = args.at_a, args.at_b, None
-    outcomes = {}
-
-    def judge(folder):
-        if not folder.is_dir():  # at this commit
-            return "skip"
-        commit = bisect.git(folder, "rev-parse", "HEAD").strip()
-        args.root_b = folder
-        try:
-            outcomes[commit] = outcome_of(args, work / commit, processes, known)
-        except CannotRun as error:
-            print(str(error).splitlines()[-1], file=sys.stderr)
-            return "skip"
-        return "bad" if outcomes[commit].first else "good"
-
-    said = bisect.first_bad(args.root_a.resolve(), good, bad, work / "clone", judge)
-    outcome = outcomes.get(said.split()[0])
-    if args.html and outcome:
-        _write_text(args.html, page.html(outcome, args.commands))
-    if args.json:
-        _write(args.json, {"bisect": said, **(report.as_json(outcome) if outcome else {})})
-    if args.json != "-":
-        print(said if outcome is None else f"{said}\n\n{report.headline(outcome)}")
-    return 0 if said == bisect.EQUAL else 1
 
 
 def outcome_of(args, work, processes, first=None):
@@ -443,13 +398,20 @@ def _options(args, letter, work):
 def _checked_out(root, revision, target):
     """The folder `root` as it was at a commit."""
     command = ["git", "-C", str(root), "archive", revision]
-    done = subprocess.run(command, capture_output=True, env=bisect.environment())
+    done = subprocess.run(command, capture_output=True, env=_environment_of_git())
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise CannotRun(f"git cannot read {revision} of {root}: {' '.join(reason)}")
     with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
         archive.extractall(target, filter="data")
     return target
+
+
+def _environment_of_git():
+    """The environment without what names a different repository, as in a hook of git."""
+    command = ["git", "rev-parse", "--local-env-vars"]
+    names = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def _failure(run, letter, steps=0):
@@ -468,13 +430,8 @@ def _write(path, value):
     if path == "-":
         print(text)
     else:
-        _write_text(path, f"{text}\n")
-
-
-def _write_text(path, text):
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CannotRun(f"cannot write {path}: {error.strerror}") from None
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise CannotRun(f"cannot write {path}: {error.strerror}") from None
