@@ -6,6 +6,7 @@
     python CLONE/check --resume-args=--resume -- train.py
     python CLONE/check -- -m package.train --its arguments
     python CLONE/check -- torchrun --nproc_per_node=8 train.py
+    python CLONE/check --skill                            how an agent uses it
 
 The script stays as it is. It runs in copies of its folder: on one process and on two (gloo on
 CPUs; what is written for CUDA is mapped to a CPU), for a few steps of a few epochs, and it is
@@ -280,6 +281,9 @@ def main(arguments=None):
         from check.diff import command
 
         return command.main(arguments[1:])
+    if arguments == ["--skill"]:
+        print(Path(__file__).with_name("SKILL.md").read_text(encoding="utf-8"), end="")
+        return 0
     args = parse(arguments)
     try:
         return check(args)

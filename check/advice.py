@@ -1,4 +1,4 @@
-"""Advice on each rule: how serious it is, why it matters, the fix, and where to read more."""
+"""Advice on each rule: how serious it is, why it matters, and the fix."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,11 @@ from typing import NamedTuple
 class Advice(NamedTuple):
     """severity: error (the results are wrong, or will be lost), warning (they depend on the
     number of processes, or may be lost), note (costs time, or may be intended). fix: a few lines
-    of code. trap: a section of docs/traps.md, if there is one."""
+    of code."""
 
     severity: str
     why: str
     fix: str
-    trap: str = ""
 
 
 ADVICE = {
@@ -27,7 +26,6 @@ ADVICE = {
         "# The same seed on all ranks:\n"
         "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))\n"
         "DistributedSampler(train_set, seed=0)",
-        "seed-per-rank",
     ),
     "different-samples": Advice(
         "error",
@@ -44,7 +42,6 @@ ADVICE = {
         "warning",
         "Without it, DistributedSampler repeats the order of the first epoch forever.",
         "for epoch in range(epochs):\n    train_loader.sampler.set_epoch(epoch)",
-        "set_epoch-forgotten",
     ),
     "not-shuffled": Advice(
         "warning",
@@ -100,13 +97,11 @@ ADVICE = {
         "DistributedSampler repeats samples so that all shares are equal: the result of the same "
         "weights depends on the number of processes.",
         "share = Subset(val_set, range(rank, len(val_set), world_size))  # no sampler",
-        "padding-counted",
     ),
     "metric-of-one-rank": Advice(
         "error",
         "The result covers 1/N of the validation set, also where it chooses the best model.",
         "sums = torch.stack([correct, count])\ndist.all_reduce(sums)\naccuracy = sums[0] / sums[1]",
-        "rank-local-accuracy",
     ),
     "evaluation-augmented": Advice(
         "warning",
@@ -120,7 +115,6 @@ ADVICE = {
         "count = torch.tensor(float(number_of_targets))\n"
         "dist.all_reduce(count)\n"
         "loss = loss_sum * world_size / count",
-        "mean-of-the-ranks-means",
     ),
     "divided-model-differs": Advice(
         "error",
@@ -135,7 +129,6 @@ ADVICE = {
         "The learning rate that works on one process does not on several, and conversely.",
         "# 1/N: do not divide the loss by the number of ranks. DDP averages the gradients itself.\n"
         "# N: by hand, sum and divide: dist.all_reduce(p.grad); p.grad /= world_size",
-        "loss-divided-twice",
     ),
     "loss-not-divided": Advice(
         "warning",
@@ -146,14 +139,12 @@ ADVICE = {
         "error",
         "Nothing broadcasts the weights here: the ranks train different models.",
         "torch.manual_seed(seed)  # the same on all ranks, before the model is built",
-        "seed-per-rank",
     ),
     "shards-start-differently": Advice(
         "note",
         "Each rank has drawn its shard with a different seed: on a different number of ranks the "
         "same seed makes a different model.",
         "torch.manual_seed(seed)  # the same on all ranks, before the model is built",
-        "seed-per-rank",
     ),
     "wrapped-twice": Advice(
         "note",
@@ -165,7 +156,6 @@ ADVICE = {
         "DistributedDataParallel averages gradients only if its own forward is called. Each rank "
         "trains its own model on 1/N of the data.",
         "outputs = model(inputs)  # the wrapper, not model.module or a method of the model",
-        "around-the-wrapper",
     ),
     "never-synchronized": Advice(
         "error",
@@ -213,7 +203,6 @@ ADVICE = {
         "error",
         "The norm is up to 65,536 times too large: almost nothing of each gradient is left.",
         "scaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), max_norm)",
-        "scaled-gradients-clipped",
     ),
     "zero-gradients": Advice(
         "error",
@@ -236,7 +225,6 @@ ADVICE = {
         "note",
         "The statistics are computed from a share of the batch, smaller on more processes.",
         "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-        "batchnorm-per-rank",
     ),
     "wrong-parameters": Advice(
         "error",
@@ -274,7 +262,6 @@ ADVICE = {
         "error",
         "The ranks write one file at the same time: now and then it is corrupt.",
         "if dist.get_rank() == 0:\n    torch.save(checkpoint, path)",
-        "saving-on-every-rank",
     ),
     "buffers-differ": Advice(
         "note",
@@ -319,7 +306,6 @@ ADVICE = {
         "Momentum and Adam's averages start from zero: the loss jumps after each restart.",
         "checkpoint = {'model': ..., 'optimizer': optimizer.state_dict()}\n"
         "optimizer.load_state_dict(checkpoint['optimizer'])",
-        "optimizer-state-lost",
     ),
     "scheduler-not-restored": Advice(
         "error",
@@ -363,7 +349,6 @@ ADVICE = {
         "error",
         "The job trains more epochs than it should, in the order of the first ones.",
         "checkpoint['epoch'] = epoch + 1\nfor epoch in range(checkpoint['epoch'], epochs): ...",
-        "epoch-restarted-on-resume",
     ),
     "order-after-resume": Advice(
         "warning",

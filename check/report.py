@@ -11,7 +11,6 @@ from check.advice import ADVICE
 ORDER = ("error", "warning", "note")
 FAILURES = ("error", "warning")  # by default
 NOT_CHECKED = "not-checked"
-PAGE = "docs/traps.md"
 
 
 def sorted_findings(findings):
@@ -58,8 +57,6 @@ def text(findings, not_checked, checked, known=()):
             f"  {advice.why}",
         ]
         lines += [f"      {line}" for line in advice.fix.splitlines()]
-        if advice.trap:
-            lines.append(f"  {PAGE}#{advice.trap} (the diff there adds the bug)")
         lines.append("")
     for item in not_checked:
         lines.append(f"not checked: {item.what}: {item.why}")

@@ -29,13 +29,10 @@ for step in range(3):
 def wheel(tmp_path_factory):
     """The wheel, built without a network."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    ignored = shutil.ignore_patterns("tests", "__pycache__")
-    shutil.copytree(CHECK, source / "check", ignore=ignored)
-    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder, source]
+    ignored = shutil.ignore_patterns("tests", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(CHECK, folder / "check", ignore=ignored)
+    build = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", folder]
+    build.append(folder / "check")
     subprocess.run([sys.executable, "-m", "pip", *build], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -75,7 +72,10 @@ def test_wheel_runs_in_an_environment_that_has_torch(wheel, tmp_path):
     add_torch(venv)
     project = tmp_path / "project"
     project.mkdir()
-    run_in_project(project, [venv / "bin" / "check-training", "--", "train.py"])
+    command = venv / "bin" / "check-training"
+    run_in_project(project, [command, "--", "train.py"])
+    skill = subprocess.check_output([command, "--skill"], text=True)
+    assert skill == (CHECK / "SKILL.md").read_text()
     found = "import importlib.util; print(importlib.util.find_spec('check'))"
     assert subprocess.check_output([python, "-c", found], cwd=project, text=True) == "None\n"
 
@@ -96,9 +96,9 @@ def test_uv_runs_the_wheel_in_the_environment_of_a_project(wheel, tmp_path):
 
 
 def test_package_has_all_modules():
-    listed = re.findall(r'"(check_training[\w.]*)"', (ROOT / "pyproject.toml").read_text())
+    listed = re.findall(r'"(check_training[\w.]*)"', (CHECK / "pyproject.toml").read_text())
     folders = {path.parent.relative_to(CHECK) for path in CHECK.rglob("*.py")}
-    own = {path for path in folders if path.parts[:1] not in (("tests",), ("package",))}
+    own = {path for path in folders if path.parts[:1] not in (("tests",), ("package",), ("build",))}
     names = {".".join(["check_training", "check", *path.parts]) for path in own}
     assert names | {"check_training"} == set(listed)
 

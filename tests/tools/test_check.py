@@ -41,12 +41,6 @@ def test_documented_workflow_may_check_out_and_upload():
         assert condition in upload["if"]
 
 
-def test_pages_of_traps_exist():
-    page = (ROOT / "docs" / "traps.md").read_text()
-    for advice in ADVICE.values():
-        assert not advice.trap or f"\n## {advice.trap}\n" in page, advice.trap
-
-
 OLD_NAMES = [[ROOT / "tools" / "check"], ["-m", "tools.check"]]
 
 
