@@ -27,7 +27,7 @@ SEED ?= 0
 FROM ?= 1gpu
 TO ?= ddp
 
-.PHONY: help train test test-all test-oldest test-gpu gpu null test-loggers test-slurm test-kubernetes doctor verify \
+.PHONY: help train test test-all test-check test-oldest test-gpu gpu null test-loggers test-slurm test-kubernetes doctor verify \
     verify-all chaos bench bench-quick bench-peers bench-operations bench-watching bench-loader \
     bench-streams bench-checkpoint bench-split lint diff readme clean
 
@@ -53,10 +53,13 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
+test-check: $(dev)  ## the tests of check/: about 2 minutes on two cores
+	$(python) -m pytest $(shared) -m "not slow" check/tests $(ARGS)
+
 test-oldest:  ## the same with the lowest minor versions of requirements.txt, in .venv-oldest
 	test -x $(oldest) || python3 -m venv .venv-oldest
 	$(oldest) -m pip install --quiet $(oldest_versions) -r requirements-dev.txt
-	$(oldest) -m pytest -n auto --dist loadfile -m "not slow" $(ARGS)
+	$(oldest) -m pytest -n auto --dist loadfile -m "not slow" tests check/tests $(ARGS)
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
 	$(python) -m pytest tests/gpu $(ARGS)
