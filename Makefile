@@ -58,7 +58,7 @@ test-check: $(dev)  ## the tests of check/: about 2 minutes on two cores
 
 test-oldest:  ## the same with the lowest minor versions of requirements.txt, in .venv-oldest
 	test -x $(oldest) || python3 -m venv .venv-oldest
-	$(oldest) -m pip install --quiet $(oldest_versions) -r requirements-dev.txt
+	$(oldest) -m pip install --quiet $(oldest_versions) -r requirements/dev.txt
 	$(oldest) -m pytest -n auto --dist loadfile -m "not slow" tests check/tests $(ARGS)
 
 test-gpu: $(dev)  ## the tests that need a GPU (tests/gpu); docs/gpu.md lists what else to run there
@@ -71,14 +71,14 @@ null: $(env)  ## build a GPU that computes nothing, for python -m tools.null SCR
 	$(python) -m tools.null.build
 
 test-loggers: $(dev)  ## --logger with Weights & Biases, trackio and MLflow, which it installs
-	$(python) -m pip install --quiet -r requirements-loggers.txt
+	$(python) -m pip install --quiet -r requirements/loggers.txt
 	$(python) -m pytest tests/utils/test_loggers.py -rs $(ARGS)
 
 test-slurm: $(dev)  ## launch/slurm on a real SLURM: apt-get install slurm-wlm munge; needs root
 	$(python) -m pytest tests/launch/test_slurm.py -rs $(ARGS)
 
 test-kubernetes: $(dev)  ## validate launch/kubernetes, and run its command in two pods; needs root
-	$(python) -m pip install --quiet -r requirements-kubernetes.txt
+	$(python) -m pip install --quiet -r requirements/kubernetes.txt
 	$(python) -m pytest tests/launch/test_kubernetes.py -rs $(ARGS)
 
 doctor: $(env)  ## check this machine for training: ARGS="--rendezvous HOST:29500"
@@ -136,19 +136,19 @@ clean:  ## remove the environment and the caches; runs/ and data/ stay
 	rm -rf .venv .venv-oldest .mypy_cache .pytest_cache .ruff_cache .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.train: requirements.txt requirements-extras.txt
+.venv/.train: requirements.txt requirements/extras.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	test -x .venv/bin/python || python3 -m venv .venv
 	@.venv/bin/python -m pip --version > /dev/null 2>&1 || .venv/bin/python -m ensurepip # of uv venv
 	@echo 'Installing into .venv: with the CUDA libraries of PyTorch, about 6 GB on Linux.' \
 	    'README.md says how to install PyTorch for CPUs instead, or to use an existing environment.'
-	.venv/bin/python -m pip install --quiet -r requirements.txt -r requirements-extras.txt
+	.venv/bin/python -m pip install --quiet -r requirements.txt -r requirements/extras.txt
 	touch $@
 
-.venv/.dev: requirements-dev.txt .venv/.train
-	.venv/bin/python -m pip install --quiet -r requirements-dev.txt
+.venv/.dev: requirements/dev.txt .venv/.train
+	.venv/bin/python -m pip install --quiet -r requirements/dev.txt
 	touch $@
 
-.venv/.peers: requirements-peers.txt .venv/.train
-	.venv/bin/python -m pip install --quiet -r requirements-peers.txt
+.venv/.peers: requirements/peers.txt .venv/.train
+	.venv/bin/python -m pip install --quiet -r requirements/peers.txt
 	touch $@

@@ -1,7 +1,7 @@
 """What an ordinary step of each script costs on the null device: kernels, copies, waits, messages.
 
     python -m lab.budgets
-    python -m lab.budgets --peers     # what others launch; needs requirements-peers.txt
+    python -m lab.budgets --peers     # what others launch; needs requirements/peers.txt
 
 Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
 step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts hold for the null

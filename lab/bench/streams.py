@@ -7,8 +7,8 @@ The same images in tar files and the same documents in JSON lines are read in ra
 its own format. All decode with the same function, in batches of 64, without loader processes and
 with two. Then the text task's model is trained for an epoch on batches that are padded to their
 longest document: random ones, and batches of LengthBuckets. All runs are interleaved; the table
-shows medians of --repeats epochs. Needs the packages of requirements-peers.txt and
-requirements-dev.txt.
+shows medians of --repeats epochs. Needs the packages of requirements/peers.txt and
+requirements/dev.txt.
 """
 
 import argparse

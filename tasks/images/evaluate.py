@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=4 -m tasks.images.evaluate runs/x/best.pt
 
 Prints accuracy, loss and a table of the classes; --confusion draws the confusion matrix (with
-matplotlib, from requirements-extras.txt), of at most 1,000 classes.
+matplotlib, from requirements/extras.txt), of at most 1,000 classes.
 """
 
 import argparse

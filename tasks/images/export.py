@@ -3,7 +3,7 @@
     python -m tasks.images.export runs/x/best.pt --format onnx
 
 onnx: for onnxruntime and many others; needs onnx, onnxscript and onnxruntime, from
-requirements-extras.txt. exported-program: torch.export's format, for PyTorch and AOTInductor. Input
+requirements/extras.txt. exported-program: torch.export's format, for PyTorch and AOTInductor. Input
 "images": float32 (n, 3, size, size), any n, normalized; output "outputs": float32 (n, classes). The
 file also contains "facts" as JSON: the classes, and how to prepare images. It is first written to
 a temporary file, run, and compared with the model.
@@ -36,7 +36,7 @@ def export_onnx(model: nn.Module, images: Tensor, path: Path, facts: str) -> Non
         import onnxscript  # noqa: F401 (torch.onnx needs it)
     except ImportError as error:
         raise UserError(
-            f"--format onnx needs {error.name}: pip install -r requirements-extras.txt"
+            f"--format onnx needs {error.name}: pip install -r requirements/extras.txt"
         ) from None
     program: Any = torch.onnx.export(
         model,
@@ -59,7 +59,7 @@ def run_onnx(path: Path, images: Tensor) -> tuple[Tensor, str]:
         import onnxruntime
     except ImportError:
         raise UserError(
-            "--format onnx needs onnxruntime: pip install -r requirements-extras.txt"
+            "--format onnx needs onnxruntime: pip install -r requirements/extras.txt"
         ) from None
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (outputs,) = session.run(None, {"images": images.numpy()})
