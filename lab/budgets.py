@@ -3,7 +3,7 @@
     python -m lab.budgets
     python -m lab.budgets --peers     # what others launch; needs requirements/peers.txt
 
-Writes docs/results/null.json. A test compares each script with it, so that what a change adds to a
+Writes lab/results/null.json. A test compares each script with it, so that what a change adds to a
 step, such as a kernel per tensor, or a wait, does not go unnoticed. The counts hold for the null
 device, without cuDNN, and for one version of PyTorch.
 """
@@ -26,7 +26,7 @@ from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 from tools.null import report
 
-RESULT = ROOT / "docs" / "results" / "null.json"
+RESULT = ROOT / "lab" / "results" / "null.json"
 # Enough steps for DistributedDataParallel, which waits in its first ten to log times.
 FLAGS = {
     "dataset": "synthetic",

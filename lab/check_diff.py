@@ -347,7 +347,7 @@ WHY = {
 }
 PAGE = """# What `check diff` names
 
-`python -m lab.check_diff --markdown docs/results/diff.md`, {versions}, two CPU
+`python -m lab.check_diff --markdown lab/results/diff.md`, {versions}, two CPU
 cores. `--only TEXT` replaces some of the rows; the others are of earlier calls, and what has not
 been run has no row. [diff.json](diff.json) has all of them.
 

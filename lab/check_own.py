@@ -344,14 +344,15 @@ def _told(row):
 
 PAGE = """# What the check finds in this project
 
-`python -m lab.check_own --markdown docs/results/check-own.md`, {versions}.
+`python -m lab.check_own --markdown lab/results/check-own.md`, {versions}.
 A check sees a folder and a command, as with anybody's script. `--only TEXT` replaces some of the
 rows; the others are of earlier calls, and what has not been run has no row.
 
 - {quiet} of {right} checks of correct scripts, of {correct} in all, yield no error and no warning.
 - Of {bugs} bugs, of the {planted} that `make verify` catches: {said}.
 
-The bugs of [traps](../traps.md), planted in a copy; those that do not hide each other, in one copy.
+The bugs of [traps](../../docs/traps.md), planted in a copy; those that do not hide each other, in
+one copy.
 [check-own.json](check-own.json) has the checks of correct scripts, and what was not checked:
 
 {table}

@@ -2,7 +2,7 @@
 
     python -m lab.communication
 
-Writes docs/results/communication.json. The model is small, the formulas are not: a test compares
+Writes lab/results/communication.json. The model is small, the formulas are not: a test compares
 them with runs. Sizes are the sizes of the whole tensor that a collective works on: the result of an
 all-gather, the input of a reduce-scatter, an all-reduce or an all-to-all. Of S bytes, each of N
 ranks sends S (N - 1) / N, and twice that in an all-reduce.
@@ -27,7 +27,7 @@ from tools.verify.run import project_with_task, write_text
 from utils.checkpoint import Checkpointer
 from utils.rungs import context_parallel
 
-RESULT = ROOT / "docs" / "results" / "communication.json"
+RESULT = ROOT / "lab" / "results" / "communication.json"
 KINDS = {  # {part of an operator's name: the collective}
     "allgather": "all-gather",
     "all_gather": "all-gather",

@@ -1,7 +1,7 @@
 """Measure what readers of streams guarantee: this project's, litdata's, WebDataset's and datasets'.
 
     python -m lab.guarantees            the table
-    python -m lab.guarantees --write    also docs/results/guarantees.json; then make readme
+    python -m lab.guarantees --write    also lab/results/guarantees.json; then make readme
 
 Each reader goes through the same 113 samples in twelve small files, in the setting that its own
 documentation recommends for training in random order. The ranks of a run are simulated one after
@@ -41,7 +41,7 @@ SIZES = [10] * 11 + [3]  # samples in each file
 SAMPLES = sum(SIZES)
 GLOBAL_BATCH, BUFFER = 12, 30
 STEPS = 4  # until a run is stopped
-RESULT = ROOT / "docs" / "results" / "guarantees.json"
+RESULT = ROOT / "lab" / "results" / "guarantees.json"
 
 
 def write_files(folder, sizes=SIZES, first=0):

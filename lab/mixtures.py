@@ -1,7 +1,7 @@
 """Measure what mixtures of two sources guarantee, in this project and in four libraries.
 
     python -m lab.mixtures            the table
-    python -m lab.mixtures --write    also docs/results/mixtures.json; then make readme
+    python -m lab.mixtures --write    also lab/results/mixtures.json; then make readme
 
 Each reader mixes three parts of 113 samples with one part of 60, in the setting that its own
 documentation recommends for training in random order, with seeds wherever it takes one. Readers
@@ -50,7 +50,7 @@ SIZES = {"a": [10] * 11 + [3], "b": [10] * 6}  # samples in each file of a sourc
 FIRST = {"a": 0, "b": 1000}  # the number of its first sample
 WEIGHTS = {"a": 0.75, "b": 0.25}
 SAMPLES = 108  # per epoch, where that can be chosen: in nine global batches
-RESULT = ROOT / "docs" / "results" / "mixtures.json"
+RESULT = ROOT / "lab" / "results" / "mixtures.json"
 reads = Counter()  # of samples, by a reader without loader processes
 
 

@@ -4,7 +4,7 @@
     python -m lab.mutants --list        the lines that would be drawn
 
 Draws statements and conditions within the functions of the modules that a default run of
-train_ddp.py loads (docs/results/loaded.json). In a copy of the project, one at a time is deleted or
+train_ddp.py loads (lab/results/loaded.json). In a copy of the project, one at a time is deleted or
 negated, and the tests of its module run, but for the slow ones, until one fails. A mutant that none
 notices is listed: a test is missing, the line is not needed, or it changes nothing that a test of a
 CPU could see, such as speed. About 20 s per mutant, after the tests have run once as they are.
@@ -206,7 +206,7 @@ def main():
     parser.add_argument("--json", type=Path, help="write what became of each mutant")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
-    paths = json.loads((ROOT / "docs" / "results" / "loaded.json").read_text())[SCRIPT]
+    paths = json.loads((ROOT / "lab" / "results" / "loaded.json").read_text())[SCRIPT]
     every = [
         mutant
         for path in paths

@@ -41,7 +41,7 @@ from tools.verify import table as verify_table
 from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS
 
-RESULTS = ROOT / "docs" / "results"
+RESULTS = ROOT / "lab" / "results"
 PROVEN = {
     "images": "ResNet and ViT, accuracy",
     "text": "GPT with tied embeddings, perplexity",
@@ -380,7 +380,7 @@ BLOCK = re.compile(r"(<!-- (\w+)(?: (\S+))? -->\n).*?(<!-- /\2(?: \S+)? -->)", r
 def pages():
     """README.md and the pages of docs/."""
     docs = ROOT / "docs"
-    return [ROOT / "README.md", *sorted(docs.glob("*.md")), *sorted(docs.glob("results/*.md"))]
+    return [ROOT / "README.md", *sorted(docs.glob("*.md")), *sorted(RESULTS.glob("*.md"))]
 
 
 def blocks_of(text):

@@ -1,6 +1,6 @@
 """What random numbers by sample cost, and how much differs where there can be none.
 
-    python -m lab.bench.draws --write docs/results/draws.json
+    python -m lab.bench.draws --write lab/results/draws.json
 
 Operations are counted in a forward pass in training on the CPU, without views and allocations, as
 lab.bench.operations counts them. --time adds microseconds, for a machine that does nothing else.

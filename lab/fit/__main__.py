@@ -3,7 +3,7 @@
     python -m lab.fit                 # half an hour on two idle cores
     python -m lab.fit --only published
 
-Writes docs/results/fit.json. Needs no GPU.
+Writes lab/results/fit.json. Needs no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tools.lib.ladder import ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 
-RESULT = ROOT / "docs" / "results" / "fit.json"
+RESULT = ROOT / "lab" / "results" / "fit.json"
 GPUS = 1, 8, 64, 1024
 MODELS = {  # name: settings of the text task, and samples of a batch per GPU
     "0.1 billion": ({"layers": 12, "heads": 12, "width": 768, "context": 1024}, 8),

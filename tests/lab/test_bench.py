@@ -220,7 +220,7 @@ def test_bench_writes_reports(result):
 
 def test_page_says_why_a_row_is_absent_and_what_the_accuracy_means():
     pytest.importorskip("matplotlib")
-    result = json.loads((ROOT / "docs" / "results" / "bench.json").read_text())
+    result = json.loads((ROOT / "lab" / "results" / "bench.json").read_text())
     page = report.html(result)
     assert re.search("<p>DataParallel .*needs 2 GPUs", page)
     assert "`" not in page[page.index("<body>") :] and "make verify" in page

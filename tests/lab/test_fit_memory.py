@@ -122,7 +122,7 @@ def test_formulas_hold_for_ranks_that_no_machine_has(
 
 @pytest.mark.slow
 def test_peak_is_the_one_that_others_have_measured(null_device):
-    """Llama 3.1 8B on 8 H100s, as in docs/results/fit.md: within 10 %."""
+    """Llama 3.1 8B on 8 H100s, as in lab/results/fit.md: within 10 %."""
     gpus, _, measured = PUBLISHED[0]
     job = Job(ROOT / LLAMA, (), gpus, Machine(gpus, 8, 95.0))
     result = run(job, null_device.library, 500)

@@ -1,4 +1,4 @@
-"""What readers of streams guarantee is what docs/results/guarantees.md says."""
+"""What readers of streams guarantee is what lab/results/guarantees.md says."""
 
 import json
 

@@ -71,8 +71,8 @@ OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
     ],
 )
 def test_published_files_are_those_of_a_default_run(script):
-    """docs/results/loaded.json, from which the README's table is made."""
-    published = json.loads((ROOT / "docs" / "results" / "loaded.json").read_text())[script]
+    """lab/results/loaded.json, from which the README's table is made."""
+    published = json.loads((ROOT / "lab" / "results" / "loaded.json").read_text())[script]
     files = loaded(ROOT / script)
     assert published == [str(path.relative_to(ROOT)) for path in files]
     script = ROOT / script

@@ -1,7 +1,7 @@
 """What a script needs, and what its default run loads: the project's modules, and their size.
 
     python -m tools.lib.closure [SCRIPT ...]     what the scripts import, and options that they know
-    python -m tools.lib.closure --write          run each script, and write docs/results/loaded.json
+    python -m tools.lib.closure --write          run each script, and write lab/results/loaded.json
 
 Code lines do not include blank lines, comments and docstrings; tokens also show what denser lines
 would hide. An f-string is one token, like any string (Python 3.12 splits it into several). A module
@@ -257,7 +257,7 @@ def small_command(script, folder):
 
 
 def write_loaded():
-    """Run each script, and write which files it loads to docs/results/loaded.json."""
+    """Run each script, and write which files it loads to lab/results/loaded.json."""
     result = {}
     for rung in LADDER:
         files = loaded(ROOT / rung.script)
@@ -265,7 +265,7 @@ def write_loaded():
         names = [str(path.relative_to(ROOT)) for path in files]
         result[rung.script] = names
         print(f"{rung.script:20}  {len(files) - 1:7}  {lines:10}  {tokens:6}", flush=True)
-    (ROOT / "docs" / "results" / "loaded.json").write_text(
+    (ROOT / "lab" / "results" / "loaded.json").write_text(
         json.dumps(result, indent=1) + "\n", encoding="utf-8"
     )
 

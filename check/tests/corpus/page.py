@@ -4,7 +4,7 @@ from collections import Counter
 
 from check.advice import ADVICE
 
-COMMAND = "python -m check.tests.corpus --results results.json --markdown docs/results/check.md"
+COMMAND = "python -m check.tests.corpus --results results.json --markdown lab/results/check.md"
 
 
 def is_alarm(rule):

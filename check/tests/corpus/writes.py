@@ -186,7 +186,7 @@ def check_writes(folder, ways=WAYS):
 
 
 def page(outcomes, changed):
-    """What happened, as a page of docs/results/."""
+    """What happened, as a page of lab/results/."""
     rows = [
         [f"`{way}`", *("written" if text == "written" else "refused" for text in texts)]
         for way, texts in outcomes.items()
@@ -197,7 +197,7 @@ def page(outcomes, changed):
     kernel = ".".join(platform.release().split(".")[:2])
     return f"""# Files that a checked script writes
 
-`python -m check.tests.corpus.writes --markdown docs/results/check-writes.md` checks a script that
+`python -m check.tests.corpus.writes --markdown lab/results/check-writes.md` checks a script that
 writes files of its folder in these {len(rows)} ways, on Linux {kernel} with Landlock. The bytes,
 modes and times of all originals are compared before and after the check: **{intact}**.
 *Written* means into the copy of the run; *refused*, that the script got an error.
