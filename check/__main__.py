@@ -141,6 +141,9 @@ def parse(arguments):
         help="what makes the exit code 1, such as error or error,warning,note,not-checked "
         "(default: error,warning)",
     )
+    parser.add_argument(
+        "--notes", action="store_true", help="also print what costs time, or may be intended"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the report as JSON; - prints it")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings as SARIF")
     parser.add_argument(
@@ -344,7 +347,8 @@ def check(args):
             script = os.path.join(options.subfolder, script_file(args.command))
             _write(args.sarif, report.as_sarif(findings, script, prefix, known, not_checked))
         if args.json != "-":
-            print(report.text(findings, not_checked, checked, known))
+            with_notes = args.notes or "note" in args.fail_on
+            print(report.text(findings, not_checked, checked, known, with_notes))
         return 1 if report.is_failure(findings, not_checked, args.fail_on) else 0
     finally:
         if not args.keep:

@@ -46,11 +46,14 @@ def accepted(findings, baseline, source):
     return [finding for finding in findings if keys[finding] in known]
 
 
-def text(findings, not_checked, checked, known=()):
-    """The report for people. known: findings that were accepted, which are only counted."""
+def text(findings, not_checked, checked, known=(), with_notes=False):
+    """The report for people. known: findings that were accepted, which are only counted, as notes
+    are unless with_notes."""
     lines = []
     for finding in sorted_findings(findings):
         advice = ADVICE[finding.rule]
+        if advice.severity == "note" and not with_notes:
+            continue
         place = f"{finding.place[0]}:{finding.place[1]}: " if finding.place else ""
         lines += [
             f"{place}{advice.severity}: {finding.observed}  [{finding.rule}]",
@@ -68,6 +71,8 @@ def text(findings, not_checked, checked, known=()):
     ]
     seconds = sum(run.seconds for run in checked.runs.values())
     names = [f"{n} {name}{'' if n == 1 else 's'}" for n, name in zip(counts, ORDER, strict=True)]
+    if counts[-1] and not with_notes:
+        names[-1] += " (--notes shows them)"
     options = checked.options
     length = f"{options.epochs} epochs of {options.steps} steps"
     runs = f"{len(checked.runs)} runs of up to {length}, {seconds:.0f} s"

@@ -567,6 +567,15 @@ def test_accepted_findings_are_those_of_a_line_wherever_it_is_now(tmp_path):
     assert ("fails-on-two", True) in suppressed and ("same-samples", False) in suppressed
 
 
+def test_notes_are_counted_and_shown_on_demand(tmp_path):
+    checked = SimpleNamespace(options=SimpleNamespace(epochs=2, steps=4), runs={})
+    found = [Finding("printed-by-every-rank", None, "x"), Finding("same-samples", None, "y")]
+    report, whole = (text(found, [], checked, with_notes=shown) for shown in (False, True))
+    assert "[printed-by-every-rank]" not in report and "1 note (--notes" in report
+    assert "[printed-by-every-rank]" in whole and "--notes" not in whole
+    assert "[same-samples]" in report and "[same-samples]" in whole
+
+
 def test_baseline_that_is_no_report_is_one_line(tmp_path, monkeypatch, capsys):
     project(tmp_path, TRAINS)
     monkeypatch.chdir(tmp_path)
