@@ -23,6 +23,7 @@ SETTINGS = {
 }
 NAMES = {edit.name: edit for edit in EDITS}
 NONE = Edit("none", "", "", [])
+ALSO = ("break", "second loader")  # by themselves, in .ci/run
 RANKS = {"train_1gpu.py": None}  # and two, of the other scripts
 
 
@@ -94,7 +95,10 @@ def test_edited_loop_keeps_the_promise(name, tmp_path, unedited):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.rare] * (name not in ALSO)) for name in NAMES],
+)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_script_with_an_edit_resumes(script, name, tmp_path):
     """By itself, on as many ranks and on three."""

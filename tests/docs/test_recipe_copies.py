@@ -75,9 +75,15 @@ def test_page_applies_and_is_taken_back(name, kind):
         assert {path: before.get(path) for path in again} == again
 
 
+def marks_of(name, kind):
+    """All apply in each run of the tests; few train, and those of default copies in .ci/run."""
+    if (name, kind) in OFTEN:
+        return []
+    return [pytest.mark.slow] + [pytest.mark.rare] * (kind != "default")
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in OFTEN)) for pair in PAIRS],
+    ("name", "kind"), [pytest.param(*pair, marks=marks_of(*pair)) for pair in PAIRS]
 )
 def test_copy_with_a_page_trains(name, kind, tmp_path):
     if name in PACKAGES:
