@@ -75,6 +75,8 @@ class Question:
         recomputes = candidate is not None and candidate.recomputes
         path = candidates.write(script, self.folder, task, recomputes)
         job = Job(path, tuple(arguments), ranks, self.machine(gpus), (self.script.parent,))
+        size = f" with --{self.flag()} {batch}" if batch is not None else ""
+        print(f"running {script.name} for {gpus} GPUs{size}", file=sys.stderr, flush=True)
         return run(job, self.library, self.args.limit)
 
     def flag(self):
