@@ -76,10 +76,8 @@ def test_page_applies_and_is_taken_back(name, kind):
 
 
 def marks_of(name, kind):
-    """All apply in each run of the tests; few train, and those of default copies in .ci/run."""
-    if (name, kind) in OFTEN:
-        return []
-    return [pytest.mark.slow] + [pytest.mark.rare] * (kind != "default")
+    """All apply in each run of the tests; these train in it, too."""
+    return [] if (name, kind) in OFTEN else [pytest.mark.slow, pytest.mark.rare]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_loss_of_the_model_is_a_mean(project):
         ("train_ddp.py", "none"),
         ("train_fsdp.py", "none"),
         pytest.param("train_ddp.py", "default", marks=(pytest.mark.slow, pytest.mark.rare)),
-        pytest.param("train_fsdp.py", "default", marks=pytest.mark.slow),
+        pytest.param("train_fsdp.py", "default", marks=(pytest.mark.slow, pytest.mark.rare)),
     ],
 )
 def test_activation_checkpointing(script, compiled, project, one_process, tmp_path):

@@ -15,6 +15,7 @@ FLAGS = SMALL | {"synthetic_samples": 60, "image_size": 8, "epochs": 2, "num_thr
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_trials(tmp_path):
     folder = applied("sweeps", tmp_path / "copy")
     text = (folder / "sweep.py").read_text()

@@ -133,6 +133,7 @@ def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_divided_models_are_measured(tmp_path):
     flags = {"schedule": "1F1B", "micro_batches": 4, "global_batch_size": 16, "image_size": 16}
     flags |= {"synthetic_samples": 64, "device": "cpu"}
@@ -187,6 +188,7 @@ def result(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_script_that_ends_the_process_is_measured(tmp_path):
     ((name, (sample,)),) = small_bench(tmp_path, "FSDP")["rows"].items()
     assert name == "FSDP x2" and len(sample["steps"]) == 3
@@ -276,6 +278,7 @@ def test_watching_compares_neighbors():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_watching_measures_guards_while_they_work(monkeypatch):
     monkeypatch.setattr(watching, "PAIRS", 2)
     without, watched, in_guards = watching.measure({"log_steps": 1})

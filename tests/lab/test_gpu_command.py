@@ -130,6 +130,7 @@ def test_settings_of_all_jobs_are_known(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.skipif(not batched.is_available(), reason="torch 2.11 has no batched_grad_copy")
 def test_copying_gradients_in_batches_trains_the_same_weights(tmp_path):
     flags = SMALL | {"dtype": "float64", "epochs": 1}

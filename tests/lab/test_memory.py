@@ -71,6 +71,7 @@ def test_ranks_hold_what_the_formula_says(script, ranks, optimizer, flags, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_rank_of_experts_holds_what_the_formula_says(tmp_path):
     project = project_with_task("moe", tmp_path / "project")
     settings = TEXT | {"text_file": "", "epochs": 1, "output_dir": tmp_path / "run"}

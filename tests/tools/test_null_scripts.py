@@ -112,7 +112,9 @@ STREAMS += ["train_fsdp_tp.py", "train_pp.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", STREAMS)
+@pytest.mark.parametrize(
+    "script", [*STREAMS[:1], *[pytest.param(name, marks=pytest.mark.rare) for name in STREAMS[1:]]]
+)
 def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     flags = SETTINGS | flags | {"output_dir": tmp_path / "run"}
@@ -143,6 +145,7 @@ def test_compiled_task_has_no_break_and_as_many_kernels_as_published(task, null_
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["tutorial", "tuned", OURS])  # which need no package of the peers
 def test_loop_has_the_published_counts(name, null_device):
     counts, seconds = measure_peer(name)

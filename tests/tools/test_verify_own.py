@@ -89,6 +89,7 @@ def test_edits_that_break_the_promise_are_found(own):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_mistake_in_a_task_is_found(own):
     task, activation = own.with_name("my_task.py"), "nn.ReLU()"
     assert activation in task.read_text()
