@@ -21,12 +21,12 @@ from statistics import median
 import torch
 
 from tools.fit.candidates import text_of
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 from tools.null import report
 
-RESULT = ROOT / "lab" / "results" / "null.json"
+RESULT = RESULTS / "null.json"
 # Enough steps for DistributedDataParallel, which waits in its first ten to log times.
 FLAGS = {
     "dataset": "synthetic",

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lab.bench.hooks import run_script
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import end_runs_on_sigterm, finish_run, start_run
 from tools.verify.run import project_with_task, write_text
 from utils.checkpoint import Checkpointer
 from utils.rungs import context_parallel
 
-RESULT = ROOT / "lab" / "results" / "communication.json"
+RESULT = RESULTS / "communication.json"
 KINDS = {  # {part of an operator's name: the collective}
     "allgather": "all-gather",
     "all_gather": "all-gather",

@@ -32,7 +32,7 @@ import tasks.images as task
 from sources.samplers import DistributedSamplerWrapper, ShardOrder
 from sources.shards import Shards
 from sources.streams import Streamed
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 from tools.lib.markdown import markdown_table
 from utils.config import load_config
 from utils.data import build_loader
@@ -41,7 +41,7 @@ SIZES = [10] * 11 + [3]  # samples in each file
 SAMPLES = sum(SIZES)
 GLOBAL_BATCH, BUFFER = 12, 30
 STEPS = 4  # until a run is stopped
-RESULT = ROOT / "lab" / "results" / "guarantees.json"
+RESULT = RESULTS / "guarantees.json"
 
 
 def write_files(folder, sizes=SIZES, first=0):

@@ -44,13 +44,13 @@ from lab.guarantees import (
 )
 from sources.mixture import Mixture
 from sources.shards import Shards
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 
 SIZES = {"a": [10] * 11 + [3], "b": [10] * 6}  # samples in each file of a source
 FIRST = {"a": 0, "b": 1000}  # the number of its first sample
 WEIGHTS = {"a": 0.75, "b": 0.25}
 SAMPLES = 108  # per epoch, where that can be chosen: in nine global batches
-RESULT = ROOT / "lab" / "results" / "mixtures.json"
+RESULT = RESULTS / "mixtures.json"
 reads = Counter()  # of samples, by a reader without loader processes
 
 

@@ -34,14 +34,13 @@ from lab.memory import table as memory
 from lab.mixtures import RESULT as MIXTURES
 from tools.copy import TASKS, options_and_commands
 from tools.lib.closure import purpose, size, size_of, total
-from tools.lib.ladder import LADDER, ROOT, RUNGS, changed, lesson
+from tools.lib.ladder import LADDER, RESULTS, ROOT, RUNGS, changed, lesson
 from tools.lib.markdown import anchor, markdown_table
 from tools.lib.prune import GUARDS, without
 from tools.verify import table as verify_table
 from tools.verify.cases import FLOAT64, SUITES
 from tools.verify.plants import BUGS
 
-RESULTS = ROOT / "lab" / "results"
 PROVEN = {
     "images": "ResNet and ViT, accuracy",
     "text": "GPT with tied embeddings, perplexity",

@@ -7,10 +7,10 @@ import sys
 import torch
 
 from lab.chaos.faults import KINDS
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS
 from tools.lib.markdown import markdown_table
 
-RESULT = ROOT / "lab" / "results" / "chaos.json"
+RESULT = RESULTS / "chaos.json"
 HEAD = ["script", "#", "fault", "place", "launcher", "exit code", "seconds", "result"]
 # How the summary of a script ends whose result is as it should be.
 SAME, ALIKE = "the same checksums", "the same numbers to 1e-9"

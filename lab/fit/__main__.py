@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from tools.fit.text import gib
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 from tools.lib.markdown import markdown_table
 from tools.lib.runs import flag_list
 
-RESULT = ROOT / "lab" / "results" / "fit.json"
+RESULT = RESULTS / "fit.json"
 GPUS = 1, 8, 64, 1024
 MODELS = {  # name: settings of the text task, and samples of a batch per GPU
     "0.1 billion": ({"layers": 12, "heads": 12, "width": 768, "context": 1024}, 8),

@@ -30,7 +30,7 @@ from lab.bench.rows import rows_for
 from lab.bench.runner import setting, take_turns
 from tasks.images import Settings
 from tests.processes import SMALL
-from tools.lib.ladder import ROOT
+from tools.lib.ladder import RESULTS, ROOT
 from tools.lib.runs import flag_list
 from utils.config import load_config
 
@@ -222,7 +222,7 @@ def test_bench_writes_reports(result):
 
 def test_page_says_why_a_row_is_absent_and_what_the_accuracy_means():
     pytest.importorskip("matplotlib")
-    result = json.loads((ROOT / "lab" / "results" / "bench.json").read_text())
+    result = json.loads((RESULTS / "bench.json").read_text())
     page = report.html(result)
     assert re.search("<p>DataParallel .*needs 2 GPUs", page)
     assert "`" not in page[page.index("<body>") :] and "make verify" in page

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.bench import draws
-from lab.readme import RESULTS
+from tools.lib.ladder import RESULTS
 
 
 def test_operations_are_those_of_the_page():

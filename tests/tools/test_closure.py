@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tools.lib.closure import closure, default_command, loaded, options, purpose, size, total
-from tools.lib.ladder import LADDER, ROOT
+from tools.lib.ladder import LADDER, RESULTS, ROOT
 
 FILES = {
     "train.py": '"""Trains.\n\nMore.\n"""\n\nimport os  # comment\nfrom utils import core\n',
@@ -72,7 +72,7 @@ OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
 )
 def test_published_files_are_those_of_a_default_run(script):
     """lab/results/loaded.json, from which the README's table is made."""
-    published = json.loads((ROOT / "lab" / "results" / "loaded.json").read_text())[script]
+    published = json.loads((RESULTS / "loaded.json").read_text())[script]
     files = loaded(ROOT / script)
     assert published == [str(path.relative_to(ROOT)) for path in files]
     script = ROOT / script

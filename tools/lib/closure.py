@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from tools.lib.ladder import LADDER, ONE_PROCESS, ROOT
+from tools.lib.ladder import LADDER, ONE_PROCESS, RESULTS, ROOT
 
 LAYOUT = {
     tokenize.COMMENT,
@@ -265,9 +265,7 @@ def write_loaded():
         names = [str(path.relative_to(ROOT)) for path in files]
         result[rung.script] = names
         print(f"{rung.script:20}  {len(files) - 1:7}  {lines:10}  {tokens:6}", flush=True)
-    (ROOT / "lab" / "results" / "loaded.json").write_text(
-        json.dumps(result, indent=1) + "\n", encoding="utf-8"
-    )
+    (RESULTS / "loaded.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "lab" / "results"  # of measurements
 
 
 class Rung(NamedTuple):
