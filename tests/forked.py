@@ -12,17 +12,21 @@ import signal
 import sys
 import time
 import warnings
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
 from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.guards.progress
+import utils.reports
 from tests.processes import CRASHES, SMALL
 from tools.lib.runs import Run, flag_list, load_script, read_rows
 from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.rungs.spawn import host_store, set_environment
 
+ENDED = "ended"  # a file among a run's logs: a rank has failed
 FORK = multiprocessing.get_context("fork")
 _scripts = {}
 
@@ -47,6 +51,7 @@ def fork_script(script, nproc=None, before=None, limit=600, settings=SMALL, **fl
     folder = Path(flags["output_dir"])
     logs = folder.parent / f"{folder.name}.logs"
     logs.mkdir(exist_ok=True, parents=True)
+    (logs / ENDED).unlink(missing_ok=True)
     store = host_store() if nproc else None
     # A fork may inherit a lock of the store's thread, which is busy once the first rank connects.
     all_started = FORK.Event()
@@ -60,8 +65,12 @@ def fork_script(script, nproc=None, before=None, limit=600, settings=SMALL, **fl
     all_started.set()
     try:
         end = time.monotonic() + limit
-        for rank in ranks:
-            rank.join(max(0, end - time.monotonic()))
+        waiting = [rank.sentinel for rank in ranks]
+        while waiting and time.monotonic() < end:
+            wait(waiting, end - time.monotonic())
+            waiting = [rank.sentinel for rank in ranks if rank.is_alive()]
+            if any(rank.exitcode for rank in ranks):
+                (logs / ENDED).touch()
         alive = [number for number, rank in enumerate(ranks) if rank.is_alive()]
     finally:
         for rank in ranks:
@@ -98,12 +107,20 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
     if nproc:
         set_environment(rank, nproc, port)
     utils.guards.progress.SECONDS_BETWEEN_LINES = 10**6  # or stderr would depend on the load
+    utils.reports._wait_for_the_end = partial(_wait_for, logs / ENDED)
     if before:
         before()
     all_started.wait()
     module.main()
     if nproc:
         module.dist.destroy_process_group()
+
+
+def _wait_for(file):
+    """Instead of a launcher's SIGTERM, which ends a rank whose peer has failed."""
+    end = time.monotonic() + 10
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
