@@ -57,8 +57,9 @@ def _replacing(path):
     try:
         yield temporary
         os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch.save hides that of a full disk
-        raise UserError(f"cannot write {path}: {error.__context__ or error}") from error
+    except (OSError, RuntimeError) as error:
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # of torch.save
+        raise UserError(f"cannot write {path}: {cause or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -524,13 +524,14 @@ def test_last_save_of_a_run_raises_its_error_itself(tmp_path, monkeypatch):
         checkpointer(tmp_path, epochs=2).save(2)
 
 
-def test_full_disk_is_one_line(tmp_path):
-    """torch.save raises an error about positions, here beyond 100 kB."""
+@pytest.mark.parametrize("free", [0, 10**5])
+def test_full_disk_is_one_line(free, tmp_path):
+    """torch.save raises an error about positions, before or after that of the disk."""
     texts = FORK.Queue()
 
     def body():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free, free))
         texts.put(outcome(lambda: save_atomically(torch.zeros(10**6), tmp_path / "a.pt")))
 
     assert in_fork(body) == 0
