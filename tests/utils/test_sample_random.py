@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.processes import run_isolated
 from utils import sample_random
 from utils.errors import UserError
 from utils.rungs.pipeline import part_of_batch
@@ -238,14 +239,17 @@ def test_model_that_has_been_compiled_with_its_dropout_is_refused(compiled):
 
 @pytest.mark.slow
 def test_compiled_model_drops_the_same_elements():
-    model = convert_dropout(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5))).train()
-    compiled = torch.compile(model, fullgraph=True)
-    inputs = torch.randn(6, 8)
-    for epoch in range(2):
-        start_batch(0, epoch, INDICES)
-        expected = model(inputs)
-        start_batch(0, epoch, INDICES)
-        torch.testing.assert_close(compiled(inputs), expected)
+    def body():
+        model = convert_dropout(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5))).train()
+        compiled = torch.compile(model, fullgraph=True)
+        inputs = torch.randn(6, 8)
+        for epoch in range(2):
+            start_batch(0, epoch, INDICES)
+            expected = model(inputs)
+            start_batch(0, epoch, INDICES)
+            torch.testing.assert_close(compiled(inputs), expected)
+
+    run_isolated(body)
 
 
 def test_numbers_of_neighboring_samples_are_independent():
