@@ -328,6 +328,13 @@ REFUSED = [
         error=("checkpoint.save()", "--save-epochs"),
     ),
     Edit(
+        "from the start",
+        "to begin a resumed run with the first epoch",
+        "`for epoch in range(cfg.epochs):`",
+        [(EPOCHS, EPOCHS.replace("start_epoch, ", ""))],
+        error=("epoch 0 was over", "checkpoint.load()"),
+    ),
+    Edit(
         "renamed",
         "an entry of `state` that is renamed, added or removed, when a run is resumed",
         '`"rows": metrics`',

@@ -118,7 +118,7 @@ def test_each_script_with_an_edit_resumes(script, name, tmp_path):
 def test_edit_that_would_break_the_promise_is_refused(edit, tmp_path, unedited):
     runs = Edited(tmp_path, edit)
     folder = runs.folder / "run"
-    if edit.name == "renamed":
+    if edit.name in ("from the start", "renamed"):  # of a run that is resumed
         shutil.copytree(unedited.folder / "straight", folder)
     run = runs.run("train_1gpu.py", "run")
     assert run.code == 1 and run.stderr.count("error") == 1, run.stderr

@@ -361,6 +361,8 @@ class Checkpointer:
         guard has asked for a save. between_steps: within the next epoch; writes only last.pt. If
         writing fails, the next save raises the error; the last save of a run raises it itself.
         """
+        if epoch <= self.epoch and not between_steps:
+            raise UserError(f"epoch {epoch - 1} was over: begin where checkpoint.load() says")
         self.epoch, is_last = epoch, epoch == self.cfg.epochs
         if not between_steps:
             for loader in self.loaders:
