@@ -10,6 +10,8 @@ matplotlib, from requirements/extras.txt), of at most 1,000 classes.
 import argparse
 import json
 import os
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -36,7 +38,7 @@ from utils.distributed import (
     main_process_first,
     select_device,
 )
-from utils.errors import UserError
+from utils.errors import UserError, say
 from utils.metrics import evaluate
 from utils.reports import report_errors
 from utils.runtime import configure_torch
@@ -165,9 +167,12 @@ def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
             axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, label="fraction of the class")
     try:
-        figure.savefig(path, dpi=120)
+        with warnings.catch_warnings(record=True) as missing:  # a line for each character
+            figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # no such folder, no such format
         raise UserError(f"cannot write {path}: {error}") from None
+    if missing:
+        say(f"warning: {missing[0].message}: set font.family in a matplotlibrc", sys.stderr)
 
 
 def report(

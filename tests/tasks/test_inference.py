@@ -81,10 +81,12 @@ def test_memory_of_an_evaluation_is_linear_in_the_classes():
     assert rows[19_999] == ("19999", 2, 0, "0")
 
 
-def test_drawing_takes_any_names_of_classes(tmp_path):
+def test_drawing_takes_any_names_of_classes(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     evaluate.draw(tmp_path / "a.png", ["a$^$", "$\\x$", "_"], torch.eye(3))
-    assert (tmp_path / "a.png").exists()
+    assert (tmp_path / "a.png").exists() and capsys.readouterr().err == ""
+    evaluate.draw(tmp_path / "b.png", ["\uffff", "\U0010ffff"], torch.eye(2))  # no font has them
+    assert "set font.family" in capsys.readouterr().err
 
 
 def test_confusion_is_drawn_and_said(trained, monkeypatch, capfd, tmp_path):
