@@ -167,12 +167,16 @@ def draw(path: str | Path, classes: Sequence[str], counts: Tensor) -> None:
             axes.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, label="fraction of the class")
     try:
-        with warnings.catch_warnings(record=True) as missing:  # a line for each character
+        with warnings.catch_warnings(record=True) as caught:
             figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # no such folder, no such format
         raise UserError(f"cannot write {path}: {error}") from None
+    texts = [str(warning.message) for warning in caught]
+    missing = [text for text in texts if "missing from font" in text]  # one for each character
+    for text in [text for text in texts if text not in missing]:
+        say(f"warning: {text}", sys.stderr)
     if missing:
-        say(f"warning: {missing[0].message}: set font.family in a matplotlibrc", sys.stderr)
+        say(f"warning: {missing[0]}: set font.family in a matplotlibrc", sys.stderr)
 
 
 def report(
