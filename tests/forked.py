@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import set_num_threads  # as it is before a fixture replaces it
 
 import utils.guards.progress
 import utils.reports
-from tests.processes import CRASHES, SMALL
+from tests.processes import CRASHES, SMALL, wait_until
 from tools.lib.runs import Run, flag_list, load_script, read_rows
 from utils.checkpoint import Checkpointer, read_checkpoint
 from utils.rungs.spawn import host_store, set_environment
@@ -118,9 +119,8 @@ def _run(rank, all_started, nproc, port, module, flags, logs, before, limit):
 
 def _wait_for(file):
     """Instead of a launcher's SIGTERM, which ends a rank whose peer has failed."""
-    end = time.monotonic() + 10
-    while not file.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    with suppress(AssertionError):
+        wait_until(file.exists, 10)
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
