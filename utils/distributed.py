@@ -250,13 +250,14 @@ def fail_together(patient: bool = False) -> Iterator[None]:
     """Raise on all ranks if the body raises on one: that rank raises its own error, the others
     PeerError. Without it, the others would wait in their next collective until it times out.
     patient: see control_group()."""
-    error = None
     try:
         yield
-    except Exception as caught:
-        error = caught
-    if any(all_gather_object(error is not None, patient)):
-        raise error or PeerError
+    except Exception:
+        with suppress(RuntimeError):  # a peer has died: this rank's own error tells more
+            all_gather_object(True, patient)
+        raise
+    if any(all_gather_object(False, patient)):
+        raise PeerError
 
 
 @contextmanager
