@@ -164,8 +164,7 @@ def select_device(
             f"{local_world_size} processes with --device {name} need {needed} devices, but "
             f"{visible} are visible"
         )
-    index = local_rank if device.index is None else device.index
-    device = torch.device(device.type, index)
+    device = torch.device(device.type, local_rank) if device.index is None else device
     torch.accelerator.set_device_index(device)
     return set_devices([device])[0]
 

@@ -304,6 +304,15 @@ def test_error_on_one_rank_is_raised_on_all():
     assert second == ([PeerError] * 2, 1)  # it has not begun its turn
 
 
+def test_error_of_a_rank_is_reported_also_if_a_peer_has_died(monkeypatch):
+    def gather(*arguments):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
+    with pytest.raises(ValueError, match="a bug"), fail_together():
+        raise ValueError("a bug")
+
+
 def test_fact_that_differs_is_named_on_all_ranks():
     def body(rank):
         require_same(a=1, b=[2.5, "x"])
