@@ -291,10 +291,7 @@ def chaos():
 
 def symptoms():
     """What is seen of each bug that can be planted, and the section about it."""
-    rows = [
-        [bug.symptom.removeprefix("Nothing fails. "), f"[{bug.name}](#{anchor(bug.name)})"]
-        for bug in BUGS
-    ]
+    rows = [[bug.symptom, f"[{bug.name}](#{anchor(bug.name)})"] for bug in BUGS]
     return markdown_table(["symptom", "trap"], rows)
 
 
@@ -302,9 +299,8 @@ def traps():
     """One entry per bug that can be planted."""
     return "\n\n".join(
         f"## {bug.name}\n\n{bug.effect}\n\n"
-        f"- **Symptom**: {bug.symptom}\n"
-        f"- **Caught by** the row `{bug.row}` of {_command(bug)}.\n"
-        f"- **Prevented by**: {bug.prevention}\n\n"
+        f"- **Prevented by**: {bug.prevention}\n"
+        f"- **Caught by** {_row(bug)}.\n\n"
         f"```diff\n# {bug.file}\n{bug.diff()}\n```"
         for bug in BUGS
     )
@@ -329,8 +325,8 @@ def rules():
     return markdown_table(["rule", "", "why it matters"], rows)
 
 
-def _command(bug):
-    return "`make verify`" if bug.task == "images" else f'`make verify ARGS="--task {bug.task}"`'
+def _row(bug):
+    return f"`{bug.row}`" + (f" (`--task {bug.task}`)" if bug.task != "images" else "")
 
 
 def communication(task):

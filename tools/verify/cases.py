@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from tools.lib.ladder import LADDER, ONE_PROCESS
 
-# float64: rounding (1e-16) grows to 1e-14 in the weights of these runs; different samples change
-# them by more than 1e-2. The next two tolerances are for losses.
+# float64: rounding (1e-16) grows to less than 1e-12 in the weights of these runs; different samples
+# change them by more than 1e-2. The next two tolerances are for losses.
 FLOAT64 = 1e-9
 # float32: rounding sometimes changes the sign of a ReLU's input, which adds or removes one of the
 # 18 x 16 x 16 terms of a bias's gradient: 1 / sqrt(4608) = 1.5 % of it. Such a gradient moves the

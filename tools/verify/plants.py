@@ -36,7 +36,7 @@ BUGS = [
         "ddp x2",
         (Problem.SAMPLES, ""),
         "Every epoch repeats the order of the first one.",
-        "Nothing fails. The model sees the same batches again and again and ends a little worse.",
+        "The model sees the same batches again and again and ends a little worse.",
         "`train_sampler.set_epoch(epoch)` at the start of each epoch.",
     ),
     Bug(
@@ -46,10 +46,9 @@ BUGS = [
         "seed=cfg.seed)",
         "ddp x2",
         (Problem.FAILED, "samples more than once"),
-        "DistributedSampler's default, drop_last=False, repeats samples so that all ranks have the "
-        "same number, which may also add a step to the epoch.",
-        "Nothing fails. The number of steps, and with it the learning rates, depend on the number "
-        "of GPUs.",
+        "By default (`drop_last=False`), DistributedSampler repeats samples so that all ranks have"
+        " the same number, which may add a step to the epoch.",
+        "The number of steps, and with it the learning rates, depend on the number of GPUs.",
         "`drop_last=True`; all samples have their turn, since every epoch has a different order.",
     ),
     Bug(
@@ -62,8 +61,8 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The loss is divided by the number of ranks, although DistributedDataParallel averages the "
         "gradients.",
-        "The best learning rate depends on the number of GPUs. If all gradients are clipped, or "
-        "with Adam, nothing shows.",
+        "The best learning rate depends on the number of GPUs. With Adam, or if all gradients are "
+        "clipped, nothing shows.",
         "Each rank divides by the mean number of targets per rank, and leaves the average to "
         "DistributedDataParallel.",
     ),
@@ -74,10 +73,10 @@ BUGS = [
         "        outputs = model.module(inputs)",
         "ddp x2",
         (Problem.FAILED, "no longer hold the same model"),
-        "The model in the wrapper is called directly, as for one of its methods "
-        "(`model.module.generate(...)`), and DistributedDataParallel averages no gradients.",
-        "Nothing fails. Each rank trains its own model on 1/N of the data, and rank 0's is saved.",
-        "Call the wrapper alone, and let `forward` choose the method; the ranks compare their "
+        "The model in the wrapper is called directly, as in `model.module.generate(...)`, and "
+        "DistributedDataParallel averages no gradients.",
+        "Each rank trains its own model on 1/N of the data, and rank 0's is saved.",
+        "Call only the wrapper, and let `forward` choose the method. The ranks compare their "
         "weights (`CompareReplicas`).",
     ),
     Bug(
@@ -103,9 +102,9 @@ BUGS = [
         "        self.relu = nn.Identity()\n",
         "ddp x2",
         (Problem.FAILED, "bn1 is a BatchNormAct2d, which computes more than BatchNorm"),
-        "A subclass of BatchNorm computes more, as timm's does; `nn.SyncBatchNorm` replaces it, and"
-        " the activation is gone.",
-        "Nothing fails. The model trains worse than on one GPU, even on a single rank.",
+        "A subclass of BatchNorm also applies the activation, as timm's does; `nn.SyncBatchNorm` "
+        "replaces it, and the activation is gone.",
+        "The model trains worse than on one GPU, even on a single rank.",
         "`convert_sync_batchnorm` refuses subclasses that override `forward`.",
     ),
     Bug(
@@ -115,8 +114,8 @@ BUGS = [
         "        pass",
         "amp x2, float16",
         (Problem.WEIGHTS, ""),
-        "The norm of the gradients comes out 65,536 times too large, so that every step is clipped "
-        "to almost nothing.",
+        "Gradients are clipped while they are still scaled by 65,536, so that almost nothing of "
+        "each step remains.",
         "The loss hardly falls, but only with float16 and clipping together.",
         "`scaler.unscale_(optimizer)` before `clip_grad_norm_`.",
     ),
@@ -127,10 +126,10 @@ BUGS = [
         "        self.own_samples = len(sampler)",
         "ddp x2",
         (Problem.FAILED, "evaluated 32 of 31"),
-        "DistributedSampler repeats samples so that all ranks have the same number, and the "
-        "repeated ones are counted.",
+        "DistributedSampler repeats validation samples so that all ranks have the same number, and"
+        " the repeated ones are counted.",
         "The accuracy of the same weights changes slightly with the number of GPUs.",
-        "Each rank leaves out what exceeds its share (`Loader.own_samples` in `utils/data.py`).",
+        "Each rank leaves out what exceeds its share (`Loader.own_samples`).",
     ),
     Bug(
         "rank-local-accuracy",
@@ -143,7 +142,7 @@ BUGS = [
         "Rank 0 reports the accuracy on its own share of the validation set.",
         "The accuracy is plausible but comes from part of the data, and the best checkpoint is "
         "chosen by it.",
-        "The sums are reduced over all ranks before they are divided.",
+        "Sums are reduced over all ranks before they are divided.",
     ),
     Bug(
         "saving-on-every-rank",
@@ -177,7 +176,7 @@ BUGS = [
         (Problem.FAILED, "sum of the weights"),
         "FSDP shards a different model on each rank (DistributedDataParallel would broadcast rank "
         "0's).",
-        "Training starts from a mixture of random weights. Nothing fails.",
+        "Training starts from a mixture of random weights.",
         "One seed for all ranks; `check_same_weights` compares them before sharding.",
     ),
     Bug(
@@ -188,9 +187,9 @@ BUGS = [
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "The layers that every rank holds whole, such as LayerNorm, start with different weights.",
-        "The model looks right, because its slices come from rank 0. But the ranks compute with "
-        "different embeddings and norms, and add up outputs that do not belong together.",
-        "One seed for all ranks; the ranks compare what they all hold (`CompareReplicas`).",
+        "The ranks compute with different embeddings and norms, and add up outputs that do not "
+        "belong together.",
+        "One seed for all ranks, which compare what they all hold (`CompareReplicas`).",
     ),
     Bug(
         "sampler-over-all-ranks",
@@ -200,8 +199,8 @@ BUGS = [
         "fsdp_tp x4, 2 x 2",
         (Problem.FAILED, "no longer hold the same model"),
         "The sampler divides the samples among all ranks, although two of them hold one replica.",
-        "Ranks of a replica compute with different images, and add up outputs that do not belong "
-        "together. Half of the samples are never used.",
+        "The ranks of a replica add up outputs of different images. Half of the samples are never "
+        "used.",
         "`DistributedSampler` gets the number of replicas, and this rank's replica.",
     ),
     Bug(
@@ -211,8 +210,8 @@ BUGS = [
         "                scale_grads=True,",
         "pp x2, 1F1B",
         (Problem.WEIGHTS, ""),
-        "The schedule divides the gradients by the number of micro-batches, although the loss has "
-        "been divided by the number of targets in the batch.",
+        "The schedule divides the gradients by the number of micro-batches, although the loss is "
+        "already divided by the number of targets in the batch.",
         "The best learning rate depends on the number of micro-batches. With clipping or Adam, it "
         "hardly shows.",
         "`scale_grads=False` for a loss whose parts add up; `True`, the schedules' default, for a "
@@ -226,10 +225,9 @@ BUGS = [
         "tp x2",
         (Problem.FAILED, "no longer hold the same model"),
         "Gradients are clipped by the norm of this rank's slices instead of the whole model's.",
-        "Each rank clips by a different factor, so that what all ranks hold drifts apart; and the "
-        "updates are a little too large.",
-        "`clip_grad_norm_` in `utils/rungs/tensor_parallel.py` reduces the norm of the slices over "
-        "the ranks.",
+        "Each rank clips by a different factor: what all ranks hold drifts apart, and the updates "
+        "are a little too large.",
+        "The norm of the slices is reduced over the ranks.",
     ),
     Bug(
         "rank-local-random_split",
@@ -247,8 +245,8 @@ BUGS = [
         "Each rank splits the data with its own random numbers: one rank's validation images are "
         "another rank's training images.",
         "The validation accuracy is too good, and samples are missed and repeated.",
-        "Splits by a fixed seed, the same on all ranks; the ranks compare some samples, and what "
-        "`describe()` returns, such as a checksum of all labels.",
+        "Split by a fixed seed. The ranks compare some samples, and what `describe()` returns, "
+        "such as a checksum of all labels.",
     ),
     Bug(
         "unseeded-split",
@@ -261,11 +259,9 @@ BUGS = [
         "ddp x2",
         (Problem.FAILED, "different samples"),
         "Each process draws its own split, and a resumed run draws a new one.",
-        "What one rank validates on, another has trained on, and there may be no labels by which "
-        "to notice it. The loss is too good.",
+        "What one rank validates on, another has trained on. The loss is too good.",
         "A generator with a fixed seed, or NumPy's global one, which `set_seed` seeds. The ranks, "
-        "and a resumed run, compare some samples and what `describe()` returns: of a `Subset`, the "
-        "indices.",
+        "and a resumed run, compare some samples, and what `describe()` returns.",
         "text",
     ),
     Bug(
@@ -276,12 +272,11 @@ BUGS = [
         "                loss = mean_loss(loss_sum, task.count(targets)) / len(micro_batches)",
         "accum x2",
         (Problem.WEIGHTS, ""),
-        "Each micro-batch's loss is the mean over its own targets. The means are averaged, so "
-        "that each target weighs more in a micro-batch that has fewer of them.",
-        "A loss that looks right and gradients that are slightly wrong, in every step: the bug "
-        "that widely used trainers had until October 2024 (huggingface/transformers#34191).",
-        "The sum of the losses is divided by the number of targets in the global batch, which is "
-        "known before the first backward pass (docs/mean-of-means.md).",
+        "The losses of the micro-batches are means over their own targets, and the means are "
+        "averaged: a target weighs more where there are fewer.",
+        "The loss looks right, and the gradients of every step are slightly wrong.",
+        "The sum of the losses is divided by the number of targets in the global batch ([the mean "
+        "of means](mean-of-means.md)).",
         "text",
     ),
     Bug(
@@ -292,11 +287,9 @@ BUGS = [
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "Each rank's loss is the mean over its own targets, and DistributedDataParallel averages "
-        "the means, so that each target weighs more on a rank that has fewer of them.",
-        "Results change slightly with the number of GPUs. With the same number of targets on each "
-        "rank, as for images, nothing differs. Found in 2026 in pytorch/torchtitan#4167 and "
-        "#4195 (validation), vllm-project/speculators#942, modelscope/ms-swift#10165 and "
-        "NVIDIA-BioNeMo/KERMT#21.",
+        "these means.",
+        "Results change slightly with the number of GPUs, unless all ranks have the same number of"
+        " targets, as for images.",
         "Each rank divides by the mean number of targets per rank (`mean_over_replicas`).",
         "text",
     ),
@@ -308,11 +301,10 @@ BUGS = [
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "The loss that balances the experts of a mixture is a product of two means, which each "
-        "rank computes from its own share of the batch: a mean of means in disguise.",
+        "rank computes from its own share of the batch.",
         "The experts are balanced within each share, more strictly the more ranks there are, and "
         'specialize less (Qiu et al. 2025, "Demons in the Detail").',
-        "How often each expert was chosen is added up over the ranks (`balance_loss` in "
-        "`tasks/moe.py`).",
+        "How often each expert was chosen is added up over the ranks.",
         "moe",
     ),
     Bug(
@@ -326,9 +318,8 @@ BUGS = [
         (Problem.FAILED, "no longer hold the same model"),
         "The router counts as one of the experts, whose gradients are not averaged, although each "
         "rank has a copy of it.",
-        "Nothing fails. Each rank routes by its own router, trained on 1/N of the data, and "
-        "rank 0's is saved.",
-        "Only what is divided is left out of the average; the ranks compare the rest "
+        "Each rank routes by its own router, trained on 1/N of the data, and rank 0's is saved.",
+        "Only what is divided is left out of the average. The ranks compare the rest "
         "(`CompareReplicas`).",
         "moe",
     ),
@@ -341,9 +332,9 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "An expert gets the tokens of all ranks, and so the sum of their gradients; all other "
         "gradients are averaged over the ranks (pytorch/pytorch#160285).",
-        "The loss is right, and only the gradients of the experts are too large, by the number of "
-        "ranks. Adam hides the factor, but not from clipping.",
-        "The gradients of experts are divided by the number of ranks (`ExpertParallel`).",
+        "Only the gradients of the experts are too large, by the number of ranks. With Adam, only "
+        "clipping shows it.",
+        "The gradients of experts are divided by the number of ranks.",
         "moe",
     ),
     Bug(
@@ -361,8 +352,8 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The norm of the gradients leaves out the experts of other ranks "
         "(NVIDIA/Megatron-LM#5916).",
-        "Nothing fails. Each rank clips by a different factor, so that the shards of a parameter "
-        "are scaled differently, and gradients are clipped less the more ranks there are.",
+        "Each rank scales its shards of a parameter differently, and clips less the more ranks "
+        "there are.",
         "All parameters are DTensors, of which `clip_grad_norm_` reduces the norm over the ranks.",
         "moe",
     ),
@@ -375,9 +366,9 @@ BUGS = [
         (Problem.FAILED, "does not compute what it computes as a whole"),
         "Keys and values are put together as the ranks come, not as their positions do. A sibling "
         "gathered them along the wrong dimension (pytorch/torchtitan#3206).",
-        "Nothing fails. Queries see keys of later positions: the loss may even be too good.",
-        "Chunks from the front and from the back are put in order (`gather`), and at the start, "
-        "outputs are compared with the whole model's.",
+        "Queries see keys of later positions: the loss may even be too good.",
+        "Chunks are put in the order of their positions. At the start, outputs are compared with "
+        "the whole model's.",
         "text",
     ),
     Bug(
@@ -389,8 +380,8 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The sum over all positions is divided by the number of targets at this rank's positions "
         "(pytorch/torchtitan#3257).",
-        "The loss is too large by the number of ranks, and a rank whose part of a sequence is "
-        "padding weighs its gradients differently.",
+        "The loss is too large by the number of ranks, and padding changes the weight of a rank's "
+        "gradients.",
         "Each rank has the targets of all positions, and counts all of them.",
         "text",
     ),
@@ -404,7 +395,8 @@ BUGS = [
         (Problem.WEIGHTS, ""),
         "The number of targets, which includes all ranks already, is divided by the number of "
         "ranks of a sequence (the review of huggingface/transformers#46775).",
-        "Gradients are too large by that number. With Adam, only clipping shows it.",
+        "Gradients are too large by the number of ranks of a sequence. With Adam, only clipping "
+        "shows it.",
         "Targets are counted once, whole (`task.count(targets)`), and losses are added up over the "
         "ranks.",
         "text",
@@ -417,11 +409,9 @@ BUGS = [
         "+            return newton_schulz(parts)",
         "muon fsdp x2",
         (Problem.WEIGHTS, ""),
-        "Each rank orthogonalizes its shard of the momentum: some rows of each matrix, as if they "
-        "were one.",
-        "Nothing fails, and the loss falls. The optimizer is a different one on each number of "
-        "ranks.",
-        "What is orthogonalized is the whole matrix (docs/recipes/muon.md).",
+        "Each rank orthogonalizes its shard of the momentum, as if its rows were the whole matrix.",
+        "The loss falls, but the optimizer is a different one on each number of ranks.",
+        "The whole matrix is orthogonalized ([recipe](recipes/muon.md)).",
         "text",
     ),
     Bug(
@@ -432,11 +422,11 @@ BUGS = [
         ".view(each, -1, columns)",
         "muon tp x2",
         (Problem.WEIGHTS, ""),
-        "Queries, keys and values, and whatever else lies in one tensor, are orthogonalized as one "
-        "matrix.",
-        "Nothing fails. The singular values of each are no longer close to 1, and which matrices "
-        "share them may depend on the number of ranks.",
-        "Each matrix by itself: the matrices are stacked along a separate dimension.",
+        "The matrices that lie in one tensor, such as queries, keys and values, are orthogonalized"
+        " as one.",
+        "The singular values of each update are no longer close to 1, and may depend on the number"
+        " of ranks.",
+        "The matrices are stacked along a dimension of their own.",
         "text",
     ),
     Bug(
@@ -447,8 +437,7 @@ BUGS = [
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "Padded positions count as targets, in the loss that is trained and in the perplexity.",
-        "The perplexity is too good, the more so the more the lengths of the samples differ, and "
-        "depends on how samples are combined into batches.",
+        "The perplexity is too good, and depends on which samples are in one batch.",
         "`count()` leaves out what the loss ignores.",
         "text",
     ),
@@ -459,12 +448,11 @@ BUGS = [
         "        stop = min(start + self.size, int(self.ends[-1]))",
         "packed shards killed, resumed by accum x3",
         (Problem.WEIGHTS, ""),
-        "Packed documents are cut into pieces that do not overlap, each of which is the inputs "
-        "and, shifted by one, the targets.",
-        "Nothing fails. The first token of each piece is never predicted, and the loss covers "
-        "fewer tokens.",
-        "A piece has one token more than the context; its last one is the first of the next piece "
-        "(`sources/packing.py`).",
+        "Packed documents are cut into pieces that do not overlap; each is the inputs and, shifted"
+        " by one, the targets.",
+        "The first token of each piece is never predicted.",
+        "A piece has one token more than the context; its last token is the first of the next "
+        "piece.",
         "text",
     ),
     Bug(
@@ -489,8 +477,7 @@ BUGS = [
         "    with fsdp.replacing_parameters(model):",
         "fsdp x2",
         (Problem.TENSORS, ""),
-        "The output layer gets a copy of the embedding's weights instead of the parameter itself, "
-        "as happens when a module is built anew while it is sharded.",
+        "The output layer gets a copy of the embedding's weights instead of the parameter itself.",
         "The model has more parameters than before, and trains differently.",
         "Tie by using one parameter twice, not by assigning one module's parameter to another.",
         "text",
@@ -518,11 +505,10 @@ BUGS = [
         '    return {"confusion": confusion / confusion.diagonal().sum().clamp_min(1)}',
         "ddp x2",
         (Problem.FAILED, "confusion of the task must be a sum"),
-        "The intersection over union is averaged over batches, although it is not a mean over "
-        "samples.",
+        "The intersection over union is averaged over batches.",
         "The mean IoU changes with the batch size and with the number of GPUs.",
-        "Intersections and unions are summed over all samples of all ranks, and then divided; "
-        "`check_task` compares what `measure()` returns for two samples, apart and together.",
+        "Intersections and unions are summed over all samples, and then divided. `check_task` "
+        "compares what `measure()` returns for two samples, apart and together.",
         "segmentation",
     ),
     Bug(
@@ -534,7 +520,7 @@ BUGS = [
         (Problem.FAILED, "no longer hold the same model"),
         "Without SyncBatchNorm, each rank keeps its own running statistics.",
         "The checkpoint holds the buffers of rank 0: a model that was never evaluated as a whole.",
-        "`broadcast_buffers=True`, the default; `CompareReplicas` compares buffers, too.",
+        "`broadcast_buffers=True`, the default. `CompareReplicas` compares buffers, too.",
     ),
     Bug(
         "shards-divided-twice",
@@ -548,10 +534,10 @@ BUGS = [
         (Problem.FAILED, "different samples"),
         "Each rank takes its share of the shards, and the sampler divides the samples in them "
         "again.",
-        "Nothing fails, if the ranks have equally many samples: an epoch is 1/N of the data. "
-        "Otherwise, one rank has no batches left, and the others wait for it until a timeout.",
-        "Only the sampler divides. The ranks compare some of their samples, and what `describe()` "
-        "returns: how many samples there are, and a checksum of the shards.",
+        "An epoch is 1/N of the data. If one rank has fewer batches, the others wait for it until "
+        "a timeout.",
+        "Only the sampler divides. The ranks compare some samples, their number, and a checksum of"
+        " the shards.",
     ),
     Bug(
         "every-rank-reads-everything",
@@ -560,10 +546,10 @@ BUGS = [
         "self.draw()",
         "ddp x2, shards",
         (Problem.FAILED, "samples more than once"),
-        "All ranks take the same samples, as they do from an `IterableDataset` that is not "
-        "divided, or from a sampler that knows no ranks.",
-        "Nothing fails. N GPUs do the work of one, and 1/N of the data is used.",
-        "One order for all ranks, of which each takes every nth sample (`sources/samplers.py`).",
+        "All ranks take the same samples, as from an `IterableDataset` that is not divided, or "
+        "from a sampler that knows no ranks.",
+        "N GPUs do the work of one, and 1/N of the data is used.",
+        "All ranks draw one order, of which each takes every nth sample.",
     ),
     Bug(
         "buffer-mixed-per-rank",
@@ -572,11 +558,10 @@ BUGS = [
         "            seeds.seed(dp_rank())",
         "ddp x2, shards",
         (Problem.FAILED, "samples more than once"),
-        "Each rank mixes the samples with its own random numbers, and takes its share of its own "
-        "order.",
-        "Nothing fails. In every epoch, some samples are used by several ranks, and others by "
-        "none.",
-        "The order depends on (seed, epoch) alone.",
+        "Each rank shuffles all samples with its own random numbers, and takes its share of its "
+        "own order.",
+        "In every epoch, some samples are used by several ranks, and others by none.",
+        "The order depends only on the seed and the epoch.",
     ),
     Bug(
         "epoch-ends-at-different-times",
@@ -588,7 +573,7 @@ BUGS = [
         "Samples that do not divide evenly make one rank's epoch a step longer.",
         "One rank waits for gradients while the others evaluate: the job hangs until a timeout, or "
         "combines tensors that do not belong together.",
-        "All ranks drop what does not fill a global batch; `CompareReplicas` compares their steps.",
+        "All ranks drop what does not fill a global batch. `CompareReplicas` compares their steps.",
     ),
     Bug(
         "weighted-order-repeated",
@@ -598,8 +583,8 @@ BUGS = [
         "weighted killed, resumed x3",
         (Problem.WEIGHTS, ""),
         "A weighted sampler is seeded with the same number in every epoch.",
-        "Nothing fails. Every epoch draws the same samples, in the same order.",
-        "The seed of the order contains the epoch (`sources/samplers.py`).",
+        "Every epoch draws the same samples, in the same order.",
+        "The seed of the order contains the epoch.",
     ),
     Bug(
         "dropout-seeded-per-rank",
@@ -608,10 +593,10 @@ BUGS = [
         "        pass",
         "ddp x2, dropout",
         (Problem.WEIGHTS, ""),
-        "nn.Dropout draws from the generator of its rank, for the samples that it happens to have.",
-        "Nothing fails. Each number of GPUs trains with different random numbers, so that no two "
-        "runs can be compared step by step.",
-        "Random numbers are a function of the sample (`utils/sample_random.py`).",
+        "`nn.Dropout` draws from its rank's generator, whatever samples that rank has.",
+        "Each number of GPUs trains with different random numbers, so that no two runs can be "
+        "compared step by step.",
+        "Random numbers are [a function of the sample](random-numbers.md).",
         "text",
     ),
     Bug(
@@ -621,11 +606,11 @@ BUGS = [
         "torch.arange(len(indices)) + seeds",
         "ddp x2, dropout",
         (Problem.WEIGHTS, ""),
-        "The first samples of all ranks have the same random numbers, as have the second ones, "
-        "because all ranks seed their generators alike.",
-        "Nothing fails. A global batch has less noise than it seems to have: diffusion models see "
-        "each timestep as often as there are ranks.",
-        "The key of a sample contains its index (`utils/sample_random.py`).",
+        "All ranks seed their generators alike, so that their first samples have the same random "
+        "numbers, and so on.",
+        "A global batch has less noise than it seems to have: a diffusion model sees each timestep"
+        " once per rank.",
+        "The key of a sample contains its index.",
         "text",
     ),
     Bug(
@@ -636,8 +621,8 @@ BUGS = [
         "mp, micro-batches, dropout",
         (Problem.WEIGHTS, ""),
         "Each micro-batch draws the random numbers of the first one.",
-        "Nothing fails. The result depends on the number of micro-batches.",
-        "A draw goes through the samples of the step in their order, part by part.",
+        "The result depends on the number of micro-batches.",
+        "A micro-batch uses the keys of its own samples.",
         "text",
     ),
     Bug(
@@ -648,9 +633,9 @@ BUGS = [
         "ddp x2",
         (Problem.WEIGHTS, ""),
         "Noise comes from PyTorch's generator, which is seeded for each rank and step.",
-        "Nothing fails. Which image gets which noise depends on the number of GPUs, and so do the "
-        "weights. The validation loss changes from epoch to epoch by luck.",
-        "Noise is a function of the sample (`utils/sample_random.py`).",
+        "The weights depend on the number of GPUs, and the validation loss changes from epoch to "
+        "epoch by luck.",
+        "Noise is a function of the sample.",
         "diffusion",
     ),
     Bug(
@@ -663,10 +648,9 @@ BUGS = [
         "killed, resumed x2",
         (Problem.FAILED, "loss of the task must be a sum"),
         "The number of the step alone seeds the noise.",
-        "Nothing fails. All ranks and micro-batches get the same noise, and a resumed run starts "
-        "with the noise of the first steps again.",
-        "The key of a sample contains the seed, the epoch and its index "
-        "(`utils/sample_random.py`).",
+        "All ranks and micro-batches get the same noise, and a resumed run starts with the noise "
+        "of the first steps again.",
+        "The key of a sample contains the seed, the epoch and its index.",
         "diffusion",
     ),
     Bug(
@@ -677,11 +661,10 @@ BUGS = [
         "    keys = torch.stack([keys, torch.full_like(keys, _step.draws << 30)], -1)",
         "accum x2",
         (Problem.FAILED, "loss of the task must be a sum"),
-        "Draws are told apart by the order in which they happen, like draws from a generator, and "
-        "not by their names.",
-        "Nothing fails. The numbers depend on how many micro-batches there are, and on what has "
-        "drawn before: an evaluation in between changes the training.",
-        "Each draw has a name, from which its counters follow (`utils/sample_random.py`).",
+        "Draws are told apart by the order in which they happen, as those from a generator are.",
+        "The result depends on the number of micro-batches, and an evaluation in between changes "
+        "the training.",
+        "Each draw has a name, from which its counters follow.",
         "diffusion",
     ),
     Bug(
@@ -691,10 +674,10 @@ BUGS = [
         "self.draw().chunk(dp_world_size())[dp_rank()]",
         "ddp x2, length buckets",
         (Problem.WEIGHTS, ""),
-        "Each rank takes a part of the order in a row, and not every nth sample of it.",
-        "Nothing fails. What comes together in a global batch depends on the number of GPUs, and "
-        "one rank's samples may be long where another's are short.",
-        "Of n ranks, rank r takes numbers r, r + n, ... of one order (`sources/samplers.py`).",
+        "Each rank takes a contiguous part of the order.",
+        "Which samples form a global batch depends on the number of GPUs, and one rank's may be "
+        "long where another's are short.",
+        "Of *n* ranks, rank *r* takes samples *r*, *r* + *n*, ... of the order.",
         "text",
     ),
     Bug(
@@ -705,8 +688,8 @@ BUGS = [
         "killed, resumed x2",
         (Problem.WEIGHTS, ""),
         "A resumed run starts with empty momentum.",
-        "A bump in the loss after each restart, and different weights in the end.",
-        "The optimizer is part of `state`, which is what is saved and what is loaded.",
+        "The loss has a bump after each restart.",
+        "The optimizer is part of `state`, which is saved and loaded.",
     ),
     Bug(
         "scale-lost",
@@ -738,12 +721,10 @@ BUGS = [
         "set_epoch(epoch - start_epoch)",
         "killed, resumed x2",
         (Problem.FAILED, "samples more than once"),
-        "A resumed run counts its epochs from 0, so that the sampler repeats the order of earlier "
-        "ones.",
-        "Nothing fails. Within the epoch of the restart, some samples are used twice and others "
-        "never.",
-        "The sampler gets the number of the epoch in the whole run, which starts at "
-        "`checkpoint.load()`.",
+        "A resumed run counts its epochs from 0, so that the sampler repeats earlier orders.",
+        "Within the epoch of the restart, some samples are used twice and others never.",
+        "The sampler gets the number of the epoch in the whole run, which `checkpoint.load()` "
+        "returns.",
     ),
     Bug(
         "frozen-batchnorm-learns",
@@ -752,11 +733,10 @@ BUGS = [
         "    return model",
         "ddp x2, frozen backbone",
         (Problem.WEIGHTS, ""),
-        "The weights are frozen, but BatchNorm keeps updating its statistics with the new images.",
-        "The backbone no longer computes what it did when it was trained; with few images, the "
-        "validation accuracy is erratic.",
-        "`freeze_backbone()` replaces each BatchNorm with one that never trains; "
-        "`requires_grad_(False)` does not affect running statistics.",
+        "The weights are frozen, but BatchNorm keeps updating its running statistics.",
+        "The backbone no longer computes what it was trained to; with few images, the validation "
+        "accuracy is erratic.",
+        "`freeze_backbone()` replaces each BatchNorm with one that never trains.",
     ),
 ]
 
