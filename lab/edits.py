@@ -115,14 +115,14 @@ EDITS = [
     Edit(
         "look",
         "look at other batches within an epoch",
-        "`next(iter(loader))`, behind `checkpoint.step()`",
+        "`next(iter(loader))`, after `checkpoint.step()`",
         [ISLICE, before(SAVE, "        print(len(list(islice(loader, 2))))\n")],
         keeps=True,
     ),
     Edit(
         "evaluate",
         "evaluate within an epoch",
-        "`evaluate(model, val_loader, task)`, behind `checkpoint.step()`",
+        "`evaluate(model, val_loader, task)`, after `checkpoint.step()`",
         [
             (FUNCTION, FUNCTION.replace("loader", "loader, val_loader")),
             (CALL, CALL.replace("train_loader", "train_loader, val_loader")),
@@ -175,7 +175,7 @@ EDITS = [
     Edit(
         "accumulate",
         "step every second batch",
-        "`if loader.read % 2 and loader.read < len(loader): continue`, behind `meter.update()`, in "
+        "`if loader.read % 2 and loader.read < len(loader): continue`, after `meter.update()`, in "
         "front of the optimizer's step",
         [
             (ZERO, ""),
@@ -248,14 +248,14 @@ EDITS = [
     Edit(
         "forward hook",
         "a hook on a layer, such as a BatchNorm",
-        "`model[1].register_forward_hook(hook)`, behind `check_task()`",
+        "`model[1].register_forward_hook(hook)`, after `check_task()`",
         [after(CHECK, "    model[1].register_forward_hook(task.shifted)\n")],
     ),
     Edit(
         "predict",
         "a prediction by rank 0 alone",
-        "`unwrap(model)(inputs)` under `torch.no_grad()`, in evaluation mode; not with FSDP, whose "
-        "ranks must all call the model",
+        "`unwrap(model)(inputs)`, of `utils.checkpoint`, under `torch.no_grad()` and in evaluation "
+        "mode; with FSDP, and where the model is divided, all ranks must call the model",
         [
             before(IMPORT, "from utils.checkpoint import unwrap\n"),
             after(
