@@ -63,7 +63,6 @@ class SaveOnSignal(Guard):
         self.saved_at, agreed, self.agreed = time.monotonic(), self.agreed, 0
         if self.work:
             self.work.wait()
-            self.work = None
         if self.reason < SIGNAL:
             self.reason = torch.tensor(0)  # this save also serves the interval
         if agreed < SIGNAL or checkpoint.epoch == checkpoint.cfg.epochs:
