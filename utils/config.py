@@ -181,7 +181,7 @@ def load_config(
 
     task_settings: the task's subclass of Config. script_settings: a script's subclass of
     BaseSettings. argv: default: sys.argv[1:]. A mistake ends the program with exit code 2 and one
-    line, which names the closest known setting.
+    line, which names the closest known settings.
     """
     kind: Any = task_settings
     if script_settings:
@@ -246,8 +246,8 @@ def _parse(parser, argv):
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         known = re.findall(r"--[\w-]+", parser.format_help())
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "see --help"
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see --help"
         raise ConfigError(f"unknown argument {unknown[0]!r}: {hint}")
     return vars(values)
 

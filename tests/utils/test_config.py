@@ -260,6 +260,7 @@ def test_mistake_in_the_file(text, parts, yaml_file, assert_refused):
         (["--haet", "1"], ["--haet", "--heat"]),
         (["--haet=1"], ["--haet", "--heat"]),
         (["--loave", "1"], ["--loave", "--loaves"]),
+        (["--save-every", "2"], ["--save-steps", "--save-epochs"]),
         (["--xyz"], ["--xyz"]),
         (["--model=x"], ["--model"]),
         (["--salted", "False"], ["False"]),
