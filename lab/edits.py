@@ -34,6 +34,7 @@ SCHEDULER = "    scheduler = build_scheduler(optimizer, cfg, steps_per_epoch=len
 STATE = '        "metrics": metrics,\n'
 EPOCHS = "    for epoch in range(start_epoch, cfg.epochs):\n"
 SET_EPOCH = "        train_sampler.set_epoch(epoch)  # otherwise, every epoch has the same order\n"
+TRAIN = f"        train_result = train_one_epoch(\n{CALL}        )\n"
 EVALUATE = "        val_result = evaluate(model, val_loader, task)\n"
 CHECK = "    check_task(task, model, train_loader)  # fails now, not after an epoch\n"
 
@@ -326,6 +327,13 @@ REFUSED = [
             )
         ],
         error=("checkpoint.save()", "--save-epochs"),
+    ),
+    Edit(
+        "twice",
+        "two passes over the training set in an epoch",
+        "`for _ in range(2): train_one_epoch(...)`",
+        [(TRAIN, 2 * TRAIN)],
+        error=("checkpoint.save()", "each pass"),
     ),
     Edit(
         "from the start",

@@ -139,10 +139,10 @@ def test_public_functions_are_annotated():
 # Code lines. Whoever raises one lowers another, or says which promise is worth it.
 CORE = {
     "batches": 45,
-    "checkpoint": 300,
+    "checkpoint": 301,
     "config": 195,
     "contract": 100,
-    "data": 230,
+    "data": 229,
     "distributed": 165,
     "errors": 22,
     "guards/__init__": 10,
@@ -185,7 +185,7 @@ OTHERS = {
     "sample_random": 200,
     "sampler": 15,
 }
-DEFAULT, PLAIN = 1772, 1386  # of the modules of utils that a copy of train_ddp.py has
+DEFAULT, PLAIN = 1773, 1387  # of the modules of utils that a copy of train_ddp.py has
 
 
 def test_each_module_of_utils_keeps_its_budget():

@@ -253,8 +253,7 @@ class Checkpointer:
         self.model, self.optimizer = unwrap(state["model"]), state["optimizer"]
         self.weights = form(Weights(self.model, self.optimizer, gather=not cfg.save_sharded))
         if cfg.save_sharded:
-            sharded = sharded_files()
-            self.weights = sharded.ShardedWeights(self.weights, self.folder)
+            self.weights = sharded_files().ShardedWeights(self.weights, self.folder)
         self.others = {k: v for k, v in state.items() if k not in ("model", "optimizer", "data")}
         for name, value in self.others.items():
             if not hasattr(value, "load_state_dict"):
@@ -346,11 +345,14 @@ class Checkpointer:
 
     def step(self) -> None:
         """Call after each optimizer step: calls the guards, and saves if a save is due."""
+        loader = self.state["loader"]
+        before = loader.step
         if self.loaders and not any([loader.advance() for loader in self.loaders]):
             raise UserError("no loader of `state` has been read since the last checkpoint.step()")
+        if loader.step < before:
+            raise UserError("call checkpoint.save() after each pass over the training set")
         for guard in self.guards:
             guard.after_step(self)
-        loader = self.state["loader"]
         if self.is_due() and loader.step < len(loader):  # the script saves at the end of the epoch
             self.save(self.epoch, between_steps=True)
 

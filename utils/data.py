@@ -267,8 +267,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch is, in global batches."""
-        state = {"step": self.step, "epoch": self.epoch_of_step}
-        return state | {"global_batch": self.global_batch}
+        return {"step": self.step, "epoch": self.epoch_of_step, "global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next global batch, on any number of ranks."""
