@@ -58,7 +58,8 @@ def _replacing(path):
         yield temporary
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # of torch.save
+        # torch.save raises a RuntimeError of its own over that of the disk.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
         raise UserError(f"cannot write {path}: {cause or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
@@ -338,7 +339,7 @@ class Checkpointer:
         self.is_requested = True
 
     def is_due(self) -> bool:
-        """Whether a save, or the end of the epoch, follows this step."""
+        """Whether the loop pauses after this step: for a save, or for the end of the epoch."""
         step, every = self.state["loader"].step, self.cfg.save_steps
         is_last = step == len(self.state["loader"])
         return self.is_requested or is_last or (every > 0 and step % every == 0)
@@ -347,7 +348,7 @@ class Checkpointer:
         """Call after each optimizer step: calls the guards, and saves if a save is due."""
         loader = self.state["loader"]
         before = loader.step
-        if self.loaders and not any([loader.advance() for loader in self.loaders]):
+        if self.loaders and not any([loader.advance() for loader in self.loaders]):  # each of them
             raise UserError("no loader of `state` has been read since the last checkpoint.step()")
         if loader.step < before:
             raise UserError("call checkpoint.save() after each pass over the training set")

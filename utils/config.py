@@ -187,16 +187,14 @@ def load_config(
     if script_settings:
         kind = dataclass(frozen=True)(type("RunConfig", (script_settings, task_settings), {}))
     parser = _build_parser(kind)
-    argv = sys.argv[1:] if argv is None else list(argv)
-    files = parser.parse_known_args(argv)[0].config or []
+    flags = _parse(parser, argv)
+    files = flags.pop("config", [])
     if len(files) > 1 or "" in files:
         raise ConfigError(f"pass one file by --config, not {files}")
     try:
-        values = _parse(parser, [flag for path in files for flag in _flags_of(path)])
+        values = _parse(parser, [flag for path in files for flag in _flags_of(path)]) | flags
     except ConfigError as error:
         raise ConfigError(f"{files[0]}: {error}") from None
-    values |= _parse(parser, argv)
-    values.pop("config", None)
     for name, value in values.items():
         low = facts_of(kind, name)["low"]
         if isinstance(value, int | float) and not low <= value < math.inf:
@@ -211,30 +209,27 @@ def _build_parser(kind):
         argument_default=argparse.SUPPRESS,
     )
     text = "YAML with any of the names below"
-    parser.add_argument("--config", metavar="FILE", action="append", default=None, help=text)
+    parser.add_argument("--config", metavar="FILE", action="append", help=text)
     types = get_type_hints(kind)
     owners = {}  # {class that declares settings: its group}; the script's and the task's first
     for f in sorted(fields(kind), key=lambda f: kind.__mro__.index(owner_of(kind, f.name))):
-        if getattr(kind, f.name, None) != f.default:  # which would be ignored
+        # A subclass that says `lr = 0.01`, without a type, which a dataclass ignores:
+        if getattr(kind, f.name, None) != f.default:
             raise ConfigError(f"{f.name}: set it with its type, in a @dataclass(frozen=True)")
         owner, facts = owner_of(kind, f.name), facts_of(kind, f.name)
         if owner not in owners:
             title = (owner.__doc__ or owner.__name__).partition("\n")[0].rstrip(".")
             owners[owner] = parser.add_argument_group(title)
-        default: Any = f.default
-        if types[f.name] is bool:
-            default = _flag(f.name, default)
-        text = facts["help"] + (f" (default: {default})" if default != "" else "")
-        options = {"help": text.replace("%", "%%")}
-        if types[f.name] is bool:
-            options["action"] = argparse.BooleanOptionalAction
+        kind_of_value, choices, default = types[f.name], facts["choices"], f.default
+        options: dict[str, Any] = {}
+        if kind_of_value is bool:
+            options["action"], default = argparse.BooleanOptionalAction, _flag(f.name, default)
         else:
-            choices = facts["choices"] or [types[f.name].__name__.upper()]
-            is_text = types[f.name] is str
-            options["type"] = os.path.expanduser if is_text else types[f.name]
-            options["choices"] = facts["choices"]
-            options["metavar"] = "|".join(choices)
-        owners[owner].add_argument(_flag(f.name), **options)
+            options["type"] = os.path.expanduser if kind_of_value is str else kind_of_value
+            options["choices"] = choices
+            options["metavar"] = "|".join(choices or [kind_of_value.__name__.upper()])
+        text = facts["help"] + (f" (default: {default})" if default != "" else "")
+        owners[owner].add_argument(_flag(f.name), help=text.replace("%", "%%"), **options)
     return parser
 
 
@@ -246,9 +241,10 @@ def _parse(parser, argv):
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         known = re.findall(r"--[\w-]+", parser.format_help())
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known)
+        name = unknown[0].partition("=")[0]
+        close = difflib.get_close_matches(name, known)
         hint = f"did you mean {' or '.join(close)}?" if close else "see --help"
-        raise ConfigError(f"unknown argument {unknown[0]!r}: {hint}")
+        raise ConfigError(f"unknown argument {name!r}: {hint}")
     return vars(values)
 
 
@@ -261,7 +257,7 @@ def _flags_of(path):
     if not isinstance(contents, dict):
         raise ConfigError("must contain lines of 'key: value'")
     for key, value in contents.items():
-        if not isinstance(value, str) or key == "config":
+        if not isinstance(value, str) or key in ("config", "help"):
             raise ConfigError(f"{key} must be a setting with one value")
         if value.lower() in (*ON, *OFF):
             yield _flag(key, value.lower() in ON)

@@ -138,7 +138,7 @@ class Loader:
         self.step = self.epoch_of_step = self.start = self.read = self.epoch = 0
         self.iterations: dict[object, Any] = {}  # that go on: (batches read, indices of the last)
         self.trained: Any = None  # the iteration whose batches are trained
-        self.is_over = False  # a run is resumed behind the last batch, as in zip() of two loaders
+        self.is_over = False  # a run is resumed behind the last batch: the next iteration is empty
         self.indices = torch.zeros(0, dtype=torch.int64)
         self.counts, self.started = True, time.perf_counter()
         self.waited = self.computed = 0.0
@@ -152,19 +152,20 @@ class Loader:
         if workers < 0:  # on a CPU, workers would compete with training
             workers = min(32, cores_per_rank() - 1) if device.type != "cpu" else 0
         self.timeout = cfg.timeout
-        batches = _Batches(dataset, cfg.seed, train, micro_batches or 1)
-        self.reader: Any = self._build_reader(batches, _BatchSampler(self), workers, workers > 0)
+        source = _Batches(dataset, cfg.seed, train, micro_batches or 1)
+        keys = _BatchSampler(self)
+        self.reader: Any = self._build_reader(source, keys, workers, persistent_workers=True)
 
-    def _build_reader(self, batches, keys, workers, persistent_workers=False):
+    def _build_reader(self, source, keys, workers, persistent_workers=False):
         is_on_cpu = self.source_device.type == "cpu"
         workers = workers if is_on_cpu else 0
         # Not by the server that Python 3.14 starts: a signal to all processes would end it.
         is_forked = workers and multiprocessing.get_start_method() == "forkserver"
         return DataLoader(
-            batches,
+            source,
             batch_size=None,  # the sampler yields whole batches
             sampler=keys,
-            collate_fn=_unchanged,
+            collate_fn=_unchanged,  # the default would make tensors of arrays
             num_workers=workers,
             persistent_workers=persistent_workers and workers > 0,
             pin_memory=self.device.type != "cpu" and is_on_cpu,
@@ -187,7 +188,7 @@ class Loader:
         return min(self.read * self.batch_size, self.own_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        # Persistent workers serve one iteration: a look at a batch within it has others.
+        # Persistent workers serve one iteration at a time: one within it starts its own.
         own = self.reader.dataset, self.reader.sampler, self.reader.num_workers
         reader = self._build_reader(*own) if self.iterations else self.reader
         iteration = object()
@@ -204,7 +205,8 @@ class Loader:
         if is_over:
             return
         wall, cpu = time.perf_counter(), time.thread_time()
-        self.started = self.started if self.trained in self.iterations else wall
+        if self.trained not in self.iterations:
+            self.started = wall
         for number, (contents, indices) in enumerate(reader, start=self.start):
             if iteration not in self.iterations:
                 raise UserError("an iterator ends with checkpoint.save(): make one in each epoch")
@@ -230,9 +232,9 @@ class Loader:
         would otherwise be open before these are forked, which would share its position, and read
         each other's samples."""
         keys = [(0, torch.tensor(indices, device=self.source_device)) for indices in batches]
-        batches_of = _Batches(self.dataset, self.seed, self.train)
-        reader = self._build_reader(batches_of, keys, min(1, self.reader.num_workers))
-        return (batches[0] for batches, _ in reader)
+        source = _Batches(self.dataset, self.seed, self.train)
+        reader = self._build_reader(source, keys, min(1, self.reader.num_workers))
+        return (parts[0] for parts, _ in reader)
 
     def prepare(self, contents: Any) -> tuple[Any, Any]:
         """The inputs and the targets of a batch that has been read, on the device. Raises the
