@@ -302,7 +302,7 @@ def traps():
     """One entry per bug that can be planted."""
     return "\n\n".join(
         f"## {bug.name}\n\n{bug.effect}\n\n"
-        f"- **Prevented by**: {bug.prevention}\n"
+        f"- **Prevention**: {bug.prevention}\n"
         f"- **Caught by** {_row(bug)}.\n\n"
         f"```diff\n# {bug.file}\n{bug.diff()}\n```"
         for bug in BUGS
