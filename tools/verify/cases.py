@@ -84,12 +84,13 @@ NO_EXPERTS = "its models have no experts to divide"
 NO_SEQUENCES = "an image is not a sequence that a causal mask divides"
 
 # images: BatchNorm, momentum, clipping and augmentation.
-GROUP = {"model": "resnet20_gn"}  # micro-batches compute what the whole batch would
+# micro-batches compute what the whole batch would. Clipping is an option: some runs are without.
+GROUP = {"model": "resnet20_gn", "clip_norm": 0}
 # A transformer, for scripts that split its layers.
 VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 2.2}
 STAGES = {"micro_batches": 6, "save_sharded": True}  # of train_pp.py, whose ranks save their own
 # The Verifier writes the file of pretrained weights.
-FINETUNE = {"weights": "FILE"}
+FINETUNE = {"weights": "FILE", "clip_norm": 0}
 FROZEN = FINETUNE | {"freeze": "backbone", "optimizer": "adamw"}
 # In a CUDA graph, learning rates are float32: these, multiples of 2**-10, are not rounded.
 LINEAR = {"lr": 2**-7, "lr_schedule": "linear"}
@@ -290,12 +291,12 @@ CP_KILLED = Case("cp killed", "train_cp.py", 3, SAME_SHAPE | SAVED)
 DROPOUT = {"dropout": 0.2}
 DROPOUT_KILLED = Case("dropout killed", "train_ddp.py", 3, DROPOUT | SAVED)
 TO_DROPOUT = {"reference": "1gpu, dropout"}
-MUON = {"optimizer": "muon"}
+MUON = {"optimizer": "muon", "clip_norm": 0}
 TO_MIXED = {"reference": "ddp x1, mixture", "dropped": 0}  # whole global batches
 MIXED_KILLED = Case("mixture killed", "train_ddp_mixtures.py", 2, SAVED)
 TO_MUON = {"reference": "1gpu, muon"}
 MUON_KILLED = Case("muon killed", "train_fsdp_muon.py", 3, MUON | SAVED)
-DEPTH = {"stochastic_depth": 0.5}
+DEPTH = {"stochastic_depth": 0.5, "clip_norm": 0}
 DEPTH_KILLED = Case("stochastic depth killed", "train_fsdp.py", 2, DEPTH | SAVED)
 TO_DEPTH = {"reference": "1gpu, stochastic depth"}
 TEXT = Suite(

@@ -15,6 +15,7 @@ class Problem(Enum):
     NOT_RESUMED = "the run was not resumed within the epoch"
     WRITERS = "ranks other than rank 0 wrote files"
     SAMPLES = "samples were missed or counted twice"
+    UNTRAINED = "no weight has changed after the first epoch"
     TENSORS = "the checkpoint has different tensors from the reference"
     LOSS = "a loss differs from the reference"
     METRIC = "a metric differs from the reference"
@@ -34,6 +35,7 @@ class Evidence(NamedTuple):
     state: tuple = ()  # the names in last.pt
     weights: dict | None = None  # the model in last.pt
     best: int | None = None  # the epochs done in best.pt
+    is_trained: bool = True  # a weight has changed after the first epoch
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ def judge(suite, case, run, reference=None):
     metric, best_of = suite.best
     if run.code or len(run.metrics) != suite.epochs:
         details = f"exit code {run.code}: {run.error}"
+        if not run.code:
+            details = f"{len(run.metrics)} rows in metrics.jsonl of its --output-dir"
         return replace(row, problem=Problem.FAILED, details=details)
     last = run.metrics[-1]
     row = replace(
@@ -79,6 +83,8 @@ def judge(suite, case, run, reference=None):
         problems.append((Problem.NOT_RESUMED, ""))
     if not row.each_sample_once:
         problems.append((Problem.SAMPLES, ""))
+    if not run.is_trained:
+        problems.append((Problem.UNTRAINED, "does the optimizer step?"))
     if case.reference:
         row, differences = _compare(suite, case, run, reference, row)
         problems += differences
@@ -123,7 +129,7 @@ def _compare(suite, case, run, reference, row):
         epoch = f"of epoch {ours['epoch']}"
         for name in ours:
             split, _, metric = name.partition("_")
-            if split not in ("train", "val") or metric in ("samples", "seconds"):
+            if split not in ("train", "val", "lr") or metric in ("samples", "seconds"):
                 continue
             if name not in theirs:  # the script is a copy with a metric more
                 continue

@@ -84,6 +84,12 @@ class Cores:
             self.changed.notify_all()
 
 
+def _are_different(weights, checkpoint):
+    """Whether a parameter that the optimizer has differs from that in the checkpoint."""
+    names = [name for g in checkpoint["optimizer"]["param_groups"] for name in g["params"]]
+    return any(not torch.equal(weights[name], checkpoint["model"][name]) for name in names)
+
+
 class Verifier:
     """Runs cases of a Suite in parallel, on the cores that this process may use.
 
@@ -262,6 +268,7 @@ class Verifier:
         if case.script in ONE_FILE:
             return one_file.evidence_of(run, self.suite, output_dir, before["step"], ranks)
         checkpoint = read_checkpoint(last) if last.exists() else {}
+        weights, first = checkpoint.get("model", {}), output_dir / "epoch-0001.pt"
         return Evidence(
             run.code,
             seconds=run.seconds,
@@ -269,8 +276,9 @@ class Verifier:
             audit=[json.loads(line) for line in rows],
             writers=ranks,
             state=tuple(checkpoint),
-            weights=checkpoint.get("model", {}),
+            weights=weights,
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
+            is_trained=not first.exists() or _are_different(weights, read_checkpoint(first)),
         )
 
     def _hooks(self, output_dir):
