@@ -221,6 +221,25 @@ EDITS = [
         ],
     ),
     Edit(
+        "second optimizer",
+        "a second optimizer, such as of the head",
+        "`second = torch.optim.AdamW([last], cfg.lr)`, with it in `state`; not with FSDP",
+        [
+            (
+                OPTIMIZER,
+                "    *most, last = model.parameters()\n"
+                "    optimizer = torch.optim.SGD(most, cfg.lr, momentum=0.9)\n"
+                "    second = torch.optim.AdamW([last], 0.01)\n",
+            ),
+            before(STATE, '        "second": second,\n'),
+            (FUNCTION, FUNCTION.replace("optimizer,", "optimizer, second,")),
+            (CALL, CALL.replace("optimizer,", "optimizer, second,")),
+            before(ZERO, "        second.zero_grad()\n"),
+            after(STEP, "        second.step()\n"),
+        ],
+        scripts=SCRIPTS[:2],
+    ),
+    Edit(
         "plateau",
         "a scheduler of PyTorch, stepped once per epoch",
         '`scheduler.step(val_result["loss"])`, of a `ReduceLROnPlateau`',
@@ -245,6 +264,23 @@ EDITS = [
                 '        inputs = inputs + 0.1 * normal("noise", inputs.shape, inputs.device)\n',
             ),
         ],
+    ),
+    Edit(
+        "noise on gradients",
+        "the same noise on the gradients of all ranks",
+        "`torch.Generator().manual_seed(derive_seed(cfg.seed, loader.epoch, loader.step))`, of "
+        "`utils.seeds`, for `torch.randn()` in front of the optimizer's step; not with FSDP",
+        [
+            before(IMPORT, "from utils.seeds import derive_seed\n"),
+            before(
+                STEP,
+                "        seed = derive_seed(cfg.seed, loader.epoch, loader.step)\n"
+                "        generator = torch.Generator().manual_seed(seed)\n"
+                "        for p in model.parameters():\n"
+                "            p.grad += 0.1 * torch.randn(p.shape, generator=generator)\n",
+            ),
+        ],
+        scripts=SCRIPTS[:2],
     ),
     Edit(
         "forward hook",
