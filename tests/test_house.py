@@ -139,8 +139,8 @@ def test_public_functions_are_annotated():
 # Code lines. Whoever raises one lowers another, or says which promise is worth it.
 CORE = {
     "batches": 45,
-    "checkpoint": 301,
-    "config": 195,
+    "checkpoint": 303,
+    "config": 190,
     "contract": 100,
     "data": 229,
     "distributed": 165,
@@ -185,7 +185,7 @@ OTHERS = {
     "sample_random": 200,
     "sampler": 15,
 }
-DEFAULT, PLAIN = 1773, 1387  # of the modules of utils that a copy of train_ddp.py has
+DEFAULT, PLAIN = 1772, 1386  # of the modules of utils that a copy of train_ddp.py has
 
 
 def test_each_module_of_utils_keeps_its_budget():

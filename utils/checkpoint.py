@@ -33,6 +33,7 @@ FORMAT = 4
 OWN = {"format", "epoch", "config", "data", "guards", "model", "optimizer", "parts"}
 # Keys of an optimizer's groups that are not taken from a file: DDP's SGD is fused, FSDP's is not.
 CHOSEN_BY_SCRIPT = {"params", "fused", "foreach", "capturable", "differentiable"}
+EPOCH_NAME = "epoch-"  # of the files of whole epochs: and the number of epochs
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this job
 
 
@@ -126,7 +127,8 @@ def sharded_files() -> Any:
 
 def epoch_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of whole epochs in a folder, the oldest first."""
-    numbers = {path: path.stem.removeprefix("epoch-") for path in folder.glob("epoch-*.pt")}
+    paths = folder.glob(f"{EPOCH_NAME}*.pt")
+    numbers = {path: path.stem.removeprefix(EPOCH_NAME) for path in paths}
     epochs = {path: int(number) for path, number in numbers.items() if number.isdecimal()}
     return sorted(epochs, key=lambda path: epochs[path])
 
@@ -381,7 +383,7 @@ class Checkpointer:
             contents = self._contents()
         if is_main_process():
             # best.pt first: a run that is killed before the others have changed repeats the epoch.
-            names = ["best.pt"] * is_best + [f"epoch-{epoch:04d}.pt"] * (not between_steps)
+            names = ["best.pt"] * is_best + [f"{EPOCH_NAME}{epoch:04d}.pt"] * (not between_steps)
             self.pending = self.writer.submit(self._write, contents, *names, "last.pt")
         if is_last:
             self.wait()

@@ -88,14 +88,14 @@ def build_loader(
     batch_size: this rank's share of the global batch. train: drop the samples that do not fill a
     global batch, and seed dropout for each step. micro_batches: a number; the loader then yields
     lists of that many parts of a batch, each of which is collated separately.
-    Raises UserError if the global batch cannot be divided evenly or filled; or for a Subset of a
-    BatchDataset.
+    Raises UserError if the shares do not make a global batch, or if the samples do not fill one; or
+    for a Subset of a BatchDataset.
     """
     replicas = dp_world_size()
     if cfg.global_batch_size != batch_size * replicas:
         raise UserError(
-            f"global_batch_size {cfg.global_batch_size} cannot be divided evenly among {replicas} "
-            f"replicas: pass --global-batch-size {-(-cfg.global_batch_size // replicas) * replicas}"
+            f"global_batch_size {cfg.global_batch_size} is not {replicas} replicas x {batch_size}: "
+            f"pass --global-batch-size {replicas * max(1, batch_size)}"
         )
     if isinstance(dataset, Subset) and isinstance(inner_dataset(dataset), BatchDataset):
         kind = type(inner_dataset(dataset)).__name__

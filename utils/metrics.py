@@ -168,7 +168,7 @@ class MetricLogger:
     """
 
     def __init__(self, cfg: Any) -> None:
-        self.path, self.epochs = Path(cfg.output_dir) / "metrics.jsonl", cfg.epochs
+        self.folder, self.epochs = Path(cfg.output_dir), cfg.epochs
         self.rows: list[dict[str, Any]] = []
         self.columns: list[Callable[[dict[str, Any]], None]] = []
 
@@ -183,7 +183,7 @@ class MetricLogger:
         self.rows.append(row)
         if is_main_process():
             text = "".join(json.dumps(row) + "\n" for row in self.rows)
-            self.path.write_text(text, encoding="utf-8")
+            (self.folder / "metrics.jsonl").write_text(text, encoding="utf-8")
             speed = train["samples"] / train["seconds"]
             text = f"train {_text(train)}, " + (f"val {_text(val)}, " if val else "")
             say(f"epoch {epoch}: {text}{speed:.0f} samples/s")
@@ -192,7 +192,7 @@ class MetricLogger:
         """Whether the last epoch is the best(). At the end of the run, says which one is."""
         best = self.best(name, best_of)
         if best >= 0 and self.rows[-1]["epoch"] + 1 == self.epochs and is_main_process():
-            row, path = self.rows[best], self.path.with_name("best.pt")
+            row, path = self.rows[best], self.folder / "best.pt"
             say(f"best: epoch {row['epoch']}, {name} {row[f'val_{name}']:.4f}, in {path}")
         return best == len(self.rows) - 1
 

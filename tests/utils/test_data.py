@@ -503,7 +503,7 @@ def test_batch_that_cannot_be_divided_or_filled_is_refused():
         train_loader(PAIRS, global_batch_size=64)
     with pytest.raises(UserError, match="0 validation"):
         eval_loader([])
-    with pytest.raises(UserError, match="--global-batch-size 9"):
+    with pytest.raises(UserError, match="--global-batch-size 6"):
         train_loader(PAIRS, 0, 3, global_batch_size=7)
     assert len(eval_loader(PAIRS, global_batch_size=64)) == 1
 
