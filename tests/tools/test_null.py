@@ -103,12 +103,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 rank = int(__import__("os").environ["RANK"])
 torch.cuda.set_device(rank)
-dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+dist.init_process_group("BACKEND", device_id=torch.device("cuda", rank))
 seen = [None] * dist.get_world_size()
 dist.all_gather_object(seen, rank)
 mesh = init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
 dist.all_reduce(torch.zeros(5, device="cuda"), group=mesh["tensor"].get_group())
 dist.all_reduce(torch.zeros(3 + DIFFERENCE * rank, device="cuda"))
+dist.barrier(group=dist.new_group(backend="gloo"))
 if rank == 0:
     dist.send(torch.zeros(2, device="cuda"), 1)
 elif DIFFERENCE == 0:
@@ -202,7 +203,7 @@ def test_races_between_streams_are_found_by_the_sanitizer(null_device, tmp_path,
 
 @pytest.mark.parametrize("difference", [0, 1])
 def test_ranks_call_the_same_collectives(difference, null_device, tmp_path):
-    text = GROUPS.replace("DIFFERENCE", str(difference))
+    text = GROUPS.replace("DIFFERENCE", str(difference)).replace("BACKEND", "nccl")
     run, seen = run_text(null_device, tmp_path, text, nproc=2)
     assert seen == [0, 1]  # objects are really sent
     assert [one["world_size"] for one in run.reports] == [2, 2]
@@ -216,8 +217,9 @@ def test_ranks_call_the_same_collectives(difference, null_device, tmp_path):
         assert reduced == [2, 4 * (5 + 3)]
 
 
-def test_one_rank_of_many(null_device, tmp_path):
-    text = GROUPS.replace("DIFFERENCE", "1")
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl,cpu:gloo"])
+def test_one_rank_of_many(backend, null_device, tmp_path):
+    text = GROUPS.replace("DIFFERENCE", "1").replace("BACKEND", backend)
     run, seen = run_text(null_device, tmp_path, text, ranks=64)
     assert seen == [0] * 64  # as if all had sent what this one did
     assert run.reports[0]["end"]["collective"]["all-reduce, 64 ranks"] == [2, 4 * (5 + 3)]

@@ -51,19 +51,25 @@ def join_fake_world(dist):
     if rank:
         store.set("0", "an id of rank 0, for NCCL")
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(ranks + 1)  # or it waits for several ids
-    core, new_group = dist.distributed_c10d, dist.new_group
+    core = dist.distributed_c10d
+    make_group = core._new_process_group_helper
+    signature = inspect.signature(make_group)
 
     def rendezvous(*args, **kwargs):
         yield store, rank, ranks
 
-    def new_fake_group(*args, backend=None, **kwargs):
-        return new_group(*args, backend="fake" if backend == "gloo" else backend, **kwargs)
+    @wraps(make_group)
+    def make_fake_group(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        backend = bound.arguments["backend"]  # "gloo", or with others, as "cpu:gloo,cuda:nccl"
+        bound.arguments["backend"] = core.Backend(str(backend).replace("gloo", "fake"))
+        return make_group(*bound.args, **bound.kwargs)
 
     def all_gather_object(values, value, group=None):
         values[:] = [value] * len(values)
 
     core.rendezvous = dist.rendezvous = rendezvous
-    dist.new_group = new_fake_group
+    core._new_process_group_helper = make_fake_group
     dist.all_gather_object = all_gather_object
     dist.broadcast_object_list = lambda *args, **kwargs: None
 
