@@ -61,12 +61,20 @@ def fit(*words, **variables):
 
 
 @pytest.mark.slow
-def test_started_by_its_path_in_a_project_with_modules_of_the_same_names(own_script, tmp_path):
-    (tmp_path / "utils").mkdir()
-    for name in ("__init__", "checkpoint", "distributed", "metrics"):
-        (tmp_path / "utils" / f"{name}.py").touch()
-    modules = "import utils.checkpoint, utils.distributed, utils.metrics"
-    own_script.write_text(f"{modules}\n{OWN}")
+@pytest.mark.parametrize("with_init", [True, False])
+def test_project_with_packages_and_classes_of_the_same_names(with_init, own_script, tmp_path):
+    for package in ("utils", "utils/guards", "tasks", "sources", "tools", "lab"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "theirs.py").touch()
+        if with_init:
+            (tmp_path / package / "__init__.py").touch()
+    classes = {"checkpoint": "Checkpointer", "metrics": "Meter", "guards/finite": "RefuseNonFinite"}
+    for module, name in classes.items():
+        (tmp_path / "utils" / f"{module}.py").write_text(f"class {name}:\n    pass\n")
+    own_script.write_text(
+        "import tasks.theirs, sources.theirs, tools.theirs, lab.theirs\n"
+        "import utils.checkpoint, utils.metrics, utils.guards.finite  # before torch\n" + OWN
+    )
     command = [sys.executable, ROOT / "tools" / "fit", "--no-search", "--gpus=2", own_script.name]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0 and "on 2 x 80 GiB: fits" in run.stdout, run.stdout + run.stderr

@@ -1,14 +1,18 @@
 """tools.null: what the null device does, refuses and counts."""
 
 import json
+import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tools.lib.ladder import ROOT
+from tools.lib.update import RECORD
 from tools.null import build as build_module
 from tools.null import report
+from tools.null.__main__ import INSIDE
 from tools.null.build import Unsupported, build, generated
 
 # Each writes what it has seen into a file, as JSON.
@@ -223,6 +227,18 @@ def test_one_rank_of_many(backend, null_device, tmp_path):
     run, seen = run_text(null_device, tmp_path, text, ranks=64)
     assert seen == [0] * 64  # as if all had sent what this one did
     assert run.reports[0]["end"]["collective"]["all-reduce, 64 ranks"] == [2, 4 * (5 + 3)]
+
+
+def test_modules_of_a_copy_are_known_and_those_of_other_projects_are_not(tmp_path):
+    is_known = runpy.run_path(str(INSIDE / "null_device.py"))["is_known"]
+
+    def finite_in(folder):
+        path = folder / "utils" / "guards" / "finite.py"
+        return SimpleNamespace(__name__="utils.guards.finite", __file__=str(path))
+
+    assert is_known(finite_in(ROOT)) and not is_known(finite_in(tmp_path))
+    (tmp_path / RECORD).touch()
+    assert is_known(finite_in(tmp_path))
 
 
 def test_different_collectives_are_named():

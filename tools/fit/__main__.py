@@ -21,7 +21,7 @@ if __package__ in (None, ""):  # started by its path, from the folder of the scr
 
 from tools.fit import candidates, search, text
 from tools.fit.run import FITS, OUT_OF_MEMORY, Job, Machine, end_all, run
-from tools.lib.ladder import ONE_PROCESS
+from tools.lib.ladder import ONE_PROCESS, ROOT
 from tools.lib.output import may_be_closed
 from tools.lib.runs import end_runs_on_sigterm
 from tools.null.build import Unsupported, build
@@ -38,7 +38,7 @@ class Question:
     def __init__(self, script, arguments, args, library, folder):
         self.script, self.arguments, self.args = script, arguments, args
         self.library, self.folder = library, folder
-        self.of_ladder = candidates.is_of_ladder(script.read_text(encoding="utf-8"))
+        self.of_ladder = candidates.is_of_ladder(script)
         self.batch = args.batch.replace("-", "_") or self._batch_setting()
 
     def _batch_setting(self):
@@ -74,7 +74,9 @@ class Question:
         ranks = 0 if script.name in ONE_PROCESS and self.of_ladder else gpus
         recomputes = candidate is not None and candidate.recomputes
         path = candidates.write(script, self.folder, task, recomputes)
-        job = Job(path, tuple(arguments), ranks, self.machine(gpus), (self.script.parent,))
+        # Whoever has a package `utils` of their own must not get the one of this project.
+        folders = (script.parent, self.script.parent, ROOT) if self.of_ladder else ()
+        job = Job(path, tuple(arguments), ranks, self.machine(gpus), folders)
         size = f" with --{self.flag()} {batch}" if batch is not None else ""
         print(f"running {script.name} for {gpus} GPUs{size}", file=sys.stderr, flush=True)
         return run(job, self.library, self.args.limit)
@@ -174,6 +176,8 @@ def main():
     found = []
     with tempfile.TemporaryDirectory(prefix="fit-") as folder, ThreadPoolExecutor(count) as pool:
         question = Question(script.resolve(), arguments, args, library, folder)
+        if args.task and not question.of_ladder:
+            sys.exit(f"error: --task is for scripts of this project, and {script} is not one")
         try:
             for gpus in args.gpus:
                 found.append(answer(question, gpus, pool))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.lib.ladder import ONE_PROCESS, ROOT, RUNGS
+from tools.lib.update import RECORD
 
 TASK_LINE = re.compile(r"^import ([\w.]+) as task\b", re.MULTILINE)
 IMPORTS = "import torch\n"
@@ -38,9 +39,11 @@ class Candidate(NamedTuple):
     recomputes: bool = False
 
 
-def is_of_ladder(text):
-    """Whether a script names its task in one line, as this project's scripts do."""
-    return TASK_LINE.search(text) is not None
+def is_of_ladder(script):
+    """Whether a script is one of this project's, or lies in a copy: they name their task in one
+    line."""
+    is_ours = ROOT in script.parents or (script.parent / RECORD).exists()
+    return is_ours and TASK_LINE.search(script.read_text(encoding="utf-8")) is not None
 
 
 def text_of(script, task, recomputes):

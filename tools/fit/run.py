@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.lib.ladder import ROOT
 from tools.lib.runs import last_line
 from tools.null import report
 from tools.null.__main__ import environment
@@ -100,8 +99,7 @@ def run(job, library, limit):
     with tempfile.TemporaryDirectory(prefix="fit-") as folder:
         env = environment(library, folder, **_device(job), steps=STEPS)
         env["NULL_FIT"] = "1"
-        paths = [env["PYTHONPATH"], str(job.script.parent), *map(str, job.folders), str(ROOT)]
-        env["PYTHONPATH"] = os.pathsep.join(paths)
+        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], *map(str, job.folders)])
         env.setdefault("OMP_NUM_THREADS", "1")
         words = [word.replace("{folder}", folder) for word in job.arguments]
         with open(f"{folder}/output", "w+b") as output, open(f"{folder}/errors", "w+b") as errors:

@@ -18,6 +18,8 @@ import time
 from functools import wraps
 from pathlib import Path
 
+LADDER = Path(__file__).resolve().parents[3]
+RECORD = "copied.json"  # of tools.copy, in each copy of the ladder
 FRAMES_SIGNAL = signal.SIGRTMAX  # asks faulthandler for the Python frames of a wait
 
 
@@ -109,9 +111,19 @@ def install():
     os.register_at_fork(after_in_child=lambda: setattr(counter, "is_written", True))
     os._exit = _called_before(os._exit, counter.write)  # which skips what is registered
     for name, change in CHANGES.items():
-        if name in sys.modules:  # in a fork of a process that has imported it
+        if name in sys.modules and is_known(sys.modules[name]):  # in a fork that has imported it
             change(sys.modules[name], counter)
     sys.meta_path.insert(0, _Changes(counter))
+
+
+def is_known(module):
+    """Whether a module is PyTorch's, or of this project or a copy of it: other projects have a
+    `utils.checkpoint`, too."""
+    top, _, rest = module.__name__.partition(".")
+    if top == "torch":
+        return True
+    folder = Path(module.__file__).resolve().parents[1 + rest.count(".")]
+    return folder == LADDER or (folder / RECORD).exists()
 
 
 def _called_before(function, first):
@@ -143,7 +155,8 @@ class _Changes(importlib.abc.MetaPathFinder):
         def execute_and_change(module):
             self.left.pop(name, None)
             execute(module)
-            change(module, self.counter)
+            if is_known(module):
+                change(module, self.counter)
 
         spec.loader.exec_module = execute_and_change
         return spec
@@ -185,8 +198,6 @@ def _change_torch(torch, counter):
 
 def _change_checkpoint(checkpoint, counter):
     """A step ends with Checkpointer.step()."""
-    if not hasattr(checkpoint, "Checkpointer"):  # a module of the same name in a different project
-        return
     counter.drop_optimizer_hook()
     step = checkpoint.Checkpointer.step
 
@@ -201,8 +212,6 @@ def _change_checkpoint(checkpoint, counter):
 
 def _change_metrics(metrics, counter):
     """Count all samples at an epoch's end, and make every sum 1, so that the run continues."""
-    if not hasattr(metrics, "Meter"):  # as above
-        return
     compute, reduce, samples = metrics.Meter.compute, metrics.all_reduce, []
 
     @wraps(compute)
