@@ -41,6 +41,20 @@ for step in range(args.steps):
     model(inputs).sum().backward()
     optimizer.step()
 """
+FEW_SAMPLES = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss()
+loader = DataLoader(TensorDataset(torch.randn(8, 3, 4), torch.zeros(8).long()), 32, shuffle=True)
+for epoch in range(3):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        criterion(model(inputs.cuda()), targets.cuda()).backward()
+        optimizer.step()
+"""
 WIDTH, PARAMETERS = 1024, 4 * 1024 * 1024 + 4 * 1024 + 4 * 1024 + 1
 
 
@@ -98,7 +112,17 @@ def test_script_of_a_stranger(own_script, tmp_path):
         largest["per_replica"] // search.EXACT
     )
     assert "batch_size 64: fits" in text and "lower bounds" in text
-    assert "allowance" in text and "convolutions," not in text
+    assert "batch of 64 x 1024\n" in text and "loader" not in text
+    found, footer = text.split("\nNot known:")
+    assert "allowance" in footer and "convolutions," not in text
+    assert footer.count("\n") < found.count("\n")
+
+
+def test_batch_smaller_than_that_of_the_loader_is_said(own_script):
+    own_script.write_text(FEW_SAMPLES)
+    code, text, _ = fit("--gpus", 1, "--no-search", "--", own_script)
+    assert code == 0 and "batch of 8 x 3 x 4\n" in text
+    assert "8 samples" in text and "batch size is 32" in text
 
 
 @pytest.mark.parametrize(
@@ -115,7 +139,7 @@ def test_what_stops_it_is_said(words, facts, own_script):
     settings = () if "--gpus" in words else words
     code, text, errors = fit(*options, "--memory", 20, "--no-search", "--", own_script, *settings)
     assert code == 1 and errors.count("\n") == errors.count("running ") == 1
-    assert facts in text.partition("What this does not know")[0]
+    assert facts in text.partition("Not known:")[0]
     assert "Traceback" not in text
 
 
@@ -137,7 +161,7 @@ def ended(code, error, reports=()):
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_answer_says_that_convolutions_differ_on_a_gpu(share):
     found = {"outcome": OUT_OF_MEMORY, "reason": "", "peak": 0, "gpus": 1, "batch": None}
-    found |= {"candidates": [], "share_of_convolutions": share}
+    found |= {"inputs": None, "candidates": [], "share_of_convolutions": share}
     question = SimpleNamespace(script=ROOT / "train_1gpu.py", args=SimpleNamespace(memory=80))
     lines = "\n".join(fit_text.lines(question, found))
     assert ("cuDNN" in lines) == ("50.0%" in lines) == bool(share)
@@ -155,7 +179,8 @@ def test_reason_is_what_the_script_has_said_last():
 def test_lack_of_this_machines_memory_is_not_that_of_the_gpu():
     report = {"steps": [], "end": {"memory": {"no address space": [1, 2**40]}}}
     out = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 GiB."
-    assert ended(1, out).outcome == OUT_OF_MEMORY and ended(1, out).reason == out
+    long = f"{out} GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. Of the {out}"
+    assert ended(1, long).outcome == OUT_OF_MEMORY and ended(1, long).reason.endswith("is free.")
     result = ended(1, out, [report])
     assert result.outcome == STOPPED and "ulimit -v" in result.reason
     result = ended(1, "RuntimeError: DefaultCPUAllocator: can't allocate memory")

@@ -7,10 +7,6 @@ import re
 OPERATIONS = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}
 NVLINK, NETWORK = 450e9, 50e9
 LAUNCH = 2e-6  # seconds of the host for each kernel: an assumption, for code that does nothing else
-ASSUMED = (
-    "989 TFLOP/s in bfloat16 and 67 in float32, 450 GB/s between the GPUs of a node\n"
-    "  (data sheet of the H100 SXM), 50 GB/s of network for each GPU, 2 us for each kernel launched"
-)
 GROUP = re.compile(r"(.+), (\d+) ranks?(?:, (\d+) apart)?$")
 
 

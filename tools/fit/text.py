@@ -7,24 +7,16 @@ from tools.null import report
 
 ORDER = "parameters", "gradients", "optimizer", "buffers", "gathered", "activations"
 ORDER += "in backward", "in optimizer", "other"
-UNKNOWN = f"""
-What this does not know:
-- What the allocator does not see: CUDA's own memory, the kernels, NCCL's buffers. 5 % of each GPU
-  is left for them. That is an assumption: on your GPU, it is the difference between what
-  nvidia-smi shows and torch.cuda.memory_reserved(). --allowance GIB changes it.
-- Workspaces: PyTorch allocates cuBLAS's (32 MiB on an H100), which is included, and so is what its
-  attention kernels need. cuDNN is off: a convolution has other kernels and a different workspace
-  on a GPU.
-- Fragmentation: included for two steps, as the allocator is the real one; a long run with
-  batches of varying sizes needs more.
-- Time. The bounds are arithmetic, from assumed peaks, which no run reaches:
-  {bounds.ASSUMED}."""
+UNKNOWN = """
+Not known: what CUDA, NCCL and kernels take, for which 5 % of each GPU is left (--allowance GIB),
+cuDNN's workspaces, fragmentation in a long run, and time beyond the bounds. See docs/fit.md."""
 
 
 def facts(result, node):
     """A Result, as for --json."""
     found = {"outcome": result.outcome, "seconds": round(result.seconds, 1)}
     found["share_of_convolutions"] = result.share_of_convolutions
+    found["inputs"] = result.memory.get("inputs")
     if result.outcome != FITS:
         last = result.memory.get("end") if result.memory else None
         where = {"module": last["module"], "phase": last["phase"]} if last else {}
@@ -92,6 +84,8 @@ def lines(question, found):
     else:
         yield f"{head}: fits"
         yield from _facts(found)
+    if found["inputs"]:
+        yield from _inputs(**found["inputs"])
     if found["share_of_convolutions"]:
         share = f"{found['share_of_convolutions']:.1%} of the operations"
         yield f"  convolutions, {share}, run without cuDNN here: on a GPU, with cuDNN, they have"
@@ -100,6 +94,13 @@ def lines(question, found):
         yield "  " + _largest(question, found)
     if found["candidates"]:
         yield from _candidates(found)
+
+
+def _inputs(shapes, drawn):
+    yield "  with a batch of " + ", ".join(" x ".join(map(str, shape)) for shape in shapes)
+    if drawn and drawn[0] < drawn[1]:
+        text = f"{drawn[0]} samples, while the loader's batch size is {drawn[1]}"
+        yield f"    which has {text}: give it more data, or a full batch takes more"
 
 
 def _facts(found):

@@ -209,7 +209,15 @@ def kill_family(tag):
         time.sleep(0.01)
 
 
+LENGTH = 160  # of an error in a table
+
+
 def last_line(text):
-    """The last line of some output: if a run failed, its error. Shortened, to fit into a table."""
+    """The last line of some output: if a run failed, its error. Without the sentences that do not
+    fit into a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines or ["no output"])[-1].replace("|", "/")[:160]
+    line = (lines or ["no output"])[-1].replace("|", "/")
+    if len(line) <= LENGTH:
+        return line
+    sentences = line[: LENGTH + 1].rpartition(". ")[0]
+    return f"{sentences}." if sentences else line[:LENGTH]

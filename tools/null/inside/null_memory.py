@@ -117,6 +117,8 @@ class Memory:
         self.roots = weakref.WeakSet()
         self.held = {}  # kind: bytes, at the last step of an optimizer
         self.steps, self.operations = [], None
+        self.drawn = None  # (samples of the first batch of the last loader, its batch size)
+        self.inputs = None  # of the last model that was called in the first step, for training
         self.filling = leave_large_tensors_unfilled(torch)
 
     def start(self):
@@ -149,7 +151,7 @@ class Memory:
         return wrapper
 
     def install(self):
-        """Follow modules, backward passes, optimizers, DistributedDataParallel and FSDP."""
+        """Follow modules, loaders, backward passes, optimizers and DistributedDataParallel."""
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
@@ -163,6 +165,8 @@ class Memory:
         torch.autograd._engine_run_backward = self.within(backward, phase="backward")
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
+        loads = torch.utils.data.dataloader._BaseDataLoaderIter
+        loads._next_index = self._noting_samples(loads._next_index)
         ddp = torch.nn.parallel.DistributedDataParallel
         for name in ("_ddp_init_helper", "_pre_forward"):  # its buckets are made, and made anew
             if hasattr(ddp, name):
@@ -175,9 +179,34 @@ class Memory:
             if hasattr(group, name):
                 setattr(group, name, self.within(getattr(group, name), kind=kind))
 
-    def _enter(self, module, _):
+    def _noting_samples(self, next_index):
+        seen = weakref.WeakSet()
+
+        @wraps(next_index)
+        def wrapper(iterator):
+            indices = next_index(iterator)
+            size = getattr(iterator._index_sampler, "batch_size", None)
+            if iterator not in seen and size and isinstance(indices, list):
+                self.drawn = len(indices), size
+            seen.add(iterator)
+            return indices
+
+        return wrapper
+
+    def _note_inputs(self, module, inputs):
+        """A model that is called with keywords passes tensors to its modules."""
+        if not self.phase and next(module.parameters(), None) is not None:
+            self.inputs = None
+        if self.inputs is None and module.training and self.torch.is_grad_enabled():
+            shapes = [list(x.shape) for x in inputs if self._is_tensor(x) and x.dim()]
+            if shapes:
+                self.inputs = {"shapes": shapes, "drawn": self.drawn}
+
+    def _enter(self, module, inputs):
         if self.torch.compiler.is_compiling():
             return
+        if not self.steps:
+            self._note_inputs(module, inputs)
         if module not in self.names:
             self.roots.add(module)
             for name, child in module.named_modules():
@@ -294,7 +323,8 @@ class Memory:
             }
             for step, bound in zip(self.steps, bounds, strict=True)
         ]
-        return {"device": device, "held": self.held, "steps": steps[:-1], "end": steps[-1]}
+        found = {"device": device, "held": self.held, "inputs": self.inputs}
+        return found | {"steps": steps[:-1], "end": steps[-1]}
 
 
 def _blocks(events, marks, device):
