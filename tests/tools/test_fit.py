@@ -125,6 +125,13 @@ def test_batch_smaller_than_that_of_the_loader_is_said(own_script):
     assert "8 samples" in text and "batch size is 32" in text
 
 
+def test_what_the_allowance_decides_is_said(own_script):
+    options = "--gpus", 2, "--memory", 1, "--allowance", 0.95, "--no-search"
+    code, text, _ = fit(*options, "--", own_script)
+    assert code == 1 and "on 2 x 1 GiB: within the allowance" in text
+    assert "MiB more than the allowance" in text
+
+
 @pytest.mark.parametrize(
     ("words", "facts"),
     [

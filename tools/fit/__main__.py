@@ -48,14 +48,15 @@ class Question:
         flags = [candidates.name_of(word) for word in self.arguments if word.startswith("--")]
         return next((name for name in flags if "batch" in name), "")
 
-    def machine(self, gpus):
-        """The GPUs, of whose memory a part is not for tensors."""
+    def machine(self, gpus, is_whole=False):
+        """The GPUs, of whose memory a part is not for tensors, unless it is to be whole."""
         allowance = self.args.allowance
         if allowance is None:
             allowance = ALLOWANCE * self.args.memory
-        return Machine(gpus, min(self.args.node, gpus), self.args.memory - allowance)
+        memory = self.args.memory - (0 if is_whole else allowance)
+        return Machine(gpus, min(self.args.node, gpus), memory)
 
-    def run(self, gpus, batch=None, candidate=None):
+    def run(self, gpus, batch=None, candidate=None, is_whole=False):
         """Run the script, or a candidate in its place, with this value of the batch setting."""
         script, arguments = self.script, self.arguments
         task = self.args.task
@@ -76,7 +77,7 @@ class Question:
         path = candidates.write(script, self.folder, task, recomputes)
         # Whoever has a package `utils` of their own must not get the one of this project.
         folders = (script.parent, self.script.parent, ROOT) if self.of_ladder else ()
-        job = Job(path, tuple(arguments), ranks, self.machine(gpus), folders)
+        job = Job(path, tuple(arguments), ranks, self.machine(gpus, is_whole), folders)
         size = f" with --{self.flag()} {batch}" if batch is not None else ""
         print(f"running {script.name} for {gpus} GPUs{size}", file=sys.stderr, flush=True)
         return run(job, self.library, self.args.limit)
@@ -99,17 +100,20 @@ class Question:
 def answer(question, gpus, pool):
     """What tools.fit finds for this number of GPUs, as for --json."""
     given = question.run(gpus)
-    unit = question.unit(gpus)
+    unit, memory = question.unit(gpus), question.machine(gpus).memory * 2**30
     value = candidates.value_of(question.arguments, question.batch) if question.batch else None
     batch = int(value) if value else given.batch
     found = {"gpus": gpus, "unit": unit, "batch": batch} | text.facts(given, question.args.node)
+    if given.outcome == OUT_OF_MEMORY and question.args.allowance != 0:
+        whole = question.run(gpus, is_whole=True)
+        if whole.outcome == FITS:
+            found["missing"] = whole.reserved - memory
     can_search = question.batch and not question.args.no_search
     others = []
     if question.of_ladder and not question.args.no_candidates and batch:
         others = list(candidates.candidates(gpus, question.args.node, batch))
     jobs = [pool.submit(question.run, gpus, batch, candidate) for candidate in others]
     if can_search and given.outcome in (FITS, OUT_OF_MEMORY):
-        memory = question.machine(gpus).memory * 2**30
         first = batch and batch // unit
         found["largest"] = search.largest(
             lambda number: question.run(gpus, number * unit), first, given, memory

@@ -87,6 +87,11 @@ class Result(NamedTuple):
         return max((part["peak"] for part in self.parts), default=0)
 
     @property
+    def reserved(self):
+        """The largest number of bytes that the allocator has had, from the start on."""
+        return max((part["reserved"] for part in self.parts), default=0)
+
+    @property
     def share_of_convolutions(self):
         """Their share of all operations, from the start on."""
         total = sum(sum(part["operations"].values()) for part in self.parts)

@@ -76,7 +76,12 @@ def lines(question, found):
     size = f", {question.batch} {batch}" if batch else ""
     head = f"{question.script.name} on {found['gpus']} x {question.args.memory:g} GiB{size}"
     yield ""
-    if found["outcome"] != FITS:
+    if "missing" in found:
+        yield f"{head}: within the allowance"
+        missing = gib(found["missing"])
+        yield f"  needs {missing} more than the allowance leaves, and not more than a GPU has:"
+        yield "    what CUDA, NCCL and kernels take decides, which the allowance assumes"
+    elif found["outcome"] != FITS:
         yield f"{head}: {found['outcome']}"
         yield f"  {found['reason']}"
         if found["outcome"] == OUT_OF_MEMORY:
