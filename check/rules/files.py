@@ -279,17 +279,18 @@ def _lost(before, after, index, place, prints=()):
 
 def _lost_buffers(old, new, place):
     """Statistics and other buffers of the model that the next step begins with."""
-    for ours, theirs in _pairs(old["forwards"], new["forwards"]):
-        ours, theirs = ours.get("buffers", {}), theirs.get("buffers", {})
-        differ = [name for name, crc in ours.items() if theirs.get(name, crc) != crc]
-        if differ:
-            yield Finding(
-                "buffers-not-restored",
-                place,
-                f"{len(differ)} of {len(ours)} buffers of the model ({differ[0]}, …) are not what "
-                "they were before",
-            )
-            return
+    ours, theirs = (
+        next((each["buffers"] for each in step["forwards"] if "buffers" in each), {})
+        for step in (old, new)
+    )
+    differ = [name for name, crc in ours.items() if theirs.get(name, crc) != crc]
+    if differ:
+        yield Finding(
+            "buffers-not-restored",
+            place,
+            f"{len(differ)} of {len(ours)} buffers of the model ({differ[0]}, …) are not what they "
+            "were before",
+        )
 
 
 def _lost_average(before, after, index, place):

@@ -64,7 +64,7 @@ TOGETHER = [
     ["accelerate: loss not divided", "accelerate: repeated samples counted"],
     ["two networks: the same noise", "two networks: one rank skips a layer"],
     ["tutorial: log of all"],
-    ["compiled: buffers lost"],
+    ["alone: buffers lost"],
     ["divided stream: a counter of the loss lost"],
     ["within: position lost"],
 ]

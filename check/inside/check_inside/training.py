@@ -160,7 +160,7 @@ def _root_forward(module, inputs):
         forward["rows"] = fingerprints((inputs, STATE.keywords))  # of a script that has no loader
     if hasattr(module, "require_backward_grad_sync"):
         forward["syncs"] = module.require_backward_grad_sync
-    if RESTARTS and torch.is_grad_enabled() and not STATE.forwards:
+    if RESTARTS and forward["grad"] and not any(other["grad"] for other in STATE.forwards):
         forward["buffers"] = {name: checksum(buffer) for name, buffer in module.named_buffers()}
     if (STATE.steps < 3 or RESTARTS) and torch.is_grad_enabled():
         if STATE.noise and len(STATE.noise) == 1:

@@ -791,12 +791,12 @@ BUGS = [
         ),
     ),
     Bug(
-        "compiled: buffers lost",
-        "compiled_amp",
+        "alone: buffers lost",
+        "one_process",
         "buffers-not-restored",
         (
-            ('{"model": raw.state_dict(),', '{"model": dict(raw.named_parameters()),'),
-            ('raw.load_state_dict(state["model"])', 'raw.load_state_dict(state["model"], False)'),
+            ("net.state_dict(),", "dict(net.named_parameters()),"),
+            ('state["net"])', 'state["net"], strict=False)'),
         ),
     ),
     Bug(
