@@ -27,12 +27,6 @@ ADVICE = {
         "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))\n"
         "DistributedSampler(train_set, seed=0)",
     ),
-    "different-samples": Advice(
-        "error",
-        "The activations of one batch meet the weights, or the targets, of a different one.",
-        "# Tensor and pipeline parallelism: the order must not depend on the rank.\n"
-        "DistributedSampler(train_set, num_replicas=1, rank=0)",
-    ),
     "samples-left-out": Advice(
         "warning",
         "Part of the data is paid for, but never trained on.",
@@ -115,14 +109,6 @@ ADVICE = {
         "count = torch.tensor(float(number_of_targets))\n"
         "dist.all_reduce(count)\n"
         "loss = loss_sum * world_size / count",
-    ),
-    "divided-model-differs": Advice(
-        "error",
-        "The model whose parts the ranks hold is not trained as the whole one would be.",
-        "# Sums that were not joined: after a ColwiseParallel layer, a RowwiseParallel one, whose\n"
-        "# output is Replicate(); for what each rank holds whole, the same inputs on all ranks.\n"
-        "# Experts: their gradient adds up the tokens of all ranks, while others are averaged:\n"
-        "# divide it by the number of ranks, and average it between copies of one expert.",
     ),
     "gradient-scale": Advice(
         "error",

@@ -128,26 +128,17 @@ class Run:
 
     @cached_property
     def parts(self):
-        """The events of models that several ranks hold together, for which they read the same."""
-        events = [event for event, has_own_samples in self._parts() if not has_own_samples]
-        pairs = combinations(self.ranks, 2)
-        dividing = [[a.number, b.number] for a, b in pairs if _divide_outputs(a, b)]
-        return events + [{"how": "parts of the outputs", "group": group} for group in dividing]
-
-    @property
-    def experts(self):
-        """The events of parts of models, such as experts, where each rank has its own samples."""
-        return [event for event, has_own_samples in self._parts() if has_own_samples]
-
-    def _parts(self):
-        """The events of parts of a model, and whether the ranks that hold them also average the
-        gradients of the rest of it, as ranks with different samples do."""
+        """How ranks hold parts of one model, for which they read the same; None if they do not.
+        Where those that hold parts, such as experts, also average the gradients of the rest, each
+        has samples of its own."""
         for rank in self.ranks:
             averaging = [set(event.get("group", ())) for event in rank.of("wrap", "shard")]
             for event in rank.of("parts"):
                 group = set(event["group"] or range(len(self.ranks)))
-                if len(group) > 1:
-                    yield event, any(len(group & own) > 1 for own in averaging)
+                if len(group) > 1 and not any(len(group & own) > 1 for own in averaging):
+                    return event["how"]
+        divides = any(_divide_outputs(a, b) for a, b in combinations(self.ranks, 2))
+        return "parts of the outputs" if divides else None
 
     @property
     def world_size(self):

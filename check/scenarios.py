@@ -188,10 +188,12 @@ def _run_each(options, work, start, tell):
 
 
 def _compare_exactly(run, runs, not_run, launch, work, several):
+    if how := runs["two"].parts:
+        not_run["exact-two"] = f"the ranks hold parts of one model ({how})"
+        return
     exact = work / "exact"
     exact.mkdir()
     plan = {"exact": str(exact), "most_steps": 3}
-    plan["holds_parts"] = bool(runs["two"].parts)
     plan["joins_statistics"] = _joins_statistics(runs["one"], runs["two"])
     two = run("exact-two", launch, several, **plan)
     reasons = {event["why"] for event in two.any("not_exact")}
@@ -292,7 +294,6 @@ class Start:
             "world": world,
             "exact": None,
             "joins_statistics": False,
-            "holds_parts": False,
             "ranks": world,
             "turns": False,
             "fake_data": options.fake_data,

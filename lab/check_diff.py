@@ -108,7 +108,6 @@ STAGES = {
     "shares-overlap": ("samples", "inputs"),
     "samples-left-out": ("samples",),
     "not-shuffled": ("samples", "inputs"),
-    "different-samples": ("samples", "inputs"),
     "same-augmentation": ("inputs",),
     "same-noise": ("inputs",),
     "models-start-differently": ("initial weights",),

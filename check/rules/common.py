@@ -37,35 +37,13 @@ def two_ranks(checked):
 
 def holds_parts(checked):
     """How the ranks hold parts of one model ("pipeline", "tensor parallel"), or None."""
-    two = checked["two"]
-    return two.parts[0]["how"] if two and two.parts else None
-
-
-def divides_experts(checked):
-    """\"expert parallel\" if ranks with different samples hold parts of one model, or None."""
-    two = checked["two"]
-    return "expert parallel" if two and two.experts else None
-
-
-def models(checked):
-    """The numbers of the ranks that hold one model together, for each model."""
-    two = checked["two"]
-    joined = {rank.number: {rank.number} for rank in two.ranks}
-    for event in two.parts:
-        group = event["group"] or joined.keys()
-        members = set().union(*(joined.get(number, {number}) for number in group))
-        joined |= dict.fromkeys(members, members)
-    return sorted({tuple(sorted(members)) for members in joined.values()})
+    return checked["two"] and checked["two"].parts
 
 
 def replicas(checked):
-    """The ranks of the run on several processes, if each has a model for its own samples. Of ranks
-    that hold a model together, the first one. None if they all hold one model."""
-    ranks = two_ranks(checked)
-    if ranks is None or not holds_parts(checked):
-        return ranks
-    firsts = {members[0] for members in models(checked)}
-    return [rank for rank in ranks if rank.number in firsts] if len(firsts) > 1 else None
+    """The ranks of the run on several processes, if each has a model for its own samples; None if
+    several hold parts of one."""
+    return None if holds_parts(checked) else two_ranks(checked)
 
 
 def all_close(first, second):

@@ -4,7 +4,6 @@ from check.findings import Finding, NotChecked
 from check.rules.common import (
     first_ranks,
     holds_parts,
-    models,
     probe_of,
     replicas,
     same_data,
@@ -18,12 +17,12 @@ OWN = "a generator of its own"  # as inside/check_inside/data.py calls those tha
 def same_samples(checked):
     """Ranks that train on the same samples; shares that overlap, or leave samples out."""
     ranks = replicas(checked)
-    if holds_parts(checked) and two_ranks(checked):
-        yield from _different_samples(checked)
+    if how := holds_parts(checked):
+        why = f"they hold parts of one model ({how}): `check diff` compares them with one process"
+        yield NotChecked("what the ranks have in common", why)
+        return
     if ranks is None:
         two = checked["two"]
-        if holds_parts(checked):
-            return
         if two is not None and two.world_size < 2 and two.ended:
             yield NotChecked("all that concerns several ranks", "the script joins no process group")
         return
@@ -121,24 +120,6 @@ def _other_orders(ranks, first, second):
 def _fillers(ranks, epoch, missing):
     """How many samples may be in both shares so that these have the same number of batches."""
     return max(len(ranks) * 2 - 1, 0 if missing else len(ranks) * epoch["sizes"][1])
-
-
-def _different_samples(checked):
-    """The samples of ranks that together hold one model, and must read the same."""
-    how = holds_parts(checked)
-    ranks = {rank.number: rank for rank in checked["two"].ranks}
-    if not all(rank.training for rank in ranks.values()):
-        yield NotChecked("samples per rank", f"the ranks hold parts of one model ({how})")
-        return
-    for members in models(checked):
-        for other in members[1:]:
-            for first, second in _pairs([ranks[members[0]], ranks[other]]):
-                count = min(len(first["samples"]), len(second["samples"]))
-                if first["samples"][:count] != second["samples"][:count]:
-                    text = f"rank {members[0]} and rank {other} hold parts of one model ({how})"
-                    observed = f"{text}, but train on different samples"
-                    yield Finding("different-samples", where(first), observed)
-                    return
 
 
 def _pairs(ranks):

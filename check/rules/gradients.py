@@ -6,11 +6,8 @@ import math
 from check.findings import Finding, NotChecked
 from check.rules.common import (
     all_close,
-    divides_experts,
     first_ranks,
-    holds_parts,
     is_sharded,
-    models,
     replicas,
     two_ranks,
     where,
@@ -22,7 +19,6 @@ LOOKED_AT = 16  # steps, as inside/check_inside/own.py does
 def scale(checked):
     """The gradient of two ranks against the gradient of one process, for the same samples."""
     ranks = two_ranks(checked)
-    parts = holds_parts(checked) or divides_experts(checked)
     two, one = checked["exact-two"], checked["exact-one"]
     what = "the gradient of two ranks against one process"
     if ranks is None:
@@ -34,7 +30,7 @@ def scale(checked):
     for event in two.any("not_exact") + one.any("not_exact"):
         yield NotChecked(what, event["why"])
         return
-    if not parts and _start_differently(two.ranks):
+    if _start_differently(two.ranks):
         yield NotChecked(what, "the ranks start with different models")
         return
     if _inputs_differ(one, two):
@@ -58,23 +54,20 @@ def scale(checked):
             continue
         ours = torch.load(folder / event["file"])
         gradients = {n: torch.load(folder / each["file"]) for n, each in by_rank.items()}
-        # Stages of a pipeline have layers in this order; others have gathered what is divided.
-        holders = models(checked)[0] if parts == "pipeline" else list(by_rank)[:1]
-        theirs = [gradient for number in holders for gradient in gradients[number]]
-        initial = [crc for number in holders for crc in by_rank[number]["initial"]]
+        first = two.ranks[0].number
+        theirs = gradients[first]
         if [t.shape for t in ours] != [t.shape for t in theirs]:
             yield NotChecked(what, "the optimizer has different parameters on one process")
             return
         step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
-        if event["initial"] != initial:
+        if event["initial"] != by_rank[first]["initial"]:
             yield NotChecked(
                 what,
                 "the models start differently: the script sets no seed, or one "
                 "that depends on the number of processes",
             )
             return
-        is_whole = not step["sharded"] and not parts
-        if is_whole and not all(_equal(theirs, other) for other in gradients.values()):
+        if not step["sharded"] and not all(_equal(theirs, other) for other in gradients.values()):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
         rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
@@ -92,9 +85,6 @@ def scale(checked):
         if math.isnan(ratio):
             yield NotChecked(what, "all gradients of one process are zero")
             continue
-        if parts:
-            yield from _of_parts(parts, ratio, rest, step, len(ranks))
-            continue
         if rest > 0.02:
             yield Finding(
                 "mean-of-means",
@@ -109,49 +99,6 @@ def scale(checked):
                 f"for the same samples the gradient of {len(ranks)} ranks is {ratio:.3g} times "
                 "that of one process",
             )
-
-
-def _of_parts(how, ratio, rest, step, count):
-    """The gradient of a model that several ranks hold together."""
-    of = f"for the same samples the gradient of the model that {count} ranks hold ({how})"
-    if rest > 0.02:
-        text = f"{of} differs from that of one process by {100 * rest:.0f} % of its norm"
-        yield Finding("divided-model-differs", where(step), text)
-    elif abs(ratio - 1) > 0.02:
-        text = f"{of} is {ratio:.3g} times that of one process"
-        yield Finding("gradient-scale", _backward_of(step), text)
-
-
-def whole_in_each(checked):
-    """Tensors, or parts of divided ones, that several ranks hold."""
-    ranks = two_ranks(checked)
-    if ranks is None or any(event["how"] == "pipeline" for event in checked["two"].any("parts")):
-        return
-    if not holds_parts(checked) and not is_sharded(ranks):
-        return  # averaged() compares all
-    for first, other in itertools.combinations(ranks, 2):
-        for ours, theirs in zip(first.steps, other.steps, strict=False):
-            parts = list(zip(ours["parts"], theirs["parts"], strict=False))
-            pairs = list(zip(ours["parameters"], theirs["parameters"], strict=False))
-            same = [i for i, (a, b) in enumerate(parts) if a == b is not None]
-            differ = [i for i in same if i < len(pairs) and len(set(pairs[i])) > 1]
-            if not differ:
-                continue
-            if ours["step"] == 0 and not any(parts[i][0] for i in differ):
-                # A seed per rank, or parts that the script divides itself.
-                why = "tensors that are no DTensors differ at the start: maybe they are parts, too"
-                yield NotChecked("whole tensors beside divided ones", why)
-                return
-            names = first.steps[0]["all_names"]
-            name = next((names[i] for i in differ if i < len(names) and names[i]), "one")
-            held = "parts that both hold" if any(parts[i][0] for i in differ) else "whole"
-            yield Finding(
-                "divided-model-differs",
-                where(ours),
-                f"after {ours['step']} steps {len(differ)} tensors ({held}: {name}, …) differ "
-                f"between rank {first.number} and rank {other.number}",
-            )
-            return
 
 
 def _inputs_differ(one, two):
@@ -569,7 +516,6 @@ RULES = [
     scale,
     undivided,
     averaged,
-    whole_in_each,
     skipped,
     plateaus,
     own_gradients,

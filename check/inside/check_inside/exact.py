@@ -129,8 +129,6 @@ def _joined(folder, loader, number, batch):
         record("not_exact", why="the two ranks read fewer batches before their first step")
         return batch
     parts = [torch.load(path, weights_only=False) for path in paths]
-    if PLAN["holds_parts"]:  # ranks that hold one model together have read one batch
-        parts = _distinct(parts)
     if len(parts) == 1:
         return parts[0][1]
     try:
@@ -138,15 +136,6 @@ def _joined(folder, loader, number, batch):
     except (ValueError, RuntimeError, TypeError, KeyError) as error:
         record("not_exact", why=f"the batches of two ranks cannot be concatenated ({error})"[:200])
         return batch
-
-
-def _distinct(parts):
-    from check_inside.data import fingerprints
-
-    seen = {}
-    for number, (size, batch) in enumerate(parts):
-        seen.setdefault(tuple(fingerprints(batch)) or number, (size, batch))
-    return list(seen.values())
 
 
 def _join(sizes, parts):

@@ -373,7 +373,6 @@ def _record_step(optimizer, has_closure):
         schedulers=_schedulers(),
         parameters=[checksum(p) for p in STATE.parameters[:MOST_TENSORS]],
         gradients=gradients,
-        parts=[_part_of(p) for p in STATE.parameters[:MOST_TENSORS]],
         names=[STATE.names.get(id(p)) for p in parameters[:MOST_TENSORS]]
         if STATE.steps < 2
         else [],
@@ -537,23 +536,6 @@ def _is_sharded(parameter):
         return True
     placements = getattr(parameter, "placements", ())
     return any(placement.is_shard() for placement in placements)
-
-
-def _part_of(parameter):
-    """Which part of a tensor this rank holds: "" for a plain tensor, a text that is the same on
-    all ranks with the same part for a DTensor, None if it is not known."""
-    if id(parameter) in STATE.flat:
-        return None
-    if not hasattr(parameter, "placements"):
-        return ""
-    mesh = parameter.device_mesh
-    coordinates = mesh.get_coordinate()
-    placements = parameter.placements
-    if coordinates is None or any(placement.is_partial() for placement in placements):
-        return None
-    parts = zip(placements, coordinates, mesh.shape, strict=True)
-    divided = [f"{p} {i} of {n}" for p, i, n in parts if not p.is_replicate()]
-    return ", ".join(divided) or "whole"
 
 
 def _settings(group):

@@ -72,11 +72,9 @@ CORRECT = [
     Script("finetune", resume_arguments="--resume", needs=("tensorboard",)),
     Script("stream"),
     Script("accelerate_loop", resume_arguments="--resume_from_checkpoint", needs=("accelerate",)),
-    Script("tensor_parallel"),
     Script("within_epoch", notes=("rate-by-step",)),
     Script("by_processes"),
     Script("divided_stream"),
-    Script("compiled_amp"),
     Script("two_networks", notes=("batchnorm-per-rank",)),
 ]
 
@@ -445,17 +443,6 @@ BUGS = [
         (("    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\n", ""),),
     ),
     Bug(
-        "spawn: in place",
-        "imagenet_style",
-        "written-in-place",
-        (
-            (
-                '            torch.save(state, "checkpoint.pth.tar.new")\n            os.rename("checkpoint.pth.tar.new", "checkpoint.pth.tar")\n',
-                '            torch.save(state, "checkpoint.pth.tar")\n',
-            ),
-        ),
-    ),
-    Bug(
         "spawn: an address of its own, no eval mode",
         "imagenet_style",
         "no-eval-mode",
@@ -705,13 +692,6 @@ BUGS = [
         (("accelerator.backward(loss)", "loss.backward()"),),
     ),
     Bug(
-        "tensor: batches of each rank",
-        "tensor_parallel",
-        "different-samples",
-        (("generator.manual_seed(epoch)", "generator.manual_seed(epoch + 10 * dist.get_rank())"),),
-        also=("divided-model-differs",),
-    ),
-    Bug(
         "within: position lost",
         "within_epoch",
         "epoch-repeated",
@@ -755,24 +735,6 @@ BUGS = [
         "by_processes",
         "rates-differ",
         (("lr=0.1)", "lr=0.1 * (rank + 1))"),),
-    ),
-    Bug(
-        "tutorial: a schedule of each rank",
-        "tutorial",
-        "rates-differ",
-        (
-            (
-                "torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)",
-                "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)",
-            ),
-            (
-                "        self.scheduler.step()\n",
-                "        self.scheduler.step(F.cross_entropy(self.model(source), targets).item())\n".replace(
-                    "(source)", "(source.to(self.gpu_id))"
-                ).replace("targets)", "targets.to(self.gpu_id))"),
-            ),
-        ),
-        also=("metric-of-one-rank",),
     ),
     Bug(
         "tutorial: an average of the weights lost",
@@ -854,22 +816,5 @@ BUGS = [
                 'DistributedDataParallel(models["head"], find_unused_parameters=True)',
             ),
         ),
-    ),
-    Bug(
-        "tensor parallel: sums of the ranks not joined",
-        "tensor_parallel",
-        "divided-model-differs",
-        (
-            (
-                "RowwiseParallel()})",
-                "RowwiseParallel(output_layouts=torch.distributed.tensor.Partial())})",
-            ),
-        ),
-    ),
-    Bug(
-        "tensor parallel: loss divided by the ranks",
-        "tensor_parallel",
-        "gradient-scale",
-        (("y.cuda())\n", "y.cuda()) / world_size\n"),),
     ),
 ]
