@@ -79,6 +79,7 @@ class Question:
         folders = (script.parent, self.script.parent, ROOT) if self.of_ladder else ()
         job = Job(path, tuple(arguments), ranks, self.machine(gpus, is_whole), folders)
         size = f" with --{self.flag()} {batch}" if batch is not None else ""
+        size += " of which all memory is free" if is_whole else ""
         print(f"running {script.name} for {gpus} GPUs{size}", file=sys.stderr, flush=True)
         return run(job, self.library, self.args.limit)
 
