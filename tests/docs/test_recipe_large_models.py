@@ -107,6 +107,7 @@ def test_same_weights_as_without_the_page(architecture, nproc, project, tmp_path
         assert [row[name] for row in run.rows] == pytest.approx(losses, rel=ROUNDING)
 
 
+@pytest.mark.slow
 def test_resumed_within_an_epoch(project, tmp_path):
     project.choose("gpt2")
     flags = {"pretrained": project.pretrained / "gpt2"}

@@ -61,6 +61,7 @@ def test_rows_of_zeros_stay_zeros(orthogonal):
     assert not orthogonal.newton_schulz(torch.zeros(1, 2, 2)).any()
 
 
+@pytest.mark.slow
 def test_empty_shards_train_the_same_weights(folder, tmp_path):
     """Of the four rows of a matrix, three ranks have two, two and none."""
     text_file = write_text(tmp_path / "text.txt", train=65, val=7)
@@ -89,6 +90,7 @@ def test_empty_shards_train_the_same_weights(folder, tmp_path):
     assert largest_difference(states, others) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_matrices_that_are_divided_twice_are_refused(folder, tmp_path):
     text_file = write_text(tmp_path / "text.txt", train=65, val=7)
     flags = TEXT | {"text_file": text_file, "optimizer": "muon", "fsdp_size": 2}

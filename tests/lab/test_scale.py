@@ -29,6 +29,7 @@ def test_shared_samples_are_noticed(monkeypatch):
         scale.check_partition(8)
 
 
+@pytest.mark.slow
 def test_steps_gather_no_objects_and_the_page_lists_those_who_do():
     """A gather's cost grows with the number of ranks, so it must not be part of a step."""
     counts = []

@@ -94,6 +94,7 @@ def test_project_with_packages_and_classes_of_the_same_names(with_init, own_scri
     assert run.returncode == 0 and "on 2 x 80 GiB: fits" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_script_of_a_stranger(own_script, tmp_path):
     result = tmp_path / "fit.json"
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.1, "--json", result, "--jobs", 1
@@ -150,6 +151,7 @@ def test_what_stops_it_is_said(words, facts, own_script):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_bad_calls_are_refused_in_a_line(tmp_path):
     code, _, errors = fit("no_such_script.py")
     assert code == 1 and "no_such_script.py" in errors and errors.count("\n") == 1

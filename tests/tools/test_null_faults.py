@@ -50,7 +50,7 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
         ("train_tp.py", "adamw"),
         pytest.param("train_tp.py", "sgd", marks=pytest.mark.slow),
         pytest.param("train_fsdp_tp.py", "adamw", marks=pytest.mark.slow),
-        ("train_fsdp_tp.py", "sgd"),
+        pytest.param("train_fsdp_tp.py", "sgd", marks=pytest.mark.slow),
     ],
 )
 def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, tmp_path):

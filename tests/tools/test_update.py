@@ -470,6 +470,7 @@ def test_clone_that_lacks_files_updates_nothing(clone, newer, tmp_path):
     assert "utils/seeds.py" in refused("--update", folder, project=newer)
 
 
+@pytest.mark.slow
 def test_clone_below_any_folder_with_any_line_ends_and_any_git(clone, tmp_path, monkeypatch):
     newer, folder = tmp_path / "images" / "tasks" / "clone", tmp_path / "copy"
     git(clone, "clone", "--quiet", "--shared", "--no-checkout", str(clone), str(newer))
@@ -623,8 +624,15 @@ EDITS_OF_DDP = {
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--plain"], ["--without", "watchdog,progress", "--with", "sharded"]],
-    ids=["whole", "plain", "without"],
+    [
+        pytest.param([], id="whole"),
+        pytest.param(["--plain"], id="plain", marks=pytest.mark.slow),
+        pytest.param(
+            ["--without", "watchdog,progress", "--with", "sharded"],
+            id="without",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_copy_of_the_time_before_guards_is_updated_and_trains(options, clone, tmp_path):
     """By the record; what it left out stays out, though its modules have different names now."""

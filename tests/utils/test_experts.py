@@ -116,7 +116,7 @@ def test_same_weights_on_any_number_of_ranks(nproc, script, one, tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "name", "ranks", "flags"),
     [
-        (2, "train_ep.py", 4, {}),
+        pytest.param(2, "train_ep.py", 4, {}, marks=pytest.mark.slow),
         (4, "train_ep.py", 2, {"save_sharded": True}),
         (4, "train_1gpu.py", None, {"save_sharded": True}),
         pytest.param(2, "train_ddp.py", 3, {}, marks=pytest.mark.slow),

@@ -37,6 +37,7 @@ def test_every_rank_writes_a_trace_of_these_steps(tmp_path):
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.1
 
 
+@pytest.mark.slow
 def test_run_that_ends_before_the_last_of_these_steps(tmp_path):
     run = fork_script("train_1gpu.py", None, output_dir=tmp_path, profile="15:99", **FLAGS)
     assert run.code == 0 and "steps 15 to 16: " in run.stdout

@@ -292,7 +292,7 @@ def test_batchnorm_counts_the_samples_of_a_replica_once(tmp_path):
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
-        ("train_tp.py", 2, {"clip_norm": 0.5} | ADAMW),
+        pytest.param("train_tp.py", 2, {"clip_norm": 0.5} | ADAMW, marks=pytest.mark.slow),
         ("train_tp.py", 2, {"save_sharded": True, "audit": True}),
         pytest.param(
             "train_fsdp_tp.py",
