@@ -321,6 +321,17 @@ print([array.tolist() for array in pair])
     assert lines[1] == "[[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]"
 
 
+def test_checksum_leaves_the_storage_resizable(tmp_path):
+    """FSDP frees and allocates the storage of its parameters in each step."""
+    source = """
+from check_inside.record import checksum
+tensor = torch.arange(4.0)
+print(checksum(tensor) == checksum(tensor.clone()) != checksum(tensor + 1))
+print(tensor.untyped_storage().resizable())
+"""
+    assert output(0, source, tmp_path).split() == ["True", "True"]
+
+
 def test_settings_of_an_optimizer_are_all_its_numbers(tmp_path):
     source = """
 from check_inside.compare import _settings

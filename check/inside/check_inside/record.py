@@ -1,5 +1,6 @@
 """Writes what happens in one process as lines of JSON, for check/events.py to read."""
 
+import ctypes
 import functools
 import inspect
 import json
@@ -128,8 +129,10 @@ def checksum(tensor, start=0):
             return zlib.crc32(
                 repr((tensor.layout, tensor.dtype, tuple(tensor.shape))).encode(), start
             )
-    array = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(memoryview(array), start)
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    # Not flat.numpy(): the storage could never be resized again, and FSDP resizes its own.
+    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    return zlib.crc32(data, start)
 
 
 def replace(owner, name, make):
