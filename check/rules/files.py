@@ -5,7 +5,14 @@ import re
 from collections import Counter
 
 from check.findings import Finding, NotChecked
-from check.rules.common import all_close, failure, trains_nothing, two_ranks, where
+from check.rules.common import (
+    all_close,
+    failure,
+    first_exception,
+    trains_nothing,
+    two_ranks,
+    where,
+)
 
 
 def writers(checked):
@@ -105,6 +112,8 @@ def resumed(checked):
     killed, again = checked["killed"], checked["resumed"]
     if killed is None or again is None:
         why = checked.not_run.get("killed") or checked.not_run.get("resumed")
+        if event := killed and first_exception(killed):
+            why = f"the run that was to be killed failed: {event['error']}"
         yield NotChecked("resuming", why or "the script did not end on two processes")
         return
     if again.timed_out == "limit" and not again.any("step"):

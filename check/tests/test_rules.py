@@ -827,6 +827,26 @@ def test_needs_two_processes_data_and_the_folder_above(tmp_path):
     assert "several processes" in str(report["not_checked"])
 
 
+FAILS_LATER = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x in torch.utils.data.DataLoader(torch.randn(32, 4), 8, shuffle=True):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        if epoch == 2:
+            raise ValueError("after two epochs")
+    torch.save(model.state_dict(), "last.pt") if epoch == 1 else None
+"""
+
+
+@pytest.mark.slow
+def test_failure_before_a_run_is_killed_is_said(tmp_path):
+    assert "ValueError: after two epochs" in found_in(tmp_path, FAILS_LATER)[2]
+
+
 OLDER_CLASS = """
 import os
 import torch, torch.distributed as dist
