@@ -19,6 +19,7 @@ from check.report import as_sarif
 from check.rules.data import same_samples, samples_left_out
 from check.rules.evaluation import division, mode
 from check.rules.files import resumed, writers
+from check.rules.gradients import left_over
 from check.rules.models import failures, parameters, start
 from check.scenarios import Checked, Options
 from check.tests import sealed
@@ -467,6 +468,14 @@ def test_shards_of_one_model_are_no_different_models(one_model, rule, tmp_path):
     shards = [{"kind": "shard", "checksums": [rank], "one_model": one_model} for rank in range(2)]
     (found,) = start(one_run(tmp_path, "two", *([INIT, shard] for shard in shards)))
     assert found.rule == rule
+
+
+@pytest.mark.parametrize("is_cut, found", [(False, 1), (True, 0)])
+def test_gradients_are_left_over_only_by_an_epoch_that_came_to_its_end(is_cut, found):
+    """A loader that looks ahead gives one batch more than the check has let it read."""
+    steps = [{"step": number, "added": added} for number, added in enumerate((2, 2, 3))]
+    epochs = [{"steps_before": 0, "batches": 5, "cut": is_cut}, {"steps_before": 2}]
+    assert len(list(left_over(SimpleNamespace(training=epochs, steps=steps)))) == found
 
 
 def test_evaluation_that_was_not_seen_is_said(tmp_path):
