@@ -41,6 +41,7 @@ from tools.verify.judge import Evidence, Problem, Row, judge
 from tools.verify.plants import PLANTS
 from tools.verify.run import (
     Verifier,
+    are_different,
     autocast_copy,
     project_with_task,
     run_matrix,
@@ -312,7 +313,7 @@ def test_options_that_a_copy_lacks_are_named_before_any_run(monkeypatch, tmp_pat
 
 
 METRICS = [
-    {"epoch": epoch, "train_samples": 108, "val_samples": 31}
+    {"epoch": epoch, "lr": 0.1, "train_samples": 108, "val_samples": 31}
     | {"train_loss": 2.0, "val_loss": 2.0, "train_accuracy": 0.5, "val_accuracy": 0.5}
     for epoch in (0, 1)
 ]
@@ -341,6 +342,7 @@ def changed(rows, **values):
         (GOOD._replace(audit=AUDIT[:1]), Problem.SAMPLES),
         (GOOD._replace(audit=[AUDIT[1], *AUDIT]), None),  # the epoch was continued by another run
         *((GOOD._replace(state={*STATE} - {name}), Problem.STATE) for name in STATE),
+        (GOOD._replace(is_trained=False), Problem.UNTRAINED),
         (GOOD._replace(weights={}), Problem.TENSORS),
         (GOOD._replace(weights={"fc.weight": torch.tensor([1, 1.1])}), Problem.WEIGHTS),
         (GOOD._replace(metrics=changed(METRICS, val_loss=2.1)), Problem.LOSS),
@@ -348,12 +350,21 @@ def changed(rows, **values):
         (GOOD._replace(metrics=changed(METRICS, train_accuracy=0.51)), Problem.METRIC),
         (GOOD._replace(metrics=changed(METRICS, val_accuracy=0.49)), Problem.METRIC),
         (GOOD._replace(metrics=changed(METRICS, val_top5=0.9)), None),  # a copy measures more
+        (GOOD._replace(metrics=changed(METRICS, lr=0.2)), Problem.METRIC),
         (GOOD._replace(best=2), Problem.BEST),
         (GOOD._replace(best=None), Problem.BEST),
     ],
 )
 def test_judge_names_the_problem(evidence, problem):
     assert judge(IMAGES, CASE, evidence, GOOD).problem is problem
+
+
+def test_statistics_of_a_batchnorm_are_not_trained():
+    """They change also if the optimizer never steps."""
+    weights = {"weight": torch.ones(2), "running_mean": torch.zeros(2)}
+    before = {"optimizer": {"param_groups": [{"params": ["weight"]}]}, "model": weights}
+    assert not are_different(weights | {"running_mean": torch.ones(2)}, before)
+    assert are_different(weights | {"weight": torch.zeros(2)}, before)
 
 
 def test_judge_names_a_loss_that_hardly_shows_in_the_weights():

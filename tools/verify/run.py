@@ -84,7 +84,7 @@ class Cores:
             self.changed.notify_all()
 
 
-def _are_different(weights, checkpoint):
+def are_different(weights, checkpoint):
     """Whether a parameter that the optimizer has differs from that in the checkpoint."""
     names = [name for g in checkpoint["optimizer"]["param_groups"] for name in g["params"]]
     return any(not torch.equal(weights[name], checkpoint["model"][name]) for name in names)
@@ -278,7 +278,7 @@ class Verifier:
             state=tuple(checkpoint),
             weights=weights,
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
-            is_trained=not first.exists() or _are_different(weights, read_checkpoint(first)),
+            is_trained=not first.exists() or are_different(weights, read_checkpoint(first)),
         )
 
     def _hooks(self, output_dir):
