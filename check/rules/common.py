@@ -21,7 +21,7 @@ def failure(run):
 
 
 def first_exception(run):
-    """The first one that ended a rank, or None. At a collective a rank fails because a different
+    """The first one that ended a rank, or None. At a collective, a rank fails because a different
     one has: what was raised there comes last."""
     exceptions = run.any("exception")
     return min(exceptions, key=lambda event: (event["waits"], event["time"]), default=None)

@@ -83,8 +83,8 @@ COMMON = {
 NO_EXPERTS = "its models have no experts to divide"
 NO_SEQUENCES = "an image is not a sequence that a causal mask divides"
 
-# images: BatchNorm, momentum, clipping and augmentation.
-# micro-batches compute what the whole batch would. Clipping is an option: some runs are without.
+# images: BatchNorm, momentum, augmentation, and clipping, without which some runs train.
+# With GroupNorm, micro-batches compute what the whole batch would.
 GROUP = {"model": "resnet20_gn", "clip_norm": 0}
 # A transformer, for scripts that split its layers.
 VIT = {"model": "vit_tiny", "lr": 0.05, "clip_norm": 2.2}

@@ -278,7 +278,8 @@ class Verifier:
             state=tuple(checkpoint),
             weights=weights,
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
-            is_trained=not first.exists() or are_different(weights, read_checkpoint(first)),
+            is_trained=not (weights and first.exists())
+            or are_different(weights, read_checkpoint(first)),
         )
 
     def _hooks(self, output_dir):
