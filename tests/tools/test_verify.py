@@ -41,12 +41,13 @@ from tools.verify.judge import Evidence, Problem, Row, judge
 from tools.verify.plants import PLANTS
 from tools.verify.run import (
     Verifier,
-    are_different,
     autocast_copy,
+    is_trained,
     project_with_task,
     run_matrix,
     write_text,
 )
+from utils.checkpoint import FORMAT
 from utils.config import load_config
 
 # These cases are also part of `make test`; all others are slow.
@@ -245,9 +246,8 @@ def test_own_copy_with_a_bug_fails(own_copy, monkeypatch, tmp_path, capsys, serv
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["dp", "dp, resumed"]
     for row in rows:
-        assert row["problem"] == "WEIGHTS" and row["details"].startswith("conv1.weight by")
-    output = capsys.readouterr().out
-    assert f"FAIL: {Problem.WEIGHTS.value} (conv1.weight by" in output
+        assert row["problem"] == "UNTRAINED"
+    assert f"FAIL: {Problem.UNTRAINED.value}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -359,12 +359,21 @@ def test_judge_names_the_problem(evidence, problem):
     assert judge(IMAGES, CASE, evidence, GOOD).problem is problem
 
 
-def test_statistics_of_a_batchnorm_are_not_trained():
-    """They change also if the optimizer never steps."""
+def test_statistics_of_a_batchnorm_are_not_trained(tmp_path):
+    """They also change where the optimizer never steps. A tied name may be missing."""
     weights = {"weight": torch.ones(2), "running_mean": torch.zeros(2)}
-    before = {"optimizer": {"param_groups": [{"params": ["weight"]}]}, "model": weights}
-    assert not are_different(weights | {"running_mean": torch.ones(2)}, before)
-    assert are_different(weights | {"weight": torch.zeros(2)}, before)
+    optimizer = {"param_groups": [{"params": ["weight", "tied"]}]}
+    first = tmp_path / "epoch-0001.pt"
+    torch.save({"format": FORMAT, "optimizer": optimizer, "model": weights}, first)
+    assert not is_trained(weights | {"running_mean": torch.ones(2)}, first)
+    assert is_trained(weights | {"weight": torch.zeros(2)}, first)
+
+
+def test_damaged_file_of_the_first_epoch_is_no_proof_of_a_run_without_training(tmp_path):
+    first = tmp_path / "epoch-0001.pt"
+    assert is_trained({"weight": torch.ones(2)}, first)
+    first.write_bytes(b"damaged")
+    assert is_trained({"weight": torch.ones(2)}, first)
 
 
 def test_judge_names_a_loss_that_hardly_shows_in_the_weights():

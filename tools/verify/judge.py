@@ -83,13 +83,13 @@ def judge(suite, case, run, reference=None):
         problems.append((Problem.NOT_RESUMED, ""))
     if not row.each_sample_once:
         problems.append((Problem.SAMPLES, ""))
+    if row.writers != (0,) and not case.flags.get("save_sharded"):
+        problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
     if not run.is_trained:
         problems.append((Problem.UNTRAINED, "does the optimizer step?"))
     if case.reference:
         row, differences = _compare(suite, case, run, reference, row)
         problems += differences
-    if row.writers != (0,) and not case.flags.get("save_sharded"):
-        problems.append((Problem.WRITERS, f"ranks {', '.join(map(str, row.writers))}"))
     values = {row["epoch"] + 1: row.get(f"val_{metric}") for row in run.metrics}
     known = {done: value for done, value in values.items() if value is not None}
     keeps_best = case.script not in ONE_FILE and known

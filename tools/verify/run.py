@@ -34,6 +34,7 @@ from tools.verify.cases import (
 from tools.verify.judge import Evidence, Problem, Row, judge
 from tools.verify.one_file_task import STOP
 from utils.checkpoint import read_checkpoint
+from utils.errors import UserError
 
 # Records which rank opens which file for writing. Python calls this hook for every open(); for a
 # file name, torch.save opens the file in C++.
@@ -84,10 +85,17 @@ class Cores:
             self.changed.notify_all()
 
 
-def are_different(weights, checkpoint):
-    """Whether a parameter that the optimizer has differs from that in the checkpoint."""
-    names = [name for g in checkpoint["optimizer"]["param_groups"] for name in g["params"]]
-    return any(not torch.equal(weights[name], checkpoint["model"][name]) for name in names)
+def is_trained(weights, first):
+    """Whether a parameter that the optimizer has differs from that in the checkpoint `first`; also
+    if that cannot be told, since the script saves no such file, or a damaged one."""
+    try:
+        checkpoint = read_checkpoint(first)
+    except (OSError, UserError):
+        return True
+    before = checkpoint["model"]
+    names = {name for g in checkpoint["optimizer"]["param_groups"] for name in g["params"]}
+    names &= weights.keys() & before.keys()
+    return not names or any(not torch.equal(weights[name], before[name]) for name in names)
 
 
 class Verifier:
@@ -268,7 +276,7 @@ class Verifier:
         if case.script in ONE_FILE:
             return one_file.evidence_of(run, self.suite, output_dir, before["step"], ranks)
         checkpoint = read_checkpoint(last) if last.exists() else {}
-        weights, first = checkpoint.get("model", {}), output_dir / "epoch-0001.pt"
+        weights = checkpoint.get("model", {})
         return Evidence(
             run.code,
             seconds=run.seconds,
@@ -278,8 +286,7 @@ class Verifier:
             state=tuple(checkpoint),
             weights=weights,
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
-            is_trained=not (weights and first.exists())
-            or are_different(weights, read_checkpoint(first)),
+            is_trained=is_trained(weights, output_dir / "epoch-0001.pt"),
         )
 
     def _hooks(self, output_dir):
