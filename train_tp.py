@@ -52,7 +52,7 @@ def main():
     configure_torch(cfg)
     set_seed(cfg.seed)  # the same initial weights everywhere
 
-    mesh = tp.init_mesh(device, data=1)
+    mesh = tp.init_mesh(device, data=1, timeout=cfg.timeout)
     set_data_parallel_group(mesh.get_group("data"))
     replica = mesh["data"].size(), mesh.get_local_rank("data")  # how many, and which is this rank's
 

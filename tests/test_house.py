@@ -176,7 +176,7 @@ OTHERS = {
     "rungs/experts": 70,
     "rungs/fsdp": 178,
     "rungs/graph": 90,
-    "rungs/groups": 15,
+    "rungs/groups": 24,
     "rungs/model_parallel": 135,
     "rungs/parameters": 45,
     "rungs/pipeline": 270,

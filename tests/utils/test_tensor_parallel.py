@@ -1,6 +1,7 @@
 """Tensor parallelism: together, the ranks' slices of a ViT's blocks compute the whole blocks."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -195,6 +196,20 @@ def test_mesh_divides_batches_along_one_dimension(capfd):
 
     assert run_ranks(body, 4) == [(2, 0, 2), (2, 0, 2), (2, 1, 2), (2, 1, 2)]
     assert capfd.readouterr().out == "ranks: 4 = 2 data x 2 tensor\n"
+
+
+def test_groups_of_a_mesh_have_the_timeout():
+    """Otherwise PyTorch's thirty minutes would pass before a job with a stopped rank ends."""
+
+    def body(rank):
+        group = init_mesh(CPU, data=2, timeout=2)["tensor"].get_group()
+        start = time.monotonic()
+        if rank == 0:  # rank 1 takes no part, but its connections stay open
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(torch.zeros(1), group=group)
+        return time.monotonic() - start
+
+    assert 1.5 < run_ranks(body, 4, timeout=300)[0] < 30
 
 
 # Runs

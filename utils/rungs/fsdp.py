@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -30,7 +30,7 @@ from utils.distributed import (
 )
 from utils.errors import UserError
 from utils.guards import Guard
-from utils.rungs.groups import require_gpu_per_rank
+from utils.rungs.groups import build_mesh, require_gpu_per_rank
 from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 
@@ -84,7 +84,7 @@ def fsdp_kwargs(
     require_gpu_per_rank()
     on_cpu = dist.get_backend() == "gloo"
     device_type = "cpu" if on_cpu else default_device_type()
-    kwargs = {"mesh": mesh or _mesh_of_all(device_type, cfg.fsdp_size)}
+    kwargs = {"mesh": mesh or _mesh_of_all(device_type, cfg.fsdp_size, cfg.timeout)}
     if cfg.fsdp_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=not on_cpu)
     if cfg.fsdp_dtype != "none":
@@ -97,13 +97,12 @@ def fsdp_kwargs(
 
 
 @cache
-def _mesh_of_all(device_type, size):
+def _mesh_of_all(device_type, size, timeout):
     """A DeviceMesh of all ranks, of which `size` divide each parameter and the others replicate."""
     ranks = dist.get_world_size()
     if size in (0, ranks):
-        return init_device_mesh(device_type, (ranks,))
-    names = ("replicate", "shard")
-    return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=names)
+        return build_mesh(device_type, (ranks,), timeout)
+    return build_mesh(device_type, (ranks // size, size), timeout, ("replicate", "shard"))
 
 
 def shard_batchnorms(model: nn.Module, cfg: FsdpSettings) -> None:

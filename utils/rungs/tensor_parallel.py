@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from utils.checkpoint import placed_like
 from utils.distributed import is_main_process
 from utils.errors import UserError, say
-from utils.rungs.groups import require_gpu_per_rank
+from utils.rungs.groups import build_mesh, require_gpu_per_rank
 from utils.rungs.parameters import replacing_parameters as replacing_parameters
 
 
-def init_mesh(device: torch.device, data: int) -> DeviceMesh:
+def init_mesh(device: torch.device, data: int, timeout: float = 300.0) -> DeviceMesh:
     """A mesh of all ranks: the dimension "data" divides the batches, "tensor" the layers.
 
     data: the number of replicas of the model; 0: as many as ranks. Consecutive ranks hold a replica
-    together. Rank 0 prints the sizes.
+    together. timeout: seconds that a collective waits for the other ranks. Rank 0 prints the sizes.
     """
     require_gpu_per_rank()
     data = data or dist.get_world_size()
@@ -34,7 +34,7 @@ def init_mesh(device: torch.device, data: int) -> DeviceMesh:
         say(f"ranks: {dist.get_world_size()} = {data} data x {tensor} tensor")
     # It warns that gathering over two dimensions takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return init_device_mesh(device.type, (data, tensor), mesh_dim_names=("data", "tensor"))
+    return build_mesh(device.type, (data, tensor), timeout, ("data", "tensor"))
 
 
 def divide_layers(
