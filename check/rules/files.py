@@ -107,6 +107,13 @@ def loggers(checked):
         )
 
 
+def _missing_files(arguments, root):
+    """The paths of files among arguments that do not exist, from the folder of a run."""
+    paths = [argument.partition("=")[2] or argument for argument in arguments]
+    named = [p for p in paths if os.path.splitext(p)[1][1:].isalpha()]
+    return [path for path in named if not os.path.exists(os.path.join(root, path))]
+
+
 def resumed(checked):
     """What a run that was killed and started again continues, and what it has lost."""
     killed, again = checked["killed"], checked["resumed"]
@@ -120,6 +127,10 @@ def resumed(checked):
         yield NotChecked("resuming", "the run that was started again needed more than --timeout")
         return
     if not again.ended and not again.any("step"):
+        if missing := _missing_files(checked.options.resume_arguments, killed.root):
+            why = f"--resume-args names {missing[0]}, which the run that was killed has not written"
+            yield NotChecked("resuming", why)
+            return
         place, text = failure(again)
         yield Finding("resume-fails", place, f"started again, the script fails: {text}"[:500])
         return

@@ -422,6 +422,22 @@ def test_the_best_model_that_a_test_loads_at_the_end_is_no_restart(tmp_path):
         assert found.what == "resuming" and "best.pt" in found.why
 
 
+def test_resumed_run_that_fails_for_want_of_a_file_of_the_user_is_not_checked(tmp_path):
+    step, error = {"kind": "step"}, {"kind": "exception", "error": "none", "waits": 0, "time": 0}
+    runs = {}
+    for name, events, code in (("killed", [step], 0), ("resumed", [error], 1)):
+        runs[name] = Run(name, tmp_path, tmp_path, code, "", 0.0)
+        runs[name].ranks = [Rank(0, 1, events, folder=tmp_path)]
+    options = Options([], tmp_path, resume_arguments=["--resume=out/last.pt", "--lr", "0.1"])
+    checked = Checked(options, runs, {}, "torchrun")
+    (unseen,) = resumed(checked)
+    assert unseen.what == "resuming" and "out/last.pt" in unseen.why
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/last.pt").touch()
+    (found,) = resumed(checked)
+    assert found.rule == "resume-fails"
+
+
 def one_run(tmp_path, name, *ranks):
     """A Checked with one run, of ranks with these events."""
     run = Run(name, tmp_path, tmp_path, 0, "", 0.0)
