@@ -240,12 +240,15 @@ def named_datasets(values):
 
 
 def script_of(command):
-    """The script or module of a command line and its arguments, without python and torchrun."""
+    """The script or module of a command line and its arguments, without its launcher."""
     command = list(command)
     if command and re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         command = command[1:]
         while command and command[0].startswith("-") and command[0] != "-m":
             command = command[2 if command[0] in PYTHON_WITH_VALUE else 1 :]
+    if command[:2] == ["accelerate", "launch"]:  # its flags, with or without a value, up to a file
+        names = [i for i, name in enumerate(command) if name.endswith(".py") or name == "-m"]
+        command = command[names[0] if names else 2 :]
     if command[:1] == ["-m"] and command[1:2] and command[1] in TORCHRUN:
         command = command[1:]
     if command and (command[0] in TORCHRUN or Path(command[0]).name == "torchrun"):

@@ -188,6 +188,7 @@ def test_corpus_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
         ("torchrun --virtual-local-rank --nproc_per_node 8 -- train.py", "train.py"),
         ("python3.11 -u -W ignore train.py", "train.py"),
         ("python_train.py --lr 1", "python_train.py --lr 1"),
+        ("accelerate launch --multi_gpu --num_processes 2 train.py --x", "train.py --x"),
         ("python -m torch.distributed.run --nnodes=2 -m package.train", "-m package.train"),
     ],
 )
