@@ -1,5 +1,7 @@
 """What several rules ask of the runs."""
 
+import re
+
 
 def where(event):
     """The place of an event as a tuple, or None."""
@@ -16,7 +18,7 @@ def failure(run):
     number = next((i for i, code in enumerate(run.codes) if code > 0), 0)
     log = run.folder / f"output-{number}.txt"
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    printed = [line.strip() for line in lines if line.strip()]
+    printed = [line.strip() for line in lines if re.search(r"\w", line)]  # torchrun draws lines
     return None, (printed or [f"exit code {run.code}"])[-1]
 
 

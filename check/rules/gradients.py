@@ -6,6 +6,7 @@ import math
 from check.findings import Finding, NotChecked
 from check.rules.common import (
     all_close,
+    failure,
     first_ranks,
     is_sharded,
     replicas,
@@ -25,7 +26,10 @@ def scale(checked):
         return
     if two is None or one is None or not one.ended:
         why = checked.not_run.get("exact-two") or checked.not_run.get("exact-one")
-        yield NotChecked(what, why or "the script failed on the batches of both ranks")
+        why = why or "the script failed on the batches of both ranks"
+        if checked["one"].code:
+            why += f" (on one: {failure(checked['one'])[1][:200]})"
+        yield NotChecked(what, why)
         return
     for event in two.any("not_exact") + one.any("not_exact"):
         yield NotChecked(what, event["why"])

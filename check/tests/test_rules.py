@@ -19,7 +19,7 @@ from check.report import as_sarif
 from check.rules.data import same_samples, samples_left_out
 from check.rules.evaluation import division, mode
 from check.rules.files import resumed, writers
-from check.rules.gradients import left_over
+from check.rules.gradients import left_over, scale
 from check.rules.models import failures, parameters, start
 from check.scenarios import Checked, Options
 from check.tests import sealed
@@ -449,6 +449,16 @@ def one_run(tmp_path, name, *ranks):
 
 
 INIT = {"kind": "init", "world": 2, "rank": 0}
+
+
+def test_report_says_why_a_script_did_not_train_on_one_process(tmp_path):
+    checked = one_run(tmp_path, "two", [INIT], [INIT | {"rank": 1}])
+    checked.not_run["exact-two"] = "the script trains on several processes only"
+    checked.runs["one"] = Run("one", tmp_path, tmp_path, 1, "", 0.0, codes=[1])
+    checked.runs["one"].ranks = []
+    (tmp_path / "output-0.txt").write_text("ValueError: two ranks at least\n=======\n")
+    (unseen,) = scale(checked)
+    assert unseen.why.endswith("processes only (on one: ValueError: two ranks at least)")
 
 
 def test_checkpoint_that_each_rank_gives_the_same_name_is_saved_by_all(tmp_path):
