@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +17,13 @@ from tasks.images.small_models import ResNet20
 from tools.copy import ANY_TASK_LINE, TASK_LINE, with_task
 from tools.lib.edits import changed
 from tools.lib.ladder import LADDER, ROOT
-from tools.lib.runs import finish_run, kill_within_second_epoch, last_line, start_run
+from tools.lib.runs import (
+    finish_run,
+    kill_family,
+    kill_within_second_epoch,
+    last_line,
+    start_run,
+)
 from tools.shards import of_synthetic, write_json_lines, write_tars
 from tools.verify import one_file
 from tools.verify.cases import (
@@ -128,13 +135,14 @@ class Verifier:
         self.root = root or self.clean
         self.device, self.cores = device, cores or Cores()
         self.references = {} if references is None else references  # {name: Evidence}
+        self.processes, self.ended = [], False  # of all runs; whether they were killed
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, cases, report=lambda row: None):
         """The Rows of the cases; report(row) as soon as each is known."""
         killed = {case.resumes.name: case.resumes for case in cases if case.resumes}
         self._write_data(cases)
-        with ThreadPoolExecutor(self.cores.count) as pool:
+        with self._threads() as pool:
             started = {name: pool.submit(self._kill, case) for name, case in killed.items()}
             self.run_references(cases)
             rows = [pool.submit(self._row, case, report, started) for case in cases]
@@ -145,9 +153,22 @@ class Verifier:
         names = {case.reference for case in cases} - self.references.keys()
         needed = [case for case in self.suite.references if case.name in names]
         self._write_data(cases + needed)
-        with ThreadPoolExecutor(self.cores.count) as pool:
+        with self._threads() as pool:
             for future in [pool.submit(self._reference, case) for case in needed]:
                 future.result()
+
+    @contextmanager
+    def _threads(self):
+        """A pool of threads. An exception, such as Ctrl-C, ends the runs that they wait for."""
+        with ThreadPoolExecutor(self.cores.count) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.ended = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self.processes:
+                    kill_family(process.run_tag)
+                raise
 
     def _write_data(self, cases):
         """What cases run and read. Several may, in threads, as soon as it exists."""
@@ -187,7 +208,8 @@ class Verifier:
         except AssertionError as error:  # it did not end or save, or left processes behind
             details = str(error).splitlines()[0]
             row = Row(case.name, problem=Problem.FAILED, details=details)
-        report(row)
+        if not self.ended:
+            report(row)
         return row
 
     def _script(self, case):
@@ -332,6 +354,7 @@ class Verifier:
         ranks = case.nproc or case.flags.get("spawn_processes", 1)
         cores = self.cores.take(min(self.cores.count, ranks))
         try:
+            assert not self.ended, "the runs were ended"
             process = self.start(
                 script,
                 case.nproc,
@@ -341,6 +364,7 @@ class Verifier:
                 cores,
                 launcher="tools.launch",
             )
+            self.processes.append(process)
             run = wait(process, output_dir)
         finally:
             self.cores.give_back(cores)

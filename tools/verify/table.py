@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tools.lib import history
 from tools.lib.markdown import markdown_table
 from tools.verify.judge import Problem
 
@@ -66,6 +67,7 @@ def write(path, rows, summary, suite):
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     command = " ".join(["python -m tools.verify", *sys.argv[1:]])
     result = {"command": command, "machine": machine, "versions": versions, "summary": summary}
+    result["commit"] = history.head()
     result["task"], result["left_out"] = suite.task, suite.left_out
     result["rows"] = [row.to_json() for row in rows]
     table = markdown_table(head_of(suite.best[0]), map(cells_of, result["rows"]))
