@@ -12,8 +12,9 @@ def mode(checked):
     """Evaluation in training mode, with gradients; training in evaluation mode."""
     ranks = list(first_ranks(checked, "one", "two"))
     for rank in ranks:
-        yield from _mode(rank)
-        if not rank.epochs:
+        found = list(_mode(rank))
+        yield from found
+        if not any(finding.rule == "no-train-mode" for finding in found):
             yield from _mode_of_steps(rank)
     if any(rank.steps for rank in ranks) and not any(rank.evaluation for rank in ranks):
         yield NotChecked(
@@ -24,7 +25,8 @@ def mode(checked):
 
 
 def _mode_of_steps(rank):
-    """Without a DataLoader: a model that is in training mode in the first step, and in no other."""
+    """A model that is in training mode in a step, and in none of the next two: an evaluation within
+    the epoch, or one without a DataLoader, has left it in its own mode."""
     by_model = {}
     for step in rank.steps:
         modes = {}
@@ -35,13 +37,11 @@ def _mode_of_steps(rank):
             by_model.setdefault(model, []).append(forwards)
     for steps in by_model.values():
         trains = [any(forward["training"] for forward in forwards) for forwards in steps]
-        if len(steps) > 2 and trains[0] and not any(trains[1:]):
+        changes = zip(trains, trains[1:], trains[2:], strict=False)
+        if (True, False, False) in changes:
             last = steps[-1][-1]
-            yield Finding(
-                "no-train-mode",
-                where(last),
-                f"{last['type']} trains in evaluation mode after the first step",
-            )
+            text = f"{last['type']} trains in evaluation mode after it was in training mode"
+            yield Finding("no-train-mode", where(last), text)
 
 
 def _mode(rank):

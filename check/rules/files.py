@@ -53,7 +53,8 @@ def writers(checked):
             counts = Counter(event["path"] for event in saves)
             loads = [e for e in rank.of("load") if saves and e["number"] < saves[0]["number"]]
             counts.update({e["path"] for e in loads} & counts.keys())  # the run before wrote them
-            for path, count in counts.items():
+            models = {event["path"] for event in saves if event["model"]}
+            for path, count in sorted(counts.items(), key=lambda item: item[0] not in models):
                 if count > 1 and not any(_covers(source, path) for source in renamed):
                     event = next(e for e in saves if e["path"] == path)
                     yield Finding(

@@ -240,7 +240,7 @@ def _drift(first, second, count):
             if wrapped and forwards:
                 place = tuple(forwards[-1].get("caller") or ()) or where(forwards[-1])
             syncs = [f["syncs"] for f in forwards if "syncs" in f and f["grad"]]
-            if syncs and not any(syncs) and len(syncs) == len(forwards):
+            if syncs and not syncs[-1] and len(syncs) == len(forwards):
                 rule, place = "never-synchronized", _backward_of(ours)
             yield Finding(
                 rule,
@@ -471,11 +471,10 @@ def zero(checked):
 
 
 def _may_train(step):
-    """Whether a step has gradients, or computes some itself, or is one of an optimizer that needs
-    none of `grad`, and so has a state all the same."""
+    """Whether a step has gradients, or is one of an optimizer that needs none of `grad`, and so has
+    a state all the same."""
     return (
         any(gradient is not None for gradient in step["gradients"])
-        or step["closure"]
         or step["state"][0] > 0
         or step["size"] == 0
     )

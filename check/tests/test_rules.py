@@ -511,6 +511,19 @@ def test_evaluation_that_was_not_seen_is_said(tmp_path):
     assert "evaluation" in said.what and "--epochs" in said.why
 
 
+def test_evaluation_within_an_epoch_that_leaves_its_mode_is_found(tmp_path):
+    def found(*modes):
+        forward = {"grad": True, "dropouts": 1, "norms": 0, "model": 1, "type": "Net"}
+        forwards = [[forward | {"training": on, "place": None}] for on in modes]
+        steps = [
+            {"kind": "step", "number": i, "step": i, "forwards": f} for i, f in enumerate(forwards)
+        ]
+        return [each.rule for each in mode(one_run(tmp_path, "one", steps)) if len(each) > 2]
+
+    assert found(True, True, False, False) == ["no-train-mode"]
+    assert found(True, False, True, True) == [] == found(False, False, False)
+
+
 GOES_ON = [("set_epoch", 1), ("batch", [3]), ("batch", [4])]  # the first batch is skipped
 
 

@@ -328,8 +328,36 @@ from check_inside.record import checksum
 tensor = torch.arange(4.0)
 print(checksum(tensor) == checksum(tensor.clone()) != checksum(tensor + 1))
 print(tensor.untyped_storage().resizable())
+column = torch.arange(8.0).as_strided((1,), (5,))  # is contiguous: there is no next element
+print(checksum(column) == checksum(torch.zeros(1)))
 """
-    assert output(0, source, tmp_path).split() == ["True", "True"]
+    assert output(0, source, tmp_path).split() == ["True", "True", "True"]
+
+
+def test_gradients_are_seen_when_a_closure_has_computed_them(tmp_path):
+    source = """
+from check_inside.record import once_computed
+said = []
+for args, kwargs in ((("optimizer", lambda: said.append("closure")), {}), (("optimizer",), {})):
+    changed = once_computed(args, kwargs, lambda: said.append("seen"))
+    if changed:
+        changed[0][1](), changed[0][1]()  # as LBFGS does
+print(*said)
+"""
+    assert output(0, source, tmp_path).split() == ["closure", "seen", "closure", "seen"]
+
+
+def test_mode_of_a_wrapper_is_that_of_the_model(tmp_path):
+    """Lightning changes the mode of its module, not that of DistributedDataParallel around it."""
+    source = """
+from check_inside.state import STATE
+from check_inside.training import _root_forward
+model = torch.nn.DataParallel(torch.nn.Linear(1, 1)).eval()
+model.module.train()
+_root_forward(model, ())
+print(STATE.forwards[-1]["training"])
+"""
+    assert output(0, source, tmp_path).strip() == "True"
 
 
 def test_settings_of_an_optimizer_are_all_its_numbers(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from check_inside.record import PLAN, checksum, passing_on, rank, replace
+from check_inside.record import PLAN, checksum, once_computed, passing_on, rank, replace
 from check_inside.state import STATE
 
 MOST_ELEMENTS = 50_000_000  # of the outputs of modules, in each step
@@ -339,28 +339,12 @@ def _before_step(optimizer, args, kwargs):
     _step["is_stage"] = STATE.is_stage
     if not _count:
         _step["loaded"] = _state_of(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+
+    def note():  # LBFGS then calls its closure with the weights of a next step
         _note_gradients(optimizer)
-        return None
-    observed = _first_call(closure, optimizer)
-    if "closure" in kwargs:
-        return args, kwargs | {"closure": observed}
-    return (args[0], observed, *args[2:]), kwargs
+        _step["first"] = {name: [*_step[name]] for name in ("forwards", "losses", "norms")}
 
-
-def _first_call(closure, optimizer):
-    """A closure whose first call is what the step is compared by: LBFGS then calls it with the
-    weights of a next step."""
-
-    def observed():
-        result = closure()
-        if "first" not in _step:
-            _note_gradients(optimizer)
-            _step["first"] = {name: [*_step[name]] for name in ("forwards", "losses", "norms")}
-        return result
-
-    return observed
+    return once_computed(args, kwargs, note)
 
 
 def _note_gradients(optimizer):

@@ -129,10 +129,32 @@ def checksum(tensor, start=0):
             return zlib.crc32(
                 repr((tensor.layout, tensor.dtype, tuple(tensor.shape))).encode(), start
             )
-    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.cpu().contiguous()  # where a size is 1, with any stride
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     # Not flat.numpy(): the storage could never be resized again, and FSDP resizes its own.
     data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     return zlib.crc32(data, start)
+
+
+def once_computed(args, kwargs, note):
+    """For a pre-hook of Optimizer.step: calls note() when the gradients are there, which is now, or
+    after the first call of a closure: LBFGS calls it again. Returns the arguments of the step."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        note()
+        return None
+    is_first = [True]
+
+    def observed():
+        result = closure()
+        if is_first:
+            is_first.clear()
+            note()
+        return result
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": observed}
+    return (args[0], observed, *args[2:]), kwargs
 
 
 def replace(owner, name, make):

@@ -11,6 +11,7 @@ from check_inside.record import (
     called_by_user,
     checksum,
     guarded,
+    once_computed,
     passing_on,
     place,
     record,
@@ -140,10 +141,13 @@ def _root_forward(module, inputs):
     parts = list(module.modules())
     norms = [part for part in parts if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     dropouts = [part for part in parts if isinstance(part, torch.nn.modules.dropout._DropoutNd)]
+    inner = module  # Lightning changes the mode of what DistributedDataParallel wraps
+    while isinstance(getattr(inner, "module", None), torch.nn.Module):
+        inner = inner.module
     forward = {
         "model": ordinal,
         "type": type(module).__name__,
-        "training": module.training,
+        "training": inner.training,
         "grad": torch.is_grad_enabled(),
         "dropout": sum(part.training and part.p > 0 for part in dropouts),
         "dropouts": sum(part.p > 0 for part in dropouts),
@@ -347,15 +351,15 @@ def _before_step(optimizer, args, kwargs):
     global _step_depth
     _step_depth += 1
     if _is_initialization():
-        return
+        return None
     if _step_depth > 1:  # of an optimizer in an optimizer, such as ZeRO's, which has the state
         record("inner_step", step=STATE.steps, state=_state_checksum(optimizer))
-        return
-    _record_step(optimizer, has_closure=len(args) > 1 or bool(kwargs.get("closure")))
+        return None
+    return once_computed(args, kwargs, lambda: _record_step(optimizer))
 
 
 @guarded
-def _record_step(optimizer, has_closure):
+def _record_step(optimizer):
     ordinal = STATE.optimizers(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [None if p.grad is None else checksum(p.grad) for p in parameters[:MOST_TENSORS]]
@@ -387,7 +391,6 @@ def _record_step(optimizer, has_closure):
         backwards=STATE.backwards,
         added=len(STATE.backwards) - STATE.first_backward,
         moved=STATE.moved,
-        closure=has_closure,
         batches=STATE.batches,
         forwards=STATE.forwards[:50],
         syncs=list(STATE.syncs.values()),
