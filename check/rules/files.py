@@ -3,6 +3,7 @@
 import os
 import re
 from collections import Counter
+from itertools import pairwise
 
 from check.findings import Finding, NotChecked
 from check.rules.common import (
@@ -187,6 +188,8 @@ def resumed(checked):
     # Other ranks get the buffers of rank 0 with the first forward of a wrapper.
     found += _lost_buffers(before.steps[index], after.steps[0], place)
     found = found or list(_lost_on_other_ranks(killed, again, index, place))
+    if _sets_rates_at_random(before):
+        yield NotChecked("the rate after the load", "without a load, it goes up and down, too")
     yield from found or _other_step(killed, again, index, place)
 
 
@@ -350,7 +353,7 @@ def _first_steps(before, after, index):
 def _lost_schedule(before, after, index, place, is_lost):
     """The rate, and what a schedule has counted, where the rate has not changed yet."""
     pairs = _first_steps(before, after, index)
-    for old, new in pairs:
+    for old, new in [] if _sets_rates_at_random(before) else pairs:
         if not all_close(old["rates"], new["rates"]):
             also = "; the rate is also in the state of the optimizer" if is_lost else ""
             yield Finding(
@@ -371,6 +374,14 @@ def _lost_schedule(before, after, index, place, is_lost):
                 f"{kind} had come to {count} (last_epoch); after the load it is at {restored}",
             )
             return
+
+
+def _sets_rates_at_random(rank):
+    """Whether the rate goes up and down from step to step without a scheduler: each step of some
+    scripts multiplies it by the length of its text, and sets it back."""
+    rates = [step["rates"][0] for step in rank.steps if not step["schedulers"]]
+    changes = [after > before for before, after in pairwise(rates) if after != before]
+    return sum(first != second for first, second in pairwise(changes)) > 2
 
 
 def _lost_settings(before, after, index, place):
@@ -437,7 +448,7 @@ def _epoch(before, after, index, place, prints):
         expected = sum(len(_inputs(step)) for step in earlier)
     else:
         expected = sum(step["batches"].get(loader, 0) for step in earlier)
-    if len(old) > expected and old[0] != old[expected] and new[0] == old[0]:
+    if len(old) > expected and not _begin_alike(old[0], old[expected]) and new[0] == old[0]:
         # Within the first epoch this is also what a script does that repeats the epoch on purpose.
         ends = all(epoch["whole"] or epoch["iterable"] for epoch in after.training)
         yield Finding(
@@ -446,6 +457,13 @@ def _epoch(before, after, index, place, prints):
             f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
+
+
+def _begin_alike(one, other):
+    """Whether two batches are the same, but for their lengths, as those are of a text that each
+    epoch reads from its beginning in pieces of random lengths."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def _skipped(before, after, index, place):

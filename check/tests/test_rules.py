@@ -16,6 +16,7 @@ from check.events import Rank, Run
 from check.findings import Finding
 from check.processes import INSIDE
 from check.report import as_sarif
+from check.rules import files
 from check.rules.data import same_samples, samples_left_out
 from check.rules.evaluation import division, mode
 from check.rules.files import resumed, writers
@@ -556,6 +557,32 @@ def test_schedules_and_settings_after_a_restart(tmp_path):
     assert rule == "settings-not-restored" and "momentum 0.9 in group 0" in observed
     other = {"settings": [{"nesterov": [1.0]}], "schedulers": []}  # nothing that both have
     assert restarted(tmp_path, GOES_ON, **other) == []
+
+
+def test_rates_that_go_up_and_down_are_not_compared_after_a_restart():
+    def lost(*rates):
+        steps = [{"step": i, "rates": [rate], "schedulers": []} for i, rate in enumerate(rates)]
+        ranks = SimpleNamespace(steps=steps), SimpleNamespace(steps=[steps[0], steps[1]])
+        return [each.rule for each in files._lost_schedule(*ranks, 3, None, False)]
+
+    assert lost(0.3, 0.2, 0.1, 0.05, 0.02) == ["scheduler-not-restored"]
+    assert lost(0.1, 0.3, 0.2, 0.1, 0.05) == ["scheduler-not-restored"]  # with a warm-up
+    assert lost(0.3, 0.2, 0.4, 0.1, 0.35) == []
+
+
+def test_text_that_each_epoch_reads_in_pieces_of_random_lengths_is_not_repeated():
+    def found(*pieces):
+        steps = [{"batches": {}, "forwards": [{"rows": piece}]} for piece in pieces]
+        ranks = [
+            Rank(0, 1, [{"kind": "step", "number": i, "step": i, **step} for i, step in kept])
+            for kept in (enumerate(steps), enumerate(steps[:1]))
+        ]
+        for rank in ranks:
+            rank.epochs = []
+        return [each.rule for each in files._epoch(*ranks, 2, None, ())]
+
+    assert found([1, 2, 3], [4, 5, 6], [7, 8]) == ["order-after-resume"]
+    assert found([1, 2, 3], [4, 5, 6], [1, 2]) == []
 
 
 def test_all_processes_that_fail_before_they_join_a_group_are_a_finding(tmp_path):
