@@ -347,6 +347,20 @@ print(*said)
     assert output(0, source, tmp_path).split() == ["closure", "seen", "closure", "seen"]
 
 
+def test_file_for_each_network_is_a_checkpoint(tmp_path):
+    source = """
+from check_inside.files import _holds_model
+from check_inside.state import STATE
+for size in (3, 4, 5):
+    model = torch.nn.Linear(2, size)
+    STATE.models(model)
+    STATE.parameters += model.parameters()
+    STATE.parameter_ids |= {id(p) for p in model.parameters()}
+print(_holds_model(model.state_dict()), _holds_model([torch.zeros(9)]))
+"""
+    assert output(0, source, tmp_path).split() == ["True", "False"]
+
+
 def test_mode_of_a_wrapper_is_that_of_the_model(tmp_path):
     """Lightning changes the mode of its module, not that of DistributedDataParallel around it."""
     source = """

@@ -98,23 +98,32 @@ def _keys(thing):
 
 @guarded
 def _holds_model(thing):
-    """Whether there are tensors in it with the shapes of the parameters that are trained, as in a
-    checkpoint; False for predictions, statistics and the like; None if that cannot be told."""
+    """Whether there are tensors in it with the shapes of the parameters that are trained, or of one
+    network of several, as in a checkpoint; False for predictions, statistics and the like; None if
+    that cannot be told."""
     import torch
 
-    shapes = Counter(tuple(p.shape) for p in STATE.parameters)
-    if not shapes:
+    if not STATE.parameters:
         return None
     leaves = list(_leaves(thing))
     if None in leaves:
         return None
-    found = sum((Counter(leaves) & shapes).values())
     total = sum(p.numel() for p in STATE.parameters)
     sizes = [torch.Size(shape).numel() for shape in leaves]
     is_sharded = any(hasattr(p, "to_local") or id(p) in STATE.flat for p in STATE.parameters)
     if is_sharded and leaves:
         return None
-    return found >= 0.5 * shapes.total() or total in sizes
+    if total in sizes:
+        return True
+    networks = [[*model.parameters()] for model in STATE.models.objects]
+    trained = [own for own in networks if len(own) > 1 and id(own[0]) in STATE.parameter_ids]
+    return any(_found(own, leaves) >= 0.5 for own in [STATE.parameters, *trained])
+
+
+def _found(parameters, shapes):
+    """The share of these parameters whose shapes are among those of the tensors in a file."""
+    counts = Counter(tuple(parameter.shape) for parameter in parameters)
+    return (counts & Counter(shapes)).total() / counts.total()
 
 
 def _leaves(thing):
