@@ -294,10 +294,10 @@ def test_forks_are_like_processes_of_their_own(tmp_path):
     assert all(len(set(each)) == 3 for each in draws) and set(sessions) == {"True"}
 
 
-def output(limit, source, folder):
+def output(limit, source, folder, device="cpu"):
     """What a script prints with --limit-data."""
     plan = {"folder": str(folder), "root": str(folder), "run": "one", "limit_data": limit}
-    plan |= {"device": "cpu", "exact": None, "joins_statistics": False}
+    plan |= {"device": device, "exact": None, "joins_statistics": False}
     environment = {"TOOLS_CHECK_PLAN": json.dumps(plan), "PYTHONPATH": str(INSIDE)}
     command = [sys.executable, "-c", f"import torch\nfrom torch.utils.data import *\n{source}"]
     return subprocess.check_output(command, env=os.environ | environment, text=True)
@@ -345,6 +345,17 @@ for args, kwargs in ((("optimizer", lambda: said.append("closure")), {}), (("opt
 print(*said)
 """
     assert output(0, source, tmp_path).split() == ["closure", "seen", "closure", "seen"]
+
+
+def test_mean_of_integers_as_with_nccl(tmp_path):
+    source = """
+import torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+count = torch.tensor([3])
+dist.all_reduce(count, op=dist.ReduceOp.AVG)
+print(count.item())
+"""
+    assert output(0, source, tmp_path, device="mapped") == "3\n"
 
 
 def test_file_for_each_network_is_a_checkpoint(tmp_path):

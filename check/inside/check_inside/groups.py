@@ -53,9 +53,10 @@ def install(name, torch):
             return "nccl" if asked == "nccl" else original(group)
 
         answer_others(dist, "get_backend", get_backend)
-        for function in ("all_gather_into_tensor", "all_gather_single"):
+        as_nccl = {"all_gather_into_tensor": _of_any_shape, "all_gather_single": _of_any_shape}
+        for function, make in (as_nccl | {"all_reduce": _also_mean_of_integers}).items():
             if hasattr(c10d, function):
-                replacement = _of_any_shape(getattr(c10d, function))
+                replacement = make(getattr(c10d, function))
                 for module in (c10d, dist):
                     setattr(module, function, replacement)
     for function in ("all_gather_object", "gather_object"):
@@ -140,6 +141,22 @@ def _of_any_shape(original):
         return original(output_tensor.view(-1), input_tensor.view(-1), *args, **kwargs)
 
     return all_gather
+
+
+def _also_mean_of_integers(original):
+    """NCCL also averages integers; gloo refuses that."""
+
+    @functools.wraps(original)
+    def all_reduce(tensor, op=None, group=None, async_op=False):
+        import torch.distributed as dist
+
+        op = dist.ReduceOp.SUM if op is None else op
+        if op != dist.ReduceOp.AVG or tensor.is_floating_point() or async_op:
+            return original(tensor, op, group, async_op)
+        original(tensor, dist.ReduceOp.SUM, group)
+        tensor.div_(dist.get_world_size(group), rounding_mode="trunc")
+
+    return all_reduce
 
 
 def _observe(group):
