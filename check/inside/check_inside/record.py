@@ -1,6 +1,5 @@
 """Writes what happens in one process as lines of JSON, for check/events.py to read."""
 
-import ctypes
 import functools
 import inspect
 import json
@@ -129,11 +128,10 @@ def checksum(tensor, start=0):
             return zlib.crc32(
                 repr((tensor.layout, tensor.dtype, tuple(tensor.shape))).encode(), start
             )
-    whole = tensor.cpu().contiguous()  # where a size is 1, with any stride
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-    # Not flat.numpy(): the storage could never be resized again, and FSDP resizes its own.
-    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    return zlib.crc32(data, start)
+    # A copy: it has bytes where a subclass of Tensor has none, such as the result of a collective
+    # that goes on. A storage of which NumPy holds a part cannot be resized; FSDP resizes its own.
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy(), start)
 
 
 def once_computed(args, kwargs, note):
