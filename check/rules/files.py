@@ -381,7 +381,7 @@ def _sets_rates_at_random(rank):
     scripts multiplies it by the length of its text, and sets it back."""
     rates = [step["rates"][0] for step in rank.steps if not step["schedulers"]]
     changes = [after > before for before, after in pairwise(rates) if after != before]
-    return sum(first != second for first, second in pairwise(changes)) > 2
+    return sum(first != second for first, second in pairwise(changes)) > 1
 
 
 def _lost_settings(before, after, index, place):
@@ -511,8 +511,9 @@ def _batches(rank, loader):
 
 
 def _inputs(step):
-    """Checksums of what a step of a script without a DataLoader has put into its model."""
-    return [forward["rows"] for forward in step["forwards"] if forward.get("rows")]
+    """Checksums of what a step of a script without a DataLoader has put into its model at last; an
+    evaluation may have come before."""
+    return [forward["rows"] for forward in step["forwards"] if forward.get("rows")][-1:]
 
 
 def _places_of_epochs(checked):
