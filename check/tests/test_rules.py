@@ -766,7 +766,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.rare)])
 def test_parts_of_a_model_are_no_replicas(processes, tmp_path):
     """Of four ranks, two hold a model together, and the pairs shard it between them."""
     rules, _, not_checked = found_in(tmp_path, TWO_DIMENSIONS, processes)
@@ -813,6 +813,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_ranks_with_parts_of_the_positions_read_the_same(tmp_path):
     rules, _, not_checked = found_in(tmp_path, CONTEXT)
     assert rules == [] and "check diff" in not_checked
@@ -877,6 +878,7 @@ for epoch in range(2):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_batch_norm_of_a_momentum_encoder_is_not_frozen(tmp_path):
     (tmp_path / "train.py").write_text(MOMENTUM)
     assert run_check(tmp_path)[0] == 0
