@@ -3,7 +3,6 @@
 import os
 import time
 import uuid
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +14,6 @@ from tasks.images.decode import BadImageError, decode
 from tests.images import break_file, config, folder, photo
 from utils.cache_file import write_atomically
 from utils.errors import UserError
-
-
-def test_file_that_may_not_be_read_is_not_a_broken_one(tmp_path, monkeypatch):
-    """It would otherwise stay on the list of bad files when the permissions are corrected."""
-    folder(tmp_path)
-
-    def refused(path):
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refused)
-        with pytest.raises(UserError, match=r"cannot read .*: Permission denied"):
-            build_datasets(config(tmp_path, "--on-bad-sample=skip"))
-    train, _ = build_datasets(config(tmp_path, "--on-bad-sample=skip"))
-    assert len(train) == len(build_datasets(config(tmp_path))[0])
 
 
 def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
