@@ -5,20 +5,16 @@ import random
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import SequentialSampler
 from torchvision.transforms.v2 import functional as F
 
 from tasks.images import build_datasets
 from tasks.images.augment import CropFlip
-from tasks.images.decode import BadImageError, decode
+from tasks.images.decode import decode
 from tasks.images.folder import FolderDataset, random_box
-from tests.images import break_file, config, folder
+from tests.images import config, folder
 from utils.checkpoint import FORMAT
-from utils.data import build_loader
-from utils.sampler import EpochSampler
 from utils.seeds import derive_seed
 
-CPU = torch.device("cpu")
 PREPROCESSING = {
     "image_size": 32,
     "resize": 36,
@@ -26,13 +22,10 @@ PREPROCESSING = {
     "mean": [0],
     "std": [1],
 }
-KINDS = ("jpg", "png", "bmp")
-
-
 # Augmentation
 
 
-@pytest.mark.parametrize("size", [(1, 1), (500, 400), (1, 300), (300, 1), (224, 224)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (500, 400), (1, 300)], ids=str)
 def test_random_boxes_are_inside_the_image_and_follow_the_rule(size):
     draws = random.Random(0)
     boxes = [random_box(*size, draws) for _ in range(300)]
@@ -103,39 +96,12 @@ def test_preprocessing_follows_the_weights(tmp_path):
     assert (train.augment, val.augment) == ("crop_flip", "none")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_array_and_workers_give_the_same_batches(workers, tmp_path):
-    folder(tmp_path, count=10)
-    batches = []
-    for flags in (["--loader=device"], ["--loader=workers", f"--num-workers={workers}"]):
-        cfg = config(tmp_path, "--global-batch-size=6", *flags)
-        train, _ = build_datasets(cfg)
-        sampler = EpochSampler(train, seed=cfg.seed)
-        loader = build_loader(train, sampler, 6, CPU, cfg, train=True)
-        for epoch in (0, 1):
-            sampler.set_epoch(epoch)
-            batches.append(list(loader))
-    first, second, same_first, same_second = batches
-    assert len(first) == 3
-    for ours, theirs in zip(first + second, same_first + same_second, strict=True):
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    assert not torch.equal(first[0][0], second[0][0])
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_bad_file_read_by_a_worker_is_one_line(workers, tmp_path):
-    break_file(folder(tmp_path) / "train" / "dog" / "3.jpg")
-    cfg = config(tmp_path, "--loader=workers", f"--num-workers={workers}", "--global-batch-size=4")
-    train, _ = build_datasets(cfg)
-    with pytest.raises(BadImageError, match=r"dog/3\.jpg") as caught:
-        list(build_loader(train, SequentialSampler(train), 4, CPU, cfg))
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("size", "suffix"),
     [
-        *((size, suffix) for size in ((1, 1), (3000, 1), (1, 3000)) for suffix in KINDS),
+        ((1, 1), "jpg"),
+        ((3000, 1), "png"),
+        ((1, 3000), "bmp"),
         ((10000, 10000), "jpg"),  # PNG, with the same decoder, takes 20 seconds to write
         ((90000, 1000), "bmp"),  # and Pillow warns from 89 megapixels
     ],
