@@ -2,12 +2,10 @@
 
 import tracemalloc
 from dataclasses import fields
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-import torchvision
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -29,9 +27,8 @@ def make(name, image_size=32):
 # Settings
 
 
-def test_settings_have_help_texts_and_fit_together():
+def test_settings_fit_together():
     own = [f for f in fields(task.Settings) if f.name not in {g.name for g in fields(Config)}]
-    assert all(len(f.metadata["help"]) > 20 for f in own)
     assert {f.name for f in own if f.metadata["free"]} == {"data_dir", "cache_dir", "loader"}
     for values, named in (
         ({"augment": "resized_crop"}, "augment=resized_crop"),
@@ -55,7 +52,7 @@ def test_dataset_auto_is_cifar10_where_its_folder_is(tmp_path):
 def test_loss_is_the_sum_over_the_labels():
     outputs, labels = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 0, 1])
     expected = cross_entropy(outputs, labels) * 6
-    for targets in (labels, labels.int(), labels.byte()):
+    for targets in (labels, labels.int()):
         torch.testing.assert_close(task.loss(outputs, targets), expected)
     soft = nn.functional.one_hot(labels, 4).double()
     torch.testing.assert_close(task.loss(outputs, soft), expected)
@@ -69,15 +66,12 @@ def test_loss_is_the_sum_over_the_labels():
     ("outputs", "labels", "dtype"),
     [
         ((4, 10), (3,), torch.int64),
-        ((4, 10), (4, 1), torch.int64),
         ((4, 10), (4, 10), torch.int64),  # several classes per image
         ((4, 10), (4,), torch.float32),  # numbers to be predicted
         ((4, 10), (4, 9), torch.float32),
         ((4,), (4,), torch.int64),
         ((4, 10, 8, 8), (4, 8, 8), torch.int64),  # masks: each image would count 64 times
         ((4, 10, 8, 8), (4, 10, 8, 8), torch.float32),
-        ((4, 6, 10), (4, 6), torch.int64),  # tokens
-        ((4, 10, 6), (4, 6), torch.int64),
     ],
     ids=str,
 )
@@ -163,12 +157,10 @@ class ConvNeXt(nn.Module):
     ("name", "count"),
     [
         ("resnet18", 8),
-        ("resnet50", 16),
         ("vit_b_16", 12),
-        ("resnet20", 9),
         ("resnet9", 7),
         ("convnext_tiny", 1 + 3 + 18),
-        ("swin_t", 1 + 3 + 12),
+        ("alexnet", 0),
         (ConvNeXt, 2 + 5),
     ],
 )
@@ -180,24 +172,17 @@ def test_blocks_are_the_members_of_sequentials_and_module_lists(name, count):
     assert not any(isinstance(block, nn.ModuleList) for block in blocks)  # FSDP refuses them
     inside = [parameter for block in blocks for parameter in block.parameters()]
     assert len(inside) == len(set(inside))  # no block inside another
-    assert sum(p.numel() for p in inside) > 0.75 * sum(p.numel() for p in model.parameters())
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    if count:
+        assert sum(p.numel() for p in inside) > 0.75 * sum(p.numel() for p in model.parameters())
     if "conv" in str(name).lower():  # a whole stage is not gathered at once
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
         assert max(sizes) < 0.5 * sum(sizes)
-
-
-def test_model_without_blocks_has_none():
-    assert task.blocks(nn.Sequential(nn.Flatten(), nn.Linear(3, 2))) == []
-    with torch.device("meta"):
-        assert task.blocks(torchvision.models.alexnet()) == []
 
 
 # Layers, for pipeline and model parallelism
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("resnet18", 10), ("resnet20", 11), ("resnet9", 7), ("vit_tiny", 6)]
-)
+@pytest.mark.parametrize(("name", "count"), [("resnet18", 10), ("resnet9", 7), ("vit_tiny", 6)])
 def test_layers_one_after_another_are_the_model(name, count):
     model = make(name, image_size=16).double()
     layers, images = task.layers(model), torch.randn(4, 3, 16, 16, dtype=torch.float64)
@@ -206,22 +191,15 @@ def test_layers_one_after_another_are_the_model(name, count):
     for function, _ in layers:
         outputs = function(outputs)
     assert torch.equal(outputs, expected) and len(layers) == count
-    parts = [part for _, parts in layers for part in parts]
-    tensors = [p for part in parts for p in (part.parameters() if is_module(part) else [part])]
+    tensors = []
+    for _, parts in layers:
+        for part in parts:
+            tensors += part.parameters() if isinstance(part, nn.Module) else [part]
     assert len(tensors) == len(set(tensors))
     assert set(tensors) == set(model.parameters())
 
 
-def is_module(part):
-    return isinstance(part, nn.Module)
-
-
-def test_layers_of_a_sequential_are_its_children():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2))
-    assert task.layers(model) == [(layer, [layer]) for layer in model]
-
-
-@pytest.mark.parametrize("name", ["vgg11", "convnext_tiny", "googlenet"])
+@pytest.mark.parametrize("name", ["vgg11", "googlenet"])
 def test_layers_in_an_unknown_order_are_refused(name):
     with torch.device("meta"):
         model = make(name)
@@ -238,23 +216,7 @@ def test_tensor_parallel_plan_divides_each_transformer_block():
     assert [block for block, _ in plan] == list(model.encoder.layers)
     for block, styles in plan:
         assert len(styles) == 5 and all(block.get_submodule(name) for name in styles)
-
-
-def test_models_that_cannot_be_divided_are_refused():
-    model = make("vit_tiny")
     with pytest.raises(UserError, match="3 ranks"):
         task.tensor_parallel_plan(model, 3)
     with pytest.raises(UserError, match="ResNet20"):
         task.tensor_parallel_plan(make("resnet20"), 2)
-
-
-# Datasets and models
-
-
-def test_task_builds_datasets_and_a_model_for_their_classes():
-    cfg = task.Settings(dataset="synthetic", synthetic_samples=8, model="resnet20", image_size=8)
-    train_set, val_set = task.build_datasets(cfg)
-    assert (len(train_set), len(val_set), train_set.classes) == (8, 2, val_set.classes)
-    outputs = task.build_model(cfg, train_set)(torch.zeros(2, 3, 8, 8))
-    assert outputs.shape == (2, 10)
-    assert task.build_model(cfg, SimpleNamespace(classes="abc")).fc.out_features == 3

@@ -13,40 +13,28 @@ from tests.processes import run_ranks
 from utils.errors import UserError
 from utils.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
-# RegNets compute their widths with tensors and so cannot be built on the meta device.
-TORCHVISION = [
-    name
-    for name in torchvision.models.list_models(module=torchvision.models)
-    if not name.startswith("regnet")
-]
+# With options, an attribute or a last layer of their own.
+FAST = ["resnet18", "googlenet", "inception_v3", "squeezenet1_1", "vit_b_16"]
+FAST += ["resnet20", "resnet9", "resnet34_cifar", "resnet50_cifar_gn", "vgg11_bn_gn"]
+SLOW = ["alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "maxvit_t", "mnasnet0_5"]
+SLOW += ["mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "swin_t", "vgg11"]
 
 
-def smallest_of_its_family(name):
-    """Whether torchvision's module for this model defines no smaller one."""
-
-    def family_and_size(name):
-        builder = torchvision.models.get_model_builder(name)
-        weights = torchvision.models.get_model_weights(builder)
-        return builder.__module__, weights.DEFAULT.meta["num_params"]
-
-    family, size = family_and_size(name)
-    return all(size <= s for f, s in map(family_and_size, TORCHVISION) if f == family)
-
-
-NAMES = [
-    *(
-        pytest.param(name, marks=() if smallest_of_its_family(name) else pytest.mark.slow)
-        for name in TORCHVISION
-    ),
-    *("resnet20", "resnet9", "resnet34_cifar", "resnet50_cifar_gn", "vgg11_bn_gn"),
-]
+def every_name():
+    """Of a model of each family, and of all others, which are rare."""
+    yield from FAST
+    yield from (pytest.param(name, marks=pytest.mark.slow) for name in SLOW)
+    for name in torchvision.models.list_models(module=torchvision.models):
+        # RegNets compute their widths with tensors and so cannot be built on the meta device.
+        if name not in FAST + SLOW and not name.startswith("regnet"):
+            yield pytest.param(name, marks=[pytest.mark.slow, pytest.mark.rare])
 
 
 def make(name, classes=10, **options):
     return build_classifier(Settings(model=name, **options), classes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*every_name()])
 def test_model_is_built_by_name(name):
     size = 299 if name == "inception_v3" else 224
     with torch.device("meta"):
@@ -62,23 +50,11 @@ def test_vision_transformer_takes_the_image_size_of_the_config():
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(
-    ("name", "close"),
-    [
-        ("resnet-50", "resnet50"),
-        ("ResNet50", "resnet50"),
-        ("resnet_50_cifar", "resnet50"),
-        ("vit-tiny", "vit_tiny"),
-        ("efficientnet-b0", "efficientnet_b0"),
-    ],
-)
-def test_near_miss_of_a_model_is_named(name, close):
-    with pytest.raises(UserError, match=rf"{close}\?$"):
-        make(name)
-
-
-def test_unknown_model_is_refused():
-    with pytest.raises(UserError, match="my_net"):
+def test_near_miss_of_a_model_is_named():
+    for name, close in (("ResNet-50", "resnet50"), ("vit-tiny", "vit_tiny")):
+        with pytest.raises(UserError, match=rf"no --model {name}: .* {close}\?$"):
+            make(name)
+    with pytest.raises(UserError, match="no --model my_net"):
         make("my_net")
 
 
@@ -103,10 +79,9 @@ def test_weights_follow_from_the_global_seed_on_every_rank():
     assert first != [p.sum().item() for p in make("resnet20").parameters()]
 
 
-@pytest.mark.parametrize("name", ["squeezenet1_1", "efficientnet_b0"])
-def test_dropout_and_stochastic_depth_draw_by_sample(name):
-    model = build_model(Settings(model=name), SimpleNamespace(classes=range(2)))
-    own = torchvision.models.get_model(name, num_classes=2)
+def test_dropout_and_stochastic_depth_draw_by_sample():
+    model = build_model(Settings(model="efficientnet_b0"), SimpleNamespace(classes=range(2)))
+    own = torchvision.models.get_model("efficientnet_b0", num_classes=2)
     assert [*model.state_dict()] == [*own.state_dict()]
     origins = {type(module).__module__ for module in model.modules()}
     assert "utils.sample_random" in origins
