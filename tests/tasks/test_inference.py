@@ -1,4 +1,4 @@
-"""predict and evaluate in tasks/images with the checkpoint of a run. More: test_own_images.py."""
+"""predict, evaluate and export in tasks/images, with the checkpoint of a run."""
 
 import json
 from unittest.mock import Mock
@@ -7,27 +7,27 @@ import pytest
 import torch
 
 import tasks.images as task
-from tasks.images import evaluate, predict
+from tasks.images import evaluate, export, predict
 from tasks.images.inference import load_trained
+from tasks.images.models import build_classifier
 from tests.forked import ROUNDING, fork_script
 from tests.images import photo
-from utils.checkpoint import read_checkpoint, save_atomically
+from tests.processes import run_isolated
+from utils.checkpoint import FORMAT, read_checkpoint, save_atomically
 from utils.errors import UserError
 from utils.metrics import Meter
-
-FLAGS = {"model": "resnet20_gn", "epochs": 1, "synthetic_samples": 48, "image_size": 8}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run in float64 that started from a checkpoint with a normalization of its own."""
     folder = tmp_path_factory.mktemp("runs")
-    first = fork_script("train_1gpu.py", output_dir=folder / "first", **FLAGS)
-    assert first.code == 0, first.stderr
-    checkpoint = read_checkpoint(first.output_dir / "last.pt")
-    checkpoint["data"] |= {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}
-    save_atomically(checkpoint, folder / "weights.pt")
-    flags = FLAGS | {"weights": folder / "weights.pt", "dtype": "float64"}
+    model = build_classifier(task.Settings(model="resnet20_gn"), 10)
+    data = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "image_size": 8}
+    saved = {"format": FORMAT, "model": model.state_dict(), "optimizer": {}, "data": data}
+    save_atomically(saved, folder / "weights.pt")
+    flags = {"model": "resnet20_gn", "epochs": 1, "synthetic_samples": 48, "image_size": 8}
+    flags |= {"weights": folder / "weights.pt", "dtype": "float64"}
     run = fork_script("train_1gpu.py", output_dir=folder / "run", **flags)
     assert run.code == 0, run.stderr
     (folder / "weights.pt").unlink()  # the checkpoint is all that is needed
@@ -121,6 +121,76 @@ def test_predictions_are_those_of_the_model(trained, monkeypatch, capsys, tmp_pa
     expected = loaded.model(((image - mean) / std)[None]).softmax(1)[0].sort(descending=True)
     assert [p["probability"] for p in row["predictions"]] == pytest.approx(expected[0].tolist())
     assert [p["class"] for p in row["predictions"]] == [f"pattern {i}" for i in expected[1]]
+
+
+def test_mistakes_are_one_line(trained, monkeypatch, capfd, tmp_path):
+    checkpoint = trained.output_dir / "last.pt"
+    photo(tmp_path / "test" / "horse" / "1.jpg")
+    for module, arguments, message in (
+        (predict, ["/no/best.pt", "x.jpg"], "no file /no/best.pt"),
+        (predict, [tmp_path / "test" / "horse" / "1.jpg", "x.jpg"], "1.jpg cannot be read"),
+        (predict, [checkpoint, "x.jpg", "--device=tpu"], "--device tpu"),
+        (evaluate, [checkpoint, "--data-dir", tmp_path, "--split=test"], "know: horse"),
+        (evaluate, [checkpoint, "--data-dir", tmp_path, "--split=train"], "no train images"),
+        (export, [checkpoint, "--format=onnx", "--output=/no/x.onnx"], "no folder /no"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            call(module, monkeypatch, *arguments)
+        assert caught.value.code == 1
+        error = capfd.readouterr().err
+        assert message in error and "Traceback" not in error
+
+
+def test_predict_exits_with_1_without_predictions(trained, monkeypatch, capfd, tmp_path):
+    checkpoint = trained.output_dir / "last.pt"
+    photo(tmp_path / "good.jpg")
+    (tmp_path / "bad.jpg").write_bytes(b"x")
+    (tmp_path / "empty").mkdir()
+    assert call(predict, monkeypatch, checkpoint, tmp_path / "bad.jpg") == 1
+    assert call(predict, monkeypatch, checkpoint, tmp_path / "missing") == 1
+    assert f"{tmp_path / 'missing'} cannot be read" in capfd.readouterr().err
+    assert call(predict, monkeypatch, checkpoint, tmp_path / "bad.jpg", tmp_path / "good.jpg") == 0
+    capfd.readouterr()
+    assert call(predict, monkeypatch, checkpoint, tmp_path / "empty", "--json") == 1
+    assert json.loads(capfd.readouterr().out) == []
+
+
+@pytest.mark.slow
+def test_exported_models_run_without_the_project(trained, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    checkpoint = trained.output_dir / "last.pt"
+    loaded = load_trained(checkpoint)
+    images = torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        expected = loaded.model.float()(images)
+
+    def run():
+        export.export(checkpoint, "onnx", tmp_path / "a.onnx")
+        export.export(checkpoint, "exported-program", tmp_path / "a.pt2")
+        return torch.export.load(tmp_path / "a.pt2").module()(images).detach()
+
+    torch.testing.assert_close(run_isolated(run), expected, rtol=1e-3, atol=1e-4)
+    session = onnxruntime.InferenceSession(str(tmp_path / "a.onnx"))
+    (outputs,) = session.run(["outputs"], {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(outputs), expected, rtol=1e-3, atol=1e-4)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["facts"]) == loaded.facts
+    assert not list(tmp_path.glob(".export-*"))
+
+
+@pytest.mark.slow
+def test_export_that_differs_is_not_written(trained, monkeypatch, tmp_path):
+    """Planted: an exporter that changes a bias."""
+
+    def lossy(model, images, path, facts, original=export.export_program):
+        model.fc.bias.data.add_(1)
+        original(model, images, path, facts)
+        model.fc.bias.data.sub_(1)
+
+    monkeypatch.setitem(export.FORMATS, "exported-program", (lossy, export.run_program))
+    checkpoint = trained.output_dir / "last.pt"
+    with pytest.raises(UserError, match="was not written"):
+        run_isolated(lambda: export.export(checkpoint, "exported-program", tmp_path / "x.pt2"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_checkpoint_of_a_different_task_is_refused(trained, tmp_path):
