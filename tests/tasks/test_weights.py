@@ -1,7 +1,7 @@
 """Pretrained weights by name and from files, and a frozen backbone."""
 
 import hashlib
-import socket
+import os
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from tests.utils.test_checkpoint import Malicious
 from tools.verify.cases import FROZEN
 from utils.checkpoint import FORMAT, read_checkpoint
 from utils.config import load_config
-from utils.errors import PeerError, UserError
+from utils.errors import UserError
 from utils.optim import build_optimizer
 
 RESNET18 = torchvision.models.ResNet18_Weights.DEFAULT
@@ -75,18 +75,12 @@ def test_weights_by_name_determine_size_and_normalization(hub):
     assert find_weights("resnet50", "IMAGENET1K_V1").inputs["resize"] == 256
     assert find_weights("swin_v2_t", "DEFAULT").inputs["interpolation"] == "bicubic"
     assert find_weights("inception_v3", "DEFAULT").inputs["mean"] == [0.5, 0.5, 0.5]
-    cfg = config("--model=efficientnet_b1", "--weights=DEFAULT")
-    assert cfg.image_size == 240 and config().image_size == 32
-    assert (
-        config("--model=efficientnet_b1", "--weights=DEFAULT", "--image-size=64").image_size == 64
-    )
+    assert find_weights("resnet50_cifar_gn", "DEFAULT") == entry  # suffixes do not hide them
+    flags = ["--model=efficientnet_b1", "--weights=DEFAULT"]
+    assert config(*flags).image_size == 240
+    assert config(*flags, "--image-size=64").image_size == 64
     data = describe(*build_datasets(config("--weights=DEFAULT", "--image-size=8")))
     assert data["mean"] == [0.485, 0.456, 0.406] and data["image_size"] == 8
-
-
-def test_suffixes_of_the_model_do_not_hide_its_weights(hub):
-    for name in ("resnet18_gn", "resnet18_cifar", "resnet18_cifar_gn"):
-        assert find_weights(name, "DEFAULT") == find_weights("resnet18", "DEFAULT")
 
 
 def test_wrong_names_and_files_are_reported(tmp_path):
@@ -127,9 +121,7 @@ def test_cached_weights_get_a_new_head(hub):
     assert ours["fc.weight"].shape == (3, 512)
 
 
-@pytest.mark.parametrize(
-    "name", ["googlenet", "densenet121", pytest.param("vit_b_32", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1"])
 def test_weights_of_other_families(name, hub):
     options = {"init_weights": False} if name == "googlenet" else {}
     saved = pretrained(find_weights(name, "DEFAULT").path, name, **options)
@@ -143,7 +135,7 @@ def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
     path = tmp_path / "w.pth"
     saved = pretrained(path)
     old = {f"module.{k}": v for k, v in saved.items() if "num_batches" not in k}
-    for wrapped in (saved, {"state_dict": saved}, {"model": saved}, old):
+    for wrapped in ({"model": saved}, {"state_dict": old}):
         torch.save(wrapped, path)
         model = model_from(f"--weights={path}")
         assert torch.equal(model.conv1.weight, saved["conv1.weight"])
@@ -156,16 +148,14 @@ def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
             model_from(f"--weights={path}", f"--model={name}")
 
 
-def test_damaged_file_in_the_cache_is_named(hub):
-    pretrained(hub / "resnet18-f37072fd.pth")
-    content = (hub / "resnet18-f37072fd.pth").read_bytes()
-    (hub / "resnet18-f37072fd.pth").write_bytes(content[:100000])
+def test_bad_file_in_the_cache_is_named(hub, tmp_path):
+    """Also one that would run code."""
+    path = hub / "resnet18-f37072fd.pth"
+    pretrained(path)
+    os.truncate(path, 100_000)
     with pytest.raises(UserError, match=r"f37072fd\.pth is damaged .* remove it"):
         model_from("--weights=DEFAULT")
-
-
-def test_cached_file_that_would_run_code_is_refused(hub, tmp_path):
-    torch.save({"conv1.weight": Malicious(tmp_path / "ran")}, hub / "resnet18-f37072fd.pth")
+    torch.save({"conv1.weight": Malicious(tmp_path / "ran")}, path)
     with pytest.raises(UserError, match=r"f37072fd\.pth .*\(Weights only .*remove it"):
         model_from("--weights=DEFAULT")
     assert not (tmp_path / "ran").exists()
@@ -188,43 +178,26 @@ def server(tmp_path, monkeypatch):
         yield requests, name
 
 
-def weights_on_ranks(ranks, **options):
-    def body(rank):
-        model = torchvision.models.resnet18(num_classes=3)
-        try:
-            load_weights(model, "resnet18", "DEFAULT")
-        except Exception as error:
-            return error
-        return float(model.conv1.weight.sum())
-
-    return run_ranks(body, ranks, **options)
+def load(rank):
+    model = torchvision.models.resnet18(num_classes=3)
+    load_weights(model, "resnet18", "DEFAULT")
+    return model.conv1.weight.sum().item()
 
 
 def test_weights_are_downloaded_once_per_node(server, hub):
-    sums = weights_on_ranks(3)
-    assert sums == [sums[0]] * 3 and isinstance(sums[0], float)
+    first, second = run_ranks(load, 2)
     assert (hub / server[1]).exists()
-    assert weights_on_ranks(2) == sums[:2]
+    assert first == second == load(0)
     assert len(server[0].read_text().splitlines()) == 1
-
-
-def test_failed_download_names_the_file_and_its_place(server, hub, monkeypatch):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/{server[1]}"
-        monkeypatch.setattr(RESNET18.value, "url", url)
-        first, second = weights_on_ranks(2)
-    assert isinstance(first, UserError) and isinstance(second, PeerError)
-    for part in (f" {server[1]} ", str(hub), "be downloaded", url, "--weights"):
-        assert part in str(first)
 
 
 def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
     with open(tmp_path / "site" / server[1], "ab") as file:
         file.write(b"x")
-    first, _ = weights_on_ranks(2)
-    assert f" {server[1]} " in str(first) and "invalid hash" in str(first)
-    assert "be downloaded" in str(first) and list(hub.iterdir()) == []
+    with pytest.raises(UserError, match=f" {server[1]} .*invalid hash.*--weights") as caught:
+        load(0)
+    assert str(hub) in str(caught.value) and RESNET18.value.url in str(caught.value)
+    assert list(hub.iterdir()) == []
 
 
 # The frozen backbone
@@ -233,7 +206,7 @@ def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
 def test_frozen_backbone_trains_the_head_alone():
     def body(rank):
         torch.manual_seed(0)
-        frozen = freeze_backbone(torchvision.models.resnet18(num_classes=3))
+        frozen = freeze_backbone(ResNet20(3))
         model = DistributedDataParallel(frozen).train()
         before = {name: value.clone() for name, value in frozen.state_dict().items()}
         optimizer = build_optimizer(model, config())
@@ -256,9 +229,8 @@ def test_frozen_batchnorm_equals_batchnorm_in_eval_mode():
 
 
 def test_resumed_run_does_not_need_the_file(tmp_path):
-    pretrained(tmp_path / "mine.pth", "resnet18")
-    flags = dict(model="resnet18", weights=tmp_path / "mine.pth", freeze="backbone", epochs=2)
-    flags |= dict(synthetic_samples=16, global_batch_size=8, image_size=32)
+    torch.save(ResNet20(10).state_dict(), tmp_path / "mine.pth")
+    flags = {"weights": tmp_path / "mine.pth", "freeze": "backbone", "image_size": 8}
     whole = fork_script("train_1gpu.py", None, output_dir=tmp_path / "whole", **flags)
     (tmp_path / "half").mkdir()
     (tmp_path / "whole" / "epoch-0001.pt").rename(tmp_path / "half" / "last.pt")
@@ -268,27 +240,21 @@ def test_resumed_run_does_not_need_the_file(tmp_path):
     ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (resumed, whole))
     assert same_bits(ours["model"], theirs["model"])
     assert ours["data"] == theirs["data"] and "mean" in ours["data"]
-    fresh = fork_script("train_1gpu.py", None, output_dir=tmp_path / "none", **flags)
-    assert fresh.code == 1 and "--weights" in fresh.stderr and "not a file" in fresh.stderr
 
 
 @pytest.mark.slow
-def test_every_script_trains_a_frozen_backbone(tmp_path):
+def test_scripts_train_a_frozen_backbone(tmp_path):
     """train_ddp.py is in the table of make verify."""
     torch.manual_seed(7)
     weights = ResNet20(10).state_dict()
     torch.save(weights, tmp_path / "weights.pth")
     flags = FROZEN | {"weights": tmp_path / "weights.pth", "dtype": "float64", "image_size": 8}
-    stages = {"devices": "cpu,cpu"}
     # No sample depends on the others in its batch, so micro-batches add up to the batch.
     heads = {}
     for script, nproc, options in (
         ("train_1gpu.py", None, {}),
-        ("train_dp.py", None, {}),
-        ("train_mp.py", None, stages),
-        ("train_ddp_amp.py", 2, {}),
+        ("train_mp.py", None, {"devices": "cpu,cpu"}),
         ("train_ddp_accum.py", 2, {"micro_batches": 2}),
-        ("train_ddp_mp.py", 2, stages),
         ("train_fsdp.py", 2, {}),
     ):
         run = fork_script(script, nproc, output_dir=tmp_path / script, **flags | options)
