@@ -1,18 +1,15 @@
 """The diffusion task: noise of the sample, a loss that is a sum, and images from a checkpoint."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from PIL import Image
 
 import tasks.diffusion as task
-from tasks.diffusion.sample import draw, load_denoiser, sample
+from tasks.diffusion.sample import draw, load_denoiser, main, sample
 from tests.forked import fork_script
 from tests.recipes import applied
 from tools.copy import with_task
-from tools.lib.ladder import ROOT
+from utils.checkpoint import save_atomically
 from utils.config import load_config
 from utils.errors import UserError
 from utils.seeds import start_batch
@@ -145,20 +142,18 @@ def test_images_are_drawn_with_the_averages(trained):
     assert not torch.equal(draw(model, data, 5, steps=3, seed=1), many)
 
 
-@pytest.mark.slow
-def test_picture_is_written_by_a_command(trained, tmp_path):
-    command = [sys.executable, "-m", "tasks.diffusion.sample", str(trained)]
+def test_picture_is_written(trained, monkeypatch, tmp_path):
     picture = tmp_path / "grid.png"
-    arguments = [str(picture), "--images=5", "--steps=2", "--device=cpu"]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    arguments = [str(trained), str(picture), "--images=5", "--steps=2", "--device=cpu"]
+    monkeypatch.setattr("sys.argv", ["sample", *arguments])
+    main()
     assert Image.open(picture).size == (3 * 10 + 2, 2 * 10 + 2)  # images with a border of 2
+
+
+def test_what_is_no_checkpoint_of_the_task_is_refused(trained, tmp_path):
     with pytest.raises(UserError, match=r"no file .*missing\.pt: .*checkpoint"):
         load_denoiser(tmp_path / "missing.pt")
-
-
-def test_checkpoint_of_another_task_is_refused(tmp_path):
-    run = fork_script("train_1gpu.py", output_dir=tmp_path / "run", epochs=1)
-    assert run.code == 0
-    with pytest.raises(UserError, match=r"last\.pt .*not .*diffusion task"):
-        load_denoiser(tmp_path / "run" / "last.pt")
+    checkpoint = torch.load(trained, weights_only=True)
+    save_atomically(checkpoint | {"config": {"image_size": 8}}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"other\.pt .*not .*diffusion task"):
+        load_denoiser(tmp_path / "other.pt")

@@ -83,13 +83,10 @@ def test_balance_is_that_of_the_global_batch():
 
 def test_balance_of_micro_batches_is_said(capsys):
     """It is not that of the global batch."""
-    for flags, is_said in (
-        (["--micro-batches=2"], True),
-        (["--micro-batches=2", "--balance=0"], False),
-        ([], False),
-    ):
-        small = ["--layers=1", "--width=8", "--heads=2", *flags]
-        cfg = load_config(tasks.moe.Settings, AccumulationSettings, argv=small)
+    for balance, is_said in ((0.01, True), (0, False)):
+        flags = ["--layers=1", "--width=8", "--heads=2", "--micro-batches=2"]
+        flags.append(f"--balance={balance}")
+        cfg = load_config(tasks.moe.Settings, AccumulationSettings, argv=flags)
         tasks.moe.build_model(cfg, None)
         assert ("--balance 0" in capsys.readouterr().out) == is_said
 
@@ -116,8 +113,9 @@ def test_every_parameter_is_initialized(cfg):
         assert parameter.any() != name.endswith("bias"), name
 
 
-def test_scripts_that_pass_one_tensor_on_are_refused(cfg):
+def test_models_that_cannot_be_divided_are_refused(cfg):
+    model = tasks.moe.build_model(cfg, None)
     with pytest.raises(UserError, match=r"router.*train_ep\.py"):
-        tasks.moe.layers(tasks.moe.build_model(cfg, None))
+        tasks.moe.layers(model)
     with pytest.raises(UserError, match=r"2 attention heads .* 3 ranks: .*--heads"):
-        tasks.moe.tensor_parallel_plan(tasks.moe.build_model(cfg, None), 3)
+        tasks.moe.tensor_parallel_plan(model, 3)

@@ -1,7 +1,5 @@
 """tasks/segmentation: shapes and files with masks, the U-Net, and a metric that is not a mean."""
 
-import random
-
 import numpy
 import pytest
 import torch
@@ -10,14 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import tasks.segmentation as task
 from tasks.segmentation import data
-from tasks.segmentation.data import (
-    IGNORED,
-    SHAPES,
-    Masks,
-    Shapes,
-    find_pairs,
-    is_inside,
-)
+from tasks.segmentation.data import IGNORED, Masks, Shapes, find_pairs
 from utils.config import ConfigError, load_config
 from utils.errors import UserError
 
@@ -79,9 +70,8 @@ def test_shapes_are_images_with_masks():
     assert image.shape == (3, 16, 16) and image.dtype == torch.float32
     assert mask.shape == (16, 16) and mask.dtype == torch.int64
     masks = torch.stack([mask for _, mask in read_all(train_set)])
-    assert masks.unique().tolist() == [0, 1, 2, 3]
     frequencies = masks.flatten().bincount() / masks.numel()
-    assert (frequencies > 0.02).all() and frequencies.argmax() == 0
+    assert len(frequencies) == 4 and frequencies.min() > 0.02 and frequencies.argmax() == 0
 
 
 def test_every_machine_draws_the_same_shapes():
@@ -92,49 +82,31 @@ def test_every_machine_draws_the_same_shapes():
 
 
 def test_a_sample_depends_on_seed_and_index_only():
-    one, other = Shapes(9, 16, seed=5), Shapes(99, 16, seed=5)
-    expected = read_all(one)
+    expected = Shapes(9, 16, seed=5)[3]
     torch.manual_seed(7)
-    for index in (8, 3, 0):
-        assert all(map(torch.equal, other[index], expected[index]))
-    assert not torch.equal(one[3][0], one[4][0])
-    assert not torch.equal(one[3][0], Shapes(9, 16, seed=6)[3][0])
-
-
-def test_shapes_look_like_their_names():
-    offsets = torch.arange(-20, 21)
-    areas = {}
-    for name in SHAPES[1:]:
-        inside = is_inside(name, 10, offsets[:, None], offsets.abs())
-        assert torch.equal(inside, inside.flip(1))
-        rows, columns = offsets[inside.any(1)], offsets[inside.any(0)]
-        for ends in (rows[[0, -1]].tolist(), columns[[0, -1]].tolist()):
-            assert ends == [-10, 10]
-        areas[name] = inside.sum().item()
-        widths = inside.sum(1)[10:31].tolist()
-        assert (widths == sorted(widths)) == (name != "disc")
-        assert (widths[0] == 1) == (name != "square")
-    assert areas["square"] == 21**2
-    assert areas["disc"] == pytest.approx(3.14 * 10**2, rel=0.02)
-    assert areas["triangle"] == pytest.approx(21**2 / 2, rel=0.02)
+    assert all(map(torch.equal, Shapes(99, 16, seed=5)[3], expected))
+    assert not torch.equal(Shapes(9, 16, seed=6)[3][0], expected[0])
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "folder"])
 def test_half_of_the_training_images_are_flipped_with_their_masks(kind, folder):
     train_set, val_set = build(folder) if kind == "folder" else task.build_datasets(config())
-    for dataset, expected in ((train_set, {False, True}), (val_set, {False})):
-        seen, plain = set(), None
-        for seed in range(20):
-            torch.manual_seed(seed)
-            flips = bool(torch.randint(2, ()))
-            torch.manual_seed(seed)
-            image, mask = dataset[1]
-            if dataset is train_set and flips:
-                image, mask = image.flip(-1), mask.flip(-1)
-            plain = plain or (image, mask)
-            assert torch.equal(image, plain[0]) and torch.equal(mask, plain[1])
-            seen.add(dataset is train_set and flips)
-        assert seen == expected
+    flips, read = [], []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        flips.append(bool(torch.randint(2, ())))
+        torch.manual_seed(seed)
+        read.append(train_set[1])
+    plain_image, plain_mask = read[flips.index(False)]
+    assert True in flips
+    for (image, mask), flip in zip(read, flips, strict=True):
+        assert torch.equal(image, plain_image.flip(-1) if flip else plain_image)
+        assert torch.equal(mask, plain_mask.flip(-1) if flip else plain_mask)
+    validated = []
+    for seed in (flips.index(False), flips.index(True)):
+        torch.manual_seed(seed)
+        validated.append(val_set[1][0])
+    assert torch.equal(*validated)
 
 
 # Files
@@ -165,6 +137,8 @@ def test_pixels_are_those_of_the_file(tmp_path):
 def test_masks_hold_the_numbers_of_classes_in_every_mode(mode, folder):
     path = folder / "masks" / "a.png"
     expected = numpy.array(Image.open(path)) // 2
+    if mode == "L":
+        expected[:, :5] = IGNORED  # pixels without a label are no class
     mask = Image.fromarray(expected.astype("bool" if mode == "1" else "uint8"))
     if mode == "P":
         mask.putpalette([9, 9, 9, 200, 0, 0, 0, 0, 77])
@@ -187,12 +161,11 @@ def test_photos_are_turned_upright(folder):
 
 
 @pytest.mark.parametrize(
-    ("orientation", "size", "mask_size"),
-    [(3, (20, 12), (20, 12)), (6, (16, 16), (16, 16)), (6, (20, 12), (20, 12))],
+    ("orientation", "size"), [(3, (20, 12)), (6, (16, 16)), (6, (20, 12))], ids=str
 )
-def test_mask_that_exif_may_leave_behind_is_refused(orientation, size, mask_size, tmp_path):
+def test_mask_that_exif_may_leave_behind_is_refused(orientation, size, tmp_path):
     """Which of the two was meant cannot be seen: the pixels would not fit, without a word."""
-    write_pair(tmp_path, "a", size=mask_size)
+    write_pair(tmp_path, "a", size)
     exif = Image.Exif()
     exif[274] = orientation
     Image.new("RGB", size).save(tmp_path / "images" / "a.jpg", exif=exif)
@@ -204,20 +177,18 @@ def test_mask_that_exif_may_leave_behind_is_refused(orientation, size, mask_size
     assert dataset[0][1].shape == (16, 16)
 
 
-def write_mask(folder, name, *numbers):
+def write_masks(folder, names, *numbers):
     mask = numpy.resize(numpy.array(numbers, "uint8"), (12, 20))
-    Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
+    for name in names:
+        Image.fromarray(mask).save(folder / "masks" / f"{name}.png")
 
 
 def test_masks_of_0_and_255_are_refused(folder):
     """They trained on the background alone, with a mean IoU of 1."""
-    for name in "abcdefghij":
-        write_mask(folder, name, 0, IGNORED)
+    write_masks(folder, "abcdefghij", 0, IGNORED)
     with pytest.raises(UserError, match=r"masks/.\.png, .* 0 and 255.*: write 1 "):
         build(folder, "--num-classes=2")
-    write_mask(folder, "a", 1, 0)
-    write_mask(folder, "b", 1, 0)
-    write_mask(folder, "c", 1, 0)
+    write_masks(folder, "abc", 1, 0)
     assert len(build(folder, "--num-classes=2")[0]) == 8
 
 
@@ -231,15 +202,14 @@ def test_classes_that_never_occur_are_named(folder, capsys):
 
 def test_many_masks_are_sampled_unless_they_are_suspicious(folder, monkeypatch, capsys):
     monkeypatch.setattr(data, "ENOUGH", 3)
-    for name in "abcdefghij":
-        write_mask(folder, name, 0, IGNORED)
-    write_mask(folder, "j", 0, 1)
+    write_masks(folder, "abcdefghi", 0, IGNORED)
+    write_masks(folder, "j", 0, 1)
     masks = [mask for _, mask in find_pairs(folder)]
     data.check_classes(masks, 2)
     assert capsys.readouterr().err == ""
     with pytest.raises(UserError, match="hold only 0 and 255"):
         data.check_classes(masks[:-1], 2)
-    write_mask(folder, "a", 1)
+    write_masks(folder, "a", 1)
     data.check_classes(masks, 3)
     assert "class 2 of" in capsys.readouterr().err
 
@@ -286,40 +256,27 @@ def test_bad_files_are_named(folder):
     (images / "c.jpg").write_bytes((images / "a.jpg").read_bytes()[:200])
     (masks / "d.png").write_text("not a picture")
     Image.new("RGB", (20, 12)).save(masks / "e.png")
-    Image.fromarray(numpy.full((12, 20), 7, dtype="uint8")).save(masks / "f.png")
+    write_masks(folder, "f", 7)
     (images / "g.jpg").unlink()
     Image.fromarray(numpy.full((12, 20), 700, dtype="uint16")).save(images / "g.png")
+    dataset = Masks(find_pairs(folder), size=16, num_classes=3)
     for index, pattern in (
         (1, r"masks/b\.png .* 20 x 12 .*images/b\.jpg .* 20 x 13: .*same size"),
-        (2, r"images/c\.jpg .*decoded \(.*\): .*remove"),
-        (3, r"masks/d\.png .*decoded \(.*\): .*remove"),
+        (2, r"images/c\.jpg .*decoded"),
+        (3, r"masks/d\.png .*decoded"),
         (4, r"masks/e\.png .*mode RGB: convert .* 1, L, P "),
         (5, r"masks/f\.png .*class 7, .* 3: .*--num-classes"),
         (6, r"images/g\.png .*mode I;16: convert .* 1, L, LA, P, RGB"),
     ):
-        dataset = Masks(find_pairs(folder), size=16, num_classes=3)
         with pytest.raises(UserError, match=pattern):
             dataset[index]
-    assert len(Masks(find_pairs(folder), size=16, num_classes=8)[5][1].unique()) == 1
-
-
-def test_pixels_without_a_label_are_no_class(folder):
-    mask = numpy.full((12, 20), 2, dtype="uint8")
-    mask[:, :10] = IGNORED
-    Image.fromarray(mask).save(folder / "masks" / "a.png")
-    _, mask = Masks(find_pairs(folder), size=20, num_classes=3)[0]
-    assert mask[0].tolist() == [IGNORED] * 10 + [2] * 10
 
 
 # Loss and metrics
 
 
-def random_batch(classes=3, ignored=0.3):
-    generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(4, classes, 8, 8, generator=generator, dtype=torch.float64)
-    targets = torch.randint(classes, (4, 8, 8), generator=generator)
-    targets[torch.rand(4, 8, 8, generator=generator) < ignored] = IGNORED
-    return outputs.requires_grad_(), targets
+def as_outputs(predictions, classes):
+    return 9.0 * torch.nn.functional.one_hot(predictions, classes).permute(0, 3, 1, 2)
 
 
 def sums_of(outputs, targets):
@@ -327,24 +284,24 @@ def sums_of(outputs, targets):
     return {name: value.double() for name, value in (sums | task.measure(outputs, targets)).items()}
 
 
-def as_outputs(predictions, classes):
-    return 9.0 * torch.nn.functional.one_hot(predictions, classes).permute(0, 3, 1, 2)
-
-
 def test_the_loss_is_a_mean_over_labeled_pixels():
-    outputs, targets = random_batch()
-    expected = cross_entropy(outputs, targets, ignore_index=IGNORED)
+    outputs = torch.randn(4, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(3, (4, 8, 8))
+    targets[:, :3] = IGNORED
     loss = task.loss(outputs, targets) / task.count(targets)
-    torch.testing.assert_close(loss, expected)
-    assert task.count(targets) == (targets < 3).sum() < targets.numel()
+    torch.testing.assert_close(loss, cross_entropy(outputs, targets, ignore_index=IGNORED))
+    assert task.count(targets) == 4 * 5 * 8
     (gradient,) = torch.autograd.grad(loss, outputs)
     assert torch.equal(gradient.abs().sum(1) > 0, targets != IGNORED)
 
 
-def test_mean_iou_of_an_example_by_hand():
-    targets = torch.tensor([[[0, 0, 0, 1], [1, 1, IGNORED, IGNORED]]])
-    predictions = torch.tensor([[[0, 0, 1, 1], [1, 2, 0, 2]]])
-    sums = sums_of(as_outputs(predictions, 4), targets)
+def test_mean_iou_is_that_of_all_pixels_together():
+    """Not a mean over samples or batches."""
+    targets = torch.tensor([[[0, 0, 0, 1]], [[1, 1, IGNORED, IGNORED]]])
+    predictions = torch.tensor([[[0, 0, 1, 1]], [[1, 2, 0, 2]]])
+    outputs = as_outputs(predictions, 4)
+    first, second = (sums_of(outputs[i : i + 1], targets[i : i + 1]) for i in range(2))
+    sums = {name: first[name] + second[name] for name in first}
     assert sums["confusion"].tolist() == [[2, 1, 0, 0], [0, 2, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
     # Class 0: 2 of 3 pixels; class 1: 2 of 4; class 2: 0 of 1; class 3 does not occur.
     results = task.summarize(sums)
@@ -354,71 +311,23 @@ def test_mean_iou_of_an_example_by_hand():
     assert ("mean_iou", max) == task.BEST
 
 
-def test_mean_iou_is_not_a_mean_over_samples_or_batches():
-    targets = torch.tensor([[[0, 0, 0, 0]], [[0, 1, 1, 1]]])
-    predictions = torch.tensor([[[0, 0, 0, 1]], [[1, 1, 1, 1]]])
-    outputs = as_outputs(predictions, 2)
-    batches = [sums_of(outputs[i : i + 1], targets[i : i + 1]) for i in range(2)]
-    together = {name: batches[0][name] + batches[1][name] for name in batches[0]}
-    whole = sums_of(outputs, targets)
-    assert all(torch.equal(together[name], whole[name]) for name in ("count", "confusion"))
-    mean_iou = task.summarize(together)["mean_iou"]
-    assert mean_iou == pytest.approx((3 / 5 + 3 / 5) / 2)
-    each = [task.summarize(batch)["mean_iou"] for batch in batches]
-    assert each == pytest.approx([(3 / 4 + 0) / 2, (0 + 3 / 4) / 2])
-
-
-def test_measure_counts_each_labeled_pixel_once():
-    outputs, targets = random_batch(classes=5)
-    (confusion,) = task.measure(outputs, targets).values()
-    expected = torch.zeros(5, 5, dtype=torch.int64)
-    pixels = zip(targets.flatten().tolist(), outputs.argmax(1).flatten().tolist(), strict=True)
-    for target, prediction in pixels:
-        if target != IGNORED:
-            expected[target, prediction] += 1
-    assert torch.equal(confusion, expected) and confusion.sum() == task.count(targets)
-
-
 # The model
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-def test_outputs_have_the_size_of_the_images(norm):
+@pytest.mark.parametrize(("norm", "kind"), [("batch", "BatchNorm2d"), ("group", "GroupNorm")])
+def test_outputs_have_the_size_of_the_images(norm, kind):
     cfg = config("--dataset=folder", "--num-classes=7", f"--norm={norm}")
     model = task.build_model(cfg, train_set=None)
-    for height, width in ((16, 16), (8, 20)):
-        assert model(torch.randn(2, 3, height, width)).shape == (2, 7, height, width)
-    norms = {type(module).__name__ for module in model.modules() if "Norm" in str(type(module))}
-    assert norms == {"BatchNorm2d" if norm == "batch" else "GroupNorm"}
-
-
-def test_group_norm_looks_at_each_sample_for_itself():
-    torch.manual_seed(0)
-    model = task.build_model(config("--norm=group"), train_set=None).double()
-    images = torch.randn(3, 3, 16, 16).double()
-    torch.testing.assert_close(model(images)[1:], model(images[1:]))
-
-
-def test_every_pixel_sees_the_details_of_its_level():
-    """A gradient through each skip connection, and through the bottom."""
-    torch.manual_seed(0)
-    model = task.build_model(config("--norm=group"), train_set=None)
-    loss = model(torch.randn(2, 3, 16, 16)).square().sum()
-    loss.backward()
-    assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-    for merge, encoder in ((model.decoder1, model.encoder1), (model.decoder2, model.encoder2)):
-        assert merge[0].in_channels == 2 * encoder[0].out_channels
+    assert model(torch.randn(2, 3, 8, 20)).shape == (2, 7, 8, 20)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert kinds & {"BatchNorm2d", "GroupNorm"} == {kind}
 
 
 def test_blocks_are_the_pairs_of_convolutions():
     model = task.build_model(config(), train_set=None)
     blocks = task.blocks(model)
-    convolutions = [
-        m for block in blocks for m in block.modules() if isinstance(m, torch.nn.Conv2d)
-    ]
-    assert len(blocks) == 5 and len(convolutions) == 10
-    others = set(model.children()) - set(blocks)
-    assert others == {model.up1, model.up2, model.head}
+    assert len(blocks) == 5
+    assert set(model.children()) - set(blocks) == {model.up1, model.up2, model.head}
 
 
 def test_the_model_cannot_be_cut_into_layers():
@@ -427,34 +336,3 @@ def test_the_model_cannot_be_cut_into_layers():
         task.layers(model)
     with pytest.raises(UserError, match=r"only convolutions: use train_fsdp.py"):
         task.tensor_parallel_plan(model, 2)
-
-
-# Training
-
-
-def test_mean_iou_rises_in_seconds():
-    cfg = config("--synthetic-samples=16", "--width=8", "--norm=group")
-    train_set, _ = task.build_datasets(cfg)
-    torch.manual_seed(0)
-    model = task.build_model(cfg, train_set)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    inputs, targets = torch.utils.data.default_collate(read_all(train_set))
-    curve = []
-    for _ in range(60):
-        outputs = model(inputs)
-        curve.append(task.summarize(sums_of(outputs, targets))["mean_iou"])
-        loss = task.loss(outputs, targets) / task.count(targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert curve[0] < 0.2 and curve[-1] > 0.5
-
-
-def test_random_numbers_are_those_of_the_global_generator_only():
-    train_set, _ = task.build_datasets(config())
-    states = random.getstate(), numpy.random.get_state()[1].tolist()
-    torch.manual_seed(3)
-    first = train_set[5]
-    torch.manual_seed(3)
-    assert all(map(torch.equal, first, train_set[5]))
-    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())
