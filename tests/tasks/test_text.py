@@ -1,6 +1,5 @@
 """tasks/text.py: padding, causality, tied weights, and a loss that is a mean over bytes."""
 
-import copy
 import math
 
 import pytest
@@ -48,12 +47,6 @@ def test_settings_are_checked():
         task.Settings(width=10, heads=4).resolved()
 
 
-def test_defaults_suit_a_transformer():
-    cfg = load_config(task.Settings, argv=[])
-    assert (cfg.optimizer, cfg.clip_norm, cfg.global_batch_size) == ("adamw", 1.0, 32)
-    assert load_config(task.Settings, argv=["--lr=1"]).lr == 1
-
-
 # The text
 
 
@@ -62,12 +55,11 @@ def test_the_default_text_is_the_documentation_and_code_of_this_project():
     assert len(train_set) > 5 * len(val_set) > 0
     names = [path.relative_to(task.ROOT).as_posix() for path in task._project_files()]
     assert {"README.md", "train_ddp.py", "tasks/text.py"} <= set(names)
-    assert names == [path.as_posix() for path in sorted(map(task.Path, names))]
-    assert not any(name.startswith(("tests", "runs", ".")) for name in names)
 
 
-def test_hidden_files_are_no_text(tmp_path, monkeypatch):
-    for name in ("b.md", "a.py", ".c.md", "docs/.d/e.md", "docs/f/g.md", "lab/h.py", "i.txt"):
+def test_hidden_files_and_tests_are_no_text(tmp_path, monkeypatch):
+    names = ["b.md", "a.py", ".c.md", "docs/.d/e.md", "docs/f/g.md", "lab/h.py", "i.txt"]
+    for name in [*names, "tests/j.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(task, "ROOT", tmp_path)
@@ -89,7 +81,7 @@ def test_paragraphs_end_at_blank_lines_of_any_kind(tmp_path):
     assert val_set.pieces == [b"  indented"]
 
 
-@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 33, 34, 100])
+@pytest.mark.parametrize("length", [2, 17, 18, 34, 100])
 def test_each_byte_but_the_first_is_a_target_once(length):
     paragraph = bytes(range(length))
     pieces = task._cut(paragraph, 16)
@@ -102,13 +94,6 @@ def test_a_sample_is_bytes_and_the_next_bytes(text_file):
     inputs, targets = train_set[0]
     assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
     assert bytes(inputs.tolist()) == b"Paragraph 0:" and bytes(targets.tolist()) == b"aragraph 0: "
-
-
-def test_bytes_of_any_value_are_a_text(tmp_path):
-    path = tmp_path / "text.bin"
-    path.write_bytes(b"\n\n".join([bytes([255, 0, 200])] * 10))
-    train_set, _ = task.build_datasets(config(f"--text-file={path}"))
-    assert train_set[0][0].tolist() == [255, 0]
 
 
 def test_errors_name_the_file_and_what_to_do(tmp_path):
@@ -142,9 +127,8 @@ def test_batches_are_padded_to_their_longest_sample_or_to_the_context():
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs[0].tolist() == [97, 98] + [0] * (length - 2)
         assert targets[0].tolist() == [98, 99] + [task.IGNORED] * (length - 2)
-        assert (
-            bytes(inputs[1, :4].tolist()) == b"vwxy" and bytes(targets[1, :4].tolist()) == b"wxyz"
-        )
+        assert bytes(inputs[1, :4].tolist()) == b"vwxy"
+        assert bytes(targets[1, :4].tolist()) == b"wxyz"
         assert task.count(targets) == 2 + 4
 
 
@@ -236,29 +220,27 @@ def test_embedding_and_output_are_one_parameter():
 
 def test_a_new_model_knows_nothing_and_depends_on_the_seed_only():
     cfg = config("--context=32", "--layers=4", "--width=64")
-    states = []
-    for seed in (0, 0, 1):
+    weights = []
+    for seed in (1, 0, 0):
         torch.manual_seed(seed)
         model = task.build_model(cfg, train_set=None)
-        states.append(model.state_dict())
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert torch.equal(weights[1], weights[2]) and not torch.equal(weights[0], weights[1])
     inputs, targets = random_bytes(8, 64).chunk(2, 1)
     outputs = model(inputs)
     assert outputs.shape == (8, 32, 256) and outputs.dtype == torch.float32
     loss = cross_entropy(outputs.flatten(0, 1), targets.flatten())
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert not torch.equal(states[0]["embedding.weight"], states[2]["embedding.weight"])
     block = model.blocks[0]
     for layer, std in ((block.mlp[0], 0.02), (block.mlp[2], 0.02 / 8**0.5)):
         assert layer.weight.std().item() == pytest.approx(std, rel=0.1) and not layer.bias.any()
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_outputs_are_on_the_device_of_the_embedding(device):
+def test_the_outputs_are_on_the_device_of_the_embedding():
     model = small_model()
-    model.embedding.to(device)
+    model.embedding.to("meta")
     outputs = model.predict(torch.zeros(2, 3, 8).double())  # where the last block and norm are
-    assert outputs.device.type == device and outputs.shape == (2, 3, 256)
+    assert outputs.device.type == "meta" and outputs.shape == (2, 3, 256)
 
 
 # What the scripts need to divide the model
@@ -276,61 +258,11 @@ def test_layers_one_after_another_are_the_model():
     assert [parts for _, parts in middle] == [[block] for block in model.blocks]
 
 
-def test_blocks_are_the_transformer_blocks():
-    model = small_model(layers=3)
-    assert task.blocks(model) == [model.blocks[0], model.blocks[1], model.blocks[2]]
-
-
 def test_heads_and_columns_are_divided_among_ranks():
     model = small_model(layers=3)
     plan = task.tensor_parallel_plan(model, 2)
-    assert [block for block, _ in plan] == task.blocks(model)
+    assert [block for block, _ in plan] == task.blocks(model) == [*model.blocks]
     linear = {n for n, m in model.blocks[0].named_modules() if isinstance(m, torch.nn.Linear)}
     assert all(styles.keys() == linear for _, styles in plan)
     with pytest.raises(UserError, match=r"2 attention heads and 32 MLP columns.* 3 ranks.*--heads"):
         task.tensor_parallel_plan(model, 3)
-    with pytest.raises(UserError, match="among 4 ranks"):
-        task.tensor_parallel_plan(model, 4)
-
-
-def test_the_ranks_parts_add_up_to_the_whole_block():
-    """What ColwiseParallel and RowwiseParallel do, without processes."""
-    model, hidden = small_model(heads=4), torch.randn(2, 5, 8).double()
-    _, plan = task.tensor_parallel_plan(model, 2)[0]
-    for whole, prefix in ((model.blocks[0].attention, "attention."), (model.blocks[0].mlp, "mlp.")):
-        outputs = []
-        for rank in range(2):
-            part = copy.deepcopy(whole)
-            for name, style in plan.items():
-                if name.startswith(prefix):
-                    layer = part.get_submodule(name.removeprefix(prefix))
-                    by_column = type(style).__name__ == "ColwiseParallel"
-                    weight = layer.weight.data.chunk(2, 0 if by_column else 1)[rank]
-                    layer.weight = torch.nn.Parameter(weight)
-                    if layer.bias is not None:
-                        bias = layer.bias.data
-                        bias = bias.chunk(2)[rank] if by_column else bias / 2
-                        layer.bias = torch.nn.Parameter(bias)
-            outputs.append(part(hidden))
-        torch.testing.assert_close(sum(outputs), whole(hidden))
-
-
-# Training
-
-
-def test_a_small_model_learns_in_seconds(text_file):
-    cfg = config(f"--text-file={text_file}", "--width=32", "--padding=context")
-    train_set, val_set = task.build_datasets(cfg)
-    torch.manual_seed(0)
-    model = task.build_model(cfg, train_set)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    inputs, targets = train_set.collate_fn(list(map(train_set.__getitem__, range(len(train_set)))))
-    for _ in range(40):
-        loss = task.loss(model(inputs), targets) / task.count(targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    inputs, targets = val_set.collate_fn(list(map(val_set.__getitem__, range(len(val_set)))))
-    with torch.no_grad():
-        loss = task.loss(model(inputs), targets).double()
-    assert task.summarize({"loss": loss, "count": task.count(targets)})["perplexity"] < 8

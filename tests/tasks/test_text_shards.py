@@ -8,12 +8,7 @@ import torch
 
 import tasks.text as task
 from sources.samplers import ShardOrder
-from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
-from tests.recipes import TEXT
 from tools.shards import main
-from tools.verify.cases import SUITES
-from tools.verify.run import project_with_task, write_text_shards
-from utils.checkpoint import read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
 
@@ -58,11 +53,6 @@ def test_every_byte_is_predicted_once(kind, tmp_path):
         inputs, targets = dataset[0]
         assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
         assert bytes(inputs.tolist()) == whole[:4]
-    inputs, targets = train.collate_fn([train[0], train[len(train) - 1]])
-    assert (
-        inputs.shape == (2, 4)
-        and task.count(targets) == 4 + (len(joined(texts["train"])) - 2) % 4 + 1
-    )
     assert sorted(ShardOrder(train.pieces.shard_sizes)) == list(range(len(train)))
 
 
@@ -113,40 +103,13 @@ def test_wrong_folders(tmp_path, capsys):
     write(folder, texts={"train": TEXTS["train"]})
     with pytest.raises(UserError, match=r"/val-\*\.jsonl.* \(.*tools\.shards.* but train-0.jsonl"):
         datasets(folder)
-    (folder / "val-0.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
-    with pytest.raises(UserError, match=r"val-0\.jsonl .*offset 14: no string 'text'"):
-        datasets(folder)
     (folder / "val-0.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match="nothing to predict"):
-        datasets(folder)
     (folder / "train-9.jsonl.gz").touch()
     with pytest.raises(UserError, match="nothing to predict"):
         datasets(folder)
     said = capsys.readouterr().err
     assert f"ignored in {folder}, as they are no .jsonl or .txt: train-9.jsonl.gz" in said
-    (folder / "train-9.txt").write_text("a")
-    with pytest.raises(UserError, match=r"one kind, .* \.jsonl, \.txt$"):
-        datasets(folder)
     other = write(tmp_path / "y", "txt")
     (other / "val-0.txt").write_bytes(b"abc\n\nd\xff")
     with pytest.raises(UserError, match=r"val-0.txt at offset 5: no UTF-8"):
         datasets(other)
-
-
-def test_runs_train_the_same_weights(tmp_path):
-    """One run that is killed on two ranks, and resumed on three."""
-    script = project_with_task("text", tmp_path / "project") / "train_ddp.py"
-    write_text_shards(tmp_path / "data", SUITES["text"])
-    settings = TEXT | {"text_file": tmp_path / "data", "global_batch_size": 24}
-
-    def last(nproc, name, before=None, **flags):
-        flags |= {"output_dir": tmp_path / name}
-        run = fork_script(script, nproc, before, settings=settings, **flags)
-        assert run.code in (0, -9), run.stderr
-        return read_checkpoint(tmp_path / name / "last.pt")
-
-    one = last(1, "one")
-    last(2, "killed", killed_at(1, 3), save_steps=2)
-    end = last(3, "killed", num_workers=1)
-    assert largest_difference(end["model"], one["model"]) < ROUNDING
-    assert end["data"]["train_samples"] == 125 and end["data"]["val_samples"] == 13
