@@ -50,9 +50,8 @@ def test_samples_are_those_of_the_iterable():
     assert batch(dataset, 1, 4).tolist() == [10, 40] and batch(dataset, 5, 19).tolist() == [50, 190]
     assert stream.epochs == [0] and stream.read == 20
     assert batch(dataset, 3, 3, 4).tolist() == [30, 30, 40]  # a new pass
-    assert batch(dataset, 4, epoch=2).tolist() == [40] and batch(dataset, 9, epoch=2).tolist() == [
-        90
-    ]
+    assert batch(dataset, 4, epoch=2).tolist() == [40]
+    assert batch(dataset, 9, epoch=2).tolist() == [90]
     assert stream.epochs == [0, 0, 2]
 
 
@@ -119,33 +118,26 @@ def test_wrong_uses_are_refused():
         Streamed(Counting(20), 20)[3]  # of a dataset around it: in every epoch, the same order
 
 
-@pytest.mark.parametrize("kind", ["the buffer", "a view", "in a dict", "a tensor"])
-@pytest.mark.parametrize("transform", [None, "copy"])
-def test_a_stream_that_overwrites_its_samples(kind, transform):
+@pytest.mark.parametrize("kind", ["array", "view", "tensor"])
+def test_a_stream_that_overwrites_its_samples(kind):
     """As one does that reads into a buffer of its own."""
 
     class Overwriting(IterableDataset):
         def __iter__(self):
             buffer = numpy.zeros(3)
-            views = {"a view": buffer[:2], "in a dict": {"n": buffer}}
-            views |= {"the buffer": buffer, "a tensor": torch.from_numpy(buffer)}
+            views = {"array": buffer, "view": buffer[:2], "tensor": torch.from_numpy(buffer)}
             for number in range(20):
-                buffer[:] = number + random.random() / 2
-                yield views[kind]
+                buffer[:] = number
+                yield {"n": views[kind]}
 
-    def copy(sample):
-        random.random()  # which are not those of the stream
-        return torch.as_tensor(sample["n"] if kind == "in a dict" else sample).clone()
+    def copied(sample):
+        return {"n": torch.as_tensor(sample["n"]).clone()}
 
-    dataset = Streamed(Overwriting(), 20, transform=transform and copy)
-    rows = [batch(dataset, 0, 2, 3), batch(dataset, 4, 9)]
-    values = [(each["n"] if isinstance(each, dict) else each)[:, 0] for each in rows]
-    assert torch.cat(values).floor().tolist() == [0, 2, 3, 4, 9]
-    alone = Streamed(Overwriting(), 20)
-    expected = [batch(alone, index) for index in (0, 2, 3, 4, 9)]
-    expected = [(each["n"] if isinstance(each, dict) else each)[:, 0] for each in expected]
-    assert torch.equal(torch.cat(values), torch.cat(expected))
-    dataset.describe("train")
+    for transform in (None, copied):
+        dataset = Streamed(Overwriting(), 20, transform=transform)
+        assert batch(dataset, 0, 2, 3)["n"][:, 0].tolist() == [0, 2, 3]
+        assert batch(dataset, 4, 9)["n"][:, 0].tolist() == [4, 9]
+        dataset.describe("train")
 
 
 def test_the_checksum_is_that_of_earlier_versions():
@@ -178,24 +170,20 @@ def test_objects_without_a_text_of_their_own_can_be_compared():
     assert Streamed(Objects(30), 30).describe("x") == Streamed(Objects(30), 30).describe("x")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_stream_that_divides_itself_among_workers_is_refused(workers):
+def test_a_stream_that_divides_itself_among_workers_is_refused():
     dataset = Streamed(DividedAmongWorkers(40), 40)
     dataset.describe("train")
-    loader = DataLoader(Batches(dataset), None, num_workers=workers)
-    result = list(loader)
-    if workers == 1:  # which has all of it
-        assert [len(each) for each in result] == [4] * 10
-    else:
-        assert "DividedAmongWorkers" in str(result[0])
-        assert "--num-workers 0" in str(result[0])
+    alone = list(DataLoader(Batches(dataset), None, num_workers=1))  # which has all of it
+    assert [len(batch) for batch in alone] == [4] * 10
+    error, *_ = DataLoader(Batches(dataset), None, num_workers=2)
+    assert "DividedAmongWorkers" in error and "--num-workers 0" in error
 
 
 def test_several_workers_yield_the_same_batches():
     dataset = Streamed(Numbers(40), 40)
     dataset.describe("train")
-    one, three = (list(DataLoader(Batches(dataset), None, num_workers=n)) for n in (0, 3))
-    assert torch.equal(torch.stack(one), torch.stack(three))
+    one, two = (list(DataLoader(Batches(dataset), None, num_workers=n)) for n in (0, 2))
+    assert torch.equal(torch.stack(one), torch.stack(two))
 
 
 class Batches:
@@ -237,48 +225,29 @@ def script(tmp_path_factory):
     return script
 
 
-@pytest.mark.parametrize("stream", ["Numbers", "HuggingFace"])
-def test_runs_train_the_same_weights(stream, script, tmp_path):
+@pytest.mark.parametrize(
+    ("stream", "workers"), [("Numbers", 1), pytest.param("HuggingFace", 0, marks=pytest.mark.slow)]
+)
+def test_runs_train_the_same_weights(stream, workers, script, tmp_path):
     if stream == "HuggingFace":
         pytest.importorskip("datasets")
-    flags = {"data_dir": stream, "save_steps": 2}
-    one = run_to_end(script, 1, tmp_path / "one", **flags)[1]
-    run_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), **flags)
-    one_worker = 1 if stream == "Numbers" else 0
-    for nproc, name, workers in ((2, "two", one_worker), (3, "killed", 0)):
-        run, end = run_to_end(
-            script, nproc, tmp_path / name, **flags, num_workers=workers, audit=True
-        )
-        assert largest_difference(end["model"], one["model"]) < ROUNDING
-        assert [(row["train_samples"], row["val_samples"]) for row in run.rows] == [(60, 11)] * 2
+    flags = {"data_dir": stream, "save_steps": 2, "audit": True}
+    _, one = run_to_end(script, 1, tmp_path / "one", **flags)
+    run_to_end(script, 2, tmp_path / "killed", killed_at(1, 3), num_workers=workers, **flags)
+    run, end = run_to_end(script, 3, tmp_path / "killed", **flags)
+    assert largest_difference(end["model"], one["model"]) < ROUNDING
+    assert [(row["train_samples"], row["val_samples"]) for row in run.rows] == [(60, 11)] * 2
 
 
-def test_the_line_of_the_page_for_one_process(script, tmp_path):
-    line = "DistributedSamplerWrapper(SequentialSampler(train_set), cfg.seed)"
-    assert line in (ROOT / "docs" / "streams.md").read_text()
-    one = with_task(script.with_name("train_1gpu.py"), TASK)
-    text, old = one.read_text(), "EpochSampler(train_set, seed=cfg.seed)"
-    assert text.count(old) == 1
-    imports = "from torch.utils.data import SequentialSampler\n"
-    imports += "from sources.samplers import DistributedSamplerWrapper\n"
-    one.write_text(text.replace(old, line).replace("import torch\n", f"import torch\n{imports}", 1))
-    flags = {"data_dir": "Numbers", "epochs": 1}
-    ends = [
-        run_to_end(path, nproc, tmp_path / path.stem, **flags)[1]
-        for path, nproc in ((one, None), (script, 2))
-    ]
-    assert largest_difference(ends[0]["model"], ends[1]["model"]) < ROUNDING
+HUGGING_FACE = "IterableDataset .*loader process: .*--num-workers 0"
 
 
 @pytest.mark.parametrize(
     ("stream", "workers", "pattern"),
     [
         ("DividedAmongRanks", 0, "train_stream: "),
-        ("DividedHuggingFace", 0, "train_stream: "),
-        ("DividedAmongWorkers", 2, "DividedAmongWorkers .*loader process: .*--num-workers 0"),
-        ("HuggingFace", 1, "IterableDataset .*loader process: .*--num-workers 0"),
-        ("Numbers-short", 0, "ended after 63 samples of epoch 0, "),
-        ("Raising", 1, "ValueError: row 40 is broken"),
+        pytest.param("DividedHuggingFace", 0, "train_stream: ", marks=pytest.mark.slow),
+        pytest.param("HuggingFace", 1, HUGGING_FACE, marks=pytest.mark.slow),
     ],
 )
 def test_faults_end_the_run(stream, workers, pattern, script, tmp_path):
@@ -287,11 +256,3 @@ def test_faults_end_the_run(stream, workers, pattern, script, tmp_path):
     flags = RUN | {"data_dir": stream, "num_workers": workers, "output_dir": tmp_path / "run"}
     run = fork_script(script, 2, **flags)
     assert run.code == 1 and re.search(pattern, run.stderr)
-
-
-def test_the_permutation_is_refused(script, tmp_path):
-    shuffled = script.with_name("train_shuffled.py")
-    shuffled.write_text(script.read_text().replace(NEW, OLD))
-    flags = RUN | {"data_dir": "Numbers", "output_dir": tmp_path / "run"}
-    run = fork_script(shuffled, 2, **flags)
-    assert run.code == 1 and "ascending order" in run.stderr
