@@ -84,9 +84,8 @@ def test_ranks_decide_alike_and_decode_once_per_node(tmp_path, monkeypatch):
         kept = keep_on_device(train)
         return len(decoded), kept.get_batch(torch.arange(12), 0, 0)[0].sum().item()
 
-    first, second, third = run_ranks(body, 3)
-    assert (first[0], second[0], third[0]) == (12, 0, 0)
-    assert first[1] == second[1] == third[1]
+    first, second = run_ranks(body, 2)
+    assert (first[0], second[0]) == (12, 0) and first[1] == second[1]
 
 
 def test_bad_file_ends_all_ranks(tmp_path):
