@@ -1,6 +1,7 @@
 """sources/shards.py: files of many samples, as docs/streams.md promises it."""
 
 import io
+import json
 import os
 import pickle
 import subprocess
@@ -18,7 +19,6 @@ from sources.lines import scan_lines
 from sources.samplers import DistributedSamplerWrapper, ShardOrder
 from sources.scan import IndexedField
 from sources.shards import Shards
-from tests.shards_task import write_shards
 from utils.errors import UserError
 
 
@@ -45,6 +45,18 @@ def write_tars(folder, count=3, size=5):
         write_tar(folder / f"train-{shard}.tar", numbered(shard * size, size))
         for shard in range(count)
     ]
+
+
+def write_shards(folder, train=(9, 0, 21, 13, 20), val=(4, 7)):
+    """Write files with these numbers of samples. Returns the folder."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for split, sizes in (("train", train), ("val", val)):
+        for number, size in enumerate(sizes):
+            rows = torch.rand(size, 4, generator=generator).tolist()
+            text = "".join(json.dumps({"inputs": row, "label": number}) + "\n" for row in rows)
+            (folder / f"{split}-{number:03}.jsonl").write_text(text)
+    return folder
 
 
 # What is in the files
