@@ -1,6 +1,5 @@
 """What refers to parameters that are replaced: kept, or refused with a name."""
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -72,26 +71,31 @@ def divide(net):
 REFUSED = [hook, hook_after_accumulation, keep_in_list, keep_in_function, keep_in_other_module]
 
 
-@pytest.mark.parametrize(("replace", "more"), [(shard, [tie, share]), (divide, [tie])])
-def test_what_would_go_on_with_an_old_parameter_is_refused(replace, more):
+def test_what_would_go_on_with_an_old_parameter_is_refused():
+    cases = [(shard, change) for change in [*REFUSED, tie, share]]
+    cases += [(divide, hook), (divide, tie)]
+
     def body(rank):
-        return [outcome(lambda c=change: replace(Net(c))) for change in REFUSED + more]
+        return [outcome(lambda r=replace, c=change: r(Net(c))) for replace, change in cases]
 
     for outcomes in run_ranks(body, 2):
-        for change, (kind, text) in zip(REFUSED + more, outcomes, strict=True):
-            assert kind is UserError and "first.weight" in text, change
+        for case, (kind, text) in zip(cases, outcomes, strict=True):
+            assert kind is UserError and "first.weight" in text, case
 
 
-@pytest.mark.parametrize("replace", [shard, divide])
-def test_attributes_stay(replace):
+def test_attributes_stay():
     """Such as those that tell an optimizer what to decay."""
 
     def body(rank):
-        net = Net()
-        for number, parameter in enumerate(net.parameters()):
-            parameter.number = number
-        replace(net)
-        assert any(isinstance(parameter, DTensor) for parameter in net.parameters())
-        return [parameter.number for parameter in net.parameters()]
+        found = []
+        for replace in (shard, divide):
+            net = Net()
+            for number, parameter in enumerate(net.parameters()):
+                parameter.number = number
+            replace(net)
+            assert any(isinstance(parameter, DTensor) for parameter in net.parameters())
+            found.append([parameter.number for parameter in net.parameters()])
+        return found
 
-    assert run_ranks(body, 2) == [list(range(8))] * 2
+    for found in run_ranks(body, 2):
+        assert found == [list(range(8))] * 2
