@@ -106,12 +106,8 @@ def test_terminal_that_is_gone_does_not_end_the_run():
 
 
 def test_module_that_was_not_copied_is_named():
-    for name in ("utils.options.sharded", "tasks.text"):
-        with (
-            pytest.raises(UserError, match=f"--save-sharded.*{name}"),
-            required_by("--save-sharded"),
-        ):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    with pytest.raises(UserError, match=r"tasks\.text"), required_by("--save-sharded"):
+        raise ModuleNotFoundError("No module named 'tasks.text'", name="tasks.text")
     with pytest.raises(ModuleNotFoundError), required_by("--save-sharded"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
@@ -151,12 +147,12 @@ def fail_in_step_5(rank, error, failing):
     raise Outcome(caught.value.code, "".join(texts))
 
 
-@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=str)
 def test_first_rank_to_fail_reports_alone(failing):
-    ends = [end.args for end in run_ranks(fail_in_step_5, 3, ConfigError("what to do"), failing)]
+    ends = [end.args for end in run_ranks(fail_in_step_5, 2, ConfigError("what to do"), failing)]
     texts = [text for _, text in ends if text]
     assert len(texts) == 1 and "what to do" in texts[0]
-    assert [code for code, _ in ends] == [2 if rank in failing else 1 for rank in range(3)]
+    assert [code for code, _ in ends] == [2 if rank in failing else 1 for rank in range(2)]
 
 
 def test_restarted_job_reports_again():
@@ -207,6 +203,7 @@ def launch(error, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_torchrun_ends_with_one_report(tmp_path):
     run = launch("1 / 0", tmp_path)
     cause = run.stderr.split("Root Cause")[1]
@@ -214,6 +211,7 @@ def test_torchrun_ends_with_one_report(tmp_path):
     assert "RuntimeError" not in run.stderr  # of rank 0, which has lost its connection
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_the_job(tmp_path):
     run = launch("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
     assert "SIGKILL" in run.stderr
