@@ -23,7 +23,7 @@ from utils.guards.preemption import SIGNAL, SaveOnSignal
 from utils.reports import report_errors
 from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS, shield_worker
 
-FLAGS = FIVE_STEPS | {"save_steps": 0, "num_workers": 1}
+FLAGS = FIVE_STEPS | {"save_steps": 0}
 
 
 def signalled(number, epoch, step, rank):
@@ -53,7 +53,8 @@ def straight(tmp_path_factory):
     [
         (signal.SIGTERM, 0, (1, 2), (1, 3)),
         (signal.SIGINT, 1, (0, 4), (1, 0)),  # known in the last step, so saved after the epoch
-        (signal.SIGUSR1, 1, (0, 5), (1, 1)),  # known in the next epoch
+        # Known in the next epoch.
+        pytest.param(signal.SIGUSR1, 1, (0, 5), (1, 1), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -93,9 +94,9 @@ def test_signal_to_all_processes_of_a_job(tmp_path):
 # One process
 
 
-def started(guard=None):
+def started():
     """The guard of a run that has started, and what it needs of a Checkpointer."""
-    guard, requests = guard or SaveOnSignal(), []
+    guard, requests = SaveOnSignal(), []
     checkpoint = SimpleNamespace(
         cfg=SimpleNamespace(save_minutes=7.0, epochs=3),
         state={"loader": SimpleNamespace(step=3)},
