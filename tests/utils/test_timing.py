@@ -14,7 +14,6 @@ import utils.checkpoint
 import utils.data
 from tests.forked import fork_script
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
-from utils.checkpoint import Checkpointer
 from utils.options import timing
 from utils.options.timing import NAMES, Timing, diagnose, find_limits
 
@@ -54,69 +53,55 @@ def times(**lists):
 
 
 @pytest.mark.parametrize(
-    ("lists", "workers", "parts"),
+    ("lists", "name", "seconds", "place"),
     [
-        ({}, 2, ["nothing stands out"]),
-        # 37 of 100 seconds: what two workers make in 100 seconds is needed in 63.
-        ({"data": [37.0] * 4}, 2, ["37% ", "data: --num-workers 4 (now 2)"]),
-        ({"data": [60.0] * 4}, 0, ["60% ", "data: --num-workers 2 (now 0)"]),
-        ({"data": [20.0] * 4}, 0, ["20% ", "data: --num-workers 1 (now 0)"]),
-        ({"data": [20.0] * 4}, None, ["20% ", "data: cheaper transforms"]),
+        ({"data": [37.0] * 4}, "data", 37.0, ""),
         (
             {"data": [1.0, 1.0, 40.0, 2.0], "communicating": [39.0, 39.0, 0.0, 38.0]},
-            2,
-            ["rank 2 on b ", "for data ", " 40% ", " 1%: ", "disk"],
+            "data",
+            39.0,
+            "rank 2 on b ",
         ),
-        (
-            {"communicating": [30.0, 31.0, 29.0, 2.0]},
-            2,
-            ["rank 3 on b ", "computes 1.4 times"],
-        ),
-        (
-            {"communicating": [62.0, 61.0, 63.0, 64.0]},
-            2,
-            ["61% communicating: ", "--global-batch-size", "train_ddp_accum.py", "choosing.md"],
-        ),
-        (
-            {"saving": [22.0] * 4},
-            2,
-            ["22% saving: ", "--save-epochs", "--save-steps", "--save-minutes", "disk"],
-        ),
-        (
-            {"host": [45.0] * 4},
-            2,
-            ["the GPUs wait ", " 45% ", "--compile default", "train_1gpu_graph.py"],
-        ),
+        ({"communicating": [30.0, 31.0, 29.0, 2.0]}, "rank", 28.0, "rank 3 on b "),
+        ({"communicating": [62.0, 61.0, 63.0, 64.0]}, "communicating", 61.0, ""),
+        ({"saving": [22.0] * 4}, "saving", 22.0, ""),
+        ({"host": [45.0] * 4}, "host", 45.0, ""),
         (
             {"cores": [5.0, 50.0, 5.0, 5.0], "communicating": [45.0, 0.0, 45.0, 45.0]},
-            2,
-            ["rank 1 on a ", "for cores ", " 50% ", "fewer --num-threads or --num-workers"],
+            "cores",
+            50.0,
+            "rank 1 on a ",
         ),
-        # While a rank waits for cores, the others wait for it: that is not communication.
-        ({"cores": [19.0] * 4, "communicating": [45.0] * 4}, 2, ["nothing stands out"]),
-        ({"communicating": [33.0] * 4, "data": [9.0] * 4}, 2, ["nothing stands out"]),
     ],
 )
-def test_diagnoses(monkeypatch, lists, workers, parts):
-    """Each begins with where the time goes."""
+def test_what_limits_a_run_is_found(lists, name, seconds, place):
+    found = find_limits(times(**lists), PLACES, 2)
+    assert found.keys() == {name}
+    cost, text = found[name]
+    assert cost == pytest.approx(seconds)
+    assert place in text
+    assert diagnose(times(**lists), PLACES, 2) == text
+
+
+def test_nothing_is_found_in_ordinary_times():
+    # While a rank waits for cores, the others wait for it: that is not communication.
+    crowded = times(cores=[19.0] * 4, communicating=[45.0] * 4)
+    usual = times(communicating=[33.0] * 4, data=[9.0] * 4)
+    for row in (times(), crowded, usual):
+        assert find_limits(row, PLACES, 2) == {}
+    no_steps = times() | {"computing": [0.0] * 4, "validation": [100.0] * 4}
+    assert "too few" in diagnose(no_steps, PLACES, 0)
+
+
+def test_workers_that_a_run_needs_are_named(monkeypatch):
+    """What two workers make in 100 seconds is needed in 63, for example."""
     monkeypatch.setattr("utils.options.timing.cores_per_rank", lambda: 8)
-    text = diagnose(times(**lists), PLACES, workers)
-    assert text.startswith(parts[0])
-    for part in parts:
-        assert part in text
-
-
-def test_nothing_is_said_of_an_epoch_without_steps():
-    row = times() | {"computing": [0.0] * 4, "validation": [100.0] * 4}
-    assert diagnose(row, PLACES, 0).startswith("too few steps")
-
-
-def test_workers_are_as_many_as_there_are_cores(monkeypatch):
-    monkeypatch.setattr("utils.options.timing.cores_per_rank", lambda: 4)
-    text = diagnose(times(data=[80.0] * 4), PLACES, 3)
-    assert text.startswith("80% ")
-    assert "--num-workers 15 (now 3), of 4 cores per rank" in text
-    assert "cores" not in diagnose(times(data=[20.0] * 4), PLACES, 1)
+    for waited, workers, needed in ((37.0, 2, 4), (60.0, 0, 2), (20.0, 0, 1)):
+        text = diagnose(times(data=[waited] * 4), PLACES, workers)
+        assert f"--num-workers {needed} (now {workers})" in text
+        assert "cores" not in text
+    assert "8 cores" in diagnose(times(data=[80.0] * 4), PLACES, 3)
+    assert "--num-workers" not in diagnose(times(data=[20.0] * 4), PLACES, None)
 
 
 def test_division_on_a_gpu():
@@ -169,25 +154,12 @@ def test_kernels_are_recorded_in_the_middle_of_an_epoch(monkeypatch):
 # Planted causes
 
 
-def slow(function, seconds, rank=None):
-    """`function`, which then also waits, on one rank or on all."""
+def slow(function, seconds):
+    """`function`, which then also waits."""
 
     def slowed(*args, **kwargs):
-        if rank is None or os.environ.get("RANK") == str(rank):
-            time.sleep(seconds)
+        time.sleep(seconds)
         return function(*args, **kwargs)
-
-    return slowed
-
-
-def busy(function, seconds, rank):
-    """`function`, which also computes for that long on one rank."""
-
-    def slowed(*args):
-        end = time.thread_time() + seconds
-        while os.environ["RANK"] == str(rank) and time.thread_time() < end:
-            torch.ones(1000).sum()
-        return function(*args)
 
     return slowed
 
@@ -196,12 +168,16 @@ def plant_slow_data():
     utils.data._Batches._make = slow(utils.data._Batches._make, 0.4)  # also on a busy machine
 
 
-def plant_slow_data_on_rank_1():
-    utils.data._Batches._make = slow(utils.data._Batches._make, 0.6, rank=1)
-
-
 def plant_slow_rank():
-    tasks.images.loss = busy(tasks.images.loss, 0.6, rank=1)  # also on a busy machine
+    real = tasks.images.loss
+
+    def loss(*args):
+        end = time.thread_time() + 0.6  # also on a busy machine
+        while os.environ["RANK"] == "1" and time.thread_time() < end:
+            torch.ones(1000).sum()
+        return real(*args)
+
+    tasks.images.loss = loss
 
 
 def plant_shared_core():
@@ -224,19 +200,14 @@ def limits_of(run):
     return find_limits(row["time"], [f"rank {rank}" for rank in ranks], 0)
 
 
-SLOW_PLANTS = [
-    (plant_slow_data_on_rank_1, "data", "rank 1 waits for data", {}),
-    (plant_slow_rank, "rank", "rank 1 computes", {}),
-    (plant_slow_disk, "saving", "% saving: ", {"save_steps": 2}),
-]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "name", "text", "flags"),
     [
-        (plant_slow_data, "data", "% waiting for data: --num-workers", {}),
+        (plant_slow_data, "data", "% waiting for data", {}),
         (plant_shared_core, "cores", " waits for cores ", {}),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_PLANTS),
+        (plant_slow_rank, "rank", "rank 1 computes", {}),
+        (plant_slow_disk, "saving", "% saving", {"save_steps": 2}),
     ],
 )
 def test_planted_cause_is_named(plant, name, text, flags, tmp_path):
@@ -265,25 +236,14 @@ def test_slow_link(tmp_path):
     assert "% communicating: " in row["limited_by"], row["time"]
 
 
-# The first three show what `make test` takes along; all of them were run on a quiet machine.
-ORDINARY = [
-    ("train_1gpu.py", None, {}),
-    ("train_ddp.py", 2, {}),
-    ("train_fsdp.py", 2, {"model": "vit_tiny"}),
-    ("train_1gpu.py", None, {"num_workers": 1}),
-    ("train_ddp_accum.py", 2, {"micro_batches": 2}),
-    ("train_fsdp.py", 2, {}),
-    ("train_tp.py", 2, {"model": "vit_tiny"}),
-    ("train_pp.py", 2, {}),
-    ("train_mp.py", None, {}),
-]
-RARE = (pytest.mark.slow, pytest.mark.rare)  # scripts that differ in nothing that is timed
-MARKS = [()] * 3 + [pytest.mark.slow, *[RARE] * 3, pytest.mark.slow, RARE]
-
-
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
-    [pytest.param(*case, marks=m) for case, m in zip(ORDINARY, MARKS, strict=True)],
+    [
+        ("train_1gpu.py", None, {"num_workers": 1}),
+        pytest.param("train_ddp.py", 2, {}, marks=pytest.mark.slow),
+        pytest.param("train_fsdp.py", 2, {"model": "vit_tiny"}, marks=pytest.mark.slow),
+        pytest.param("train_pp.py", 2, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_stands_out_in_ordinary_runs(script, nproc, flags, tmp_path):
     flags = FLAGS | {"image_size": 32, "output_dir": tmp_path} | flags
@@ -292,35 +252,13 @@ def test_nothing_stands_out_in_ordinary_runs(script, nproc, flags, tmp_path):
     assert set(limits_of(run)) <= {"cores"}, run.rows[-1]["time"]
 
 
-def test_first_step_is_left_out(tmp_path):
-    """It would look like a rank that computes long."""
-
-    def before():
-        step = Checkpointer.step
-
-        def slow_once(checkpoint):
-            time.sleep(1.0)
-            Checkpointer.step = step
-            step(checkpoint)
-
-        Checkpointer.step = slow_once
-
-    run = fork_script("train_1gpu.py", None, before, output_dir=tmp_path, **FLAGS)
-    (row,) = run.rows
-    assert row["train_seconds"] > 1.0
-    assert row["time"]["total"] < row["train_seconds"] + row["val_seconds"] - 0.9
-
-
 def test_epoch_may_end_by_a_break():
     """When the evaluation began is not known then."""
     loader = SimpleNamespace(waited=0.0, computed=0.0, step=0, source_device=torch.device("cpu"))
     loader.device, loader.reader = loader.source_device, SimpleNamespace(num_workers=0)
-    state = {"loader": loader, "metrics": SimpleNamespace(columns=[])}
-    cfg = SimpleNamespace(profile=False)
-    checkpoint = SimpleNamespace(state=state, is_due=lambda: False, cfg=cfg)
-    guard, row = Timing(), {}
-    guard.at_start(checkpoint)
+    guard, add_columns = started(loader)
+    row = {}
     for _ in range(2):
-        guard.after_step(checkpoint)
-        state["metrics"].columns[0](row)
+        guard.after_step(SimpleNamespace(is_due=lambda: False))
+        add_columns(row)
         assert row["time"]["validation"] == [0.0]
