@@ -106,6 +106,7 @@ def test_all_scripts_skip_the_same_steps_of_a_transformer(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_fused_optimizer_of_shards_skips_the_same_steps(tmp_path):
     flags = VIT | {"optimizer": "adamw"}
     sharded = skipping(tmp_path, "train_fsdp.py", 2, rank=1, **flags)

@@ -198,6 +198,7 @@ def train(folder, script, nproc, before, **flags):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_dropout_is_that_of_a_run_with_one_rank_per_replica(tmp_path):
     one = train(tmp_path, "train_1gpu.py", None, drop_in_all_layers)
     tensor = train(tmp_path, "train_tp.py", 2, drop_in_all_layers)
@@ -236,7 +237,12 @@ def test_batchnorm_counts_the_samples_of_a_replica_once(tmp_path):
     ("script", "nproc", "flags"),
     [
         ("train_tp.py", 2, {"save_sharded": True, "audit": True}),
-        ("train_fsdp_tp.py", 4, {"fsdp_size": 2, "clip_norm": 0.5, "save_sharded": True} | ADAMW),
+        pytest.param(
+            "train_fsdp_tp.py",
+            4,
+            {"fsdp_size": 2, "clip_norm": 0.5, "save_sharded": True} | ADAMW,
+            marks=pytest.mark.rare,
+        ),
     ],
     ids=["tp", "fsdp_tp"],
 )

@@ -206,7 +206,7 @@ def limits_of(run):
     [
         (plant_slow_data, "data", "% waiting for data", {}),
         (plant_shared_core, "cores", " waits for cores ", {}),
-        (plant_slow_rank, "rank", "rank 1 computes", {}),
+        pytest.param(plant_slow_rank, "rank", "rank 1 computes", {}, marks=pytest.mark.rare),
         (plant_slow_disk, "saving", "% saving", {"save_steps": 2}),
     ],
 )
@@ -236,13 +236,16 @@ def test_slow_link(tmp_path):
     assert "% communicating: " in row["limited_by"], row["time"]
 
 
+RARE = (pytest.mark.slow, pytest.mark.rare)
+
+
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
         ("train_1gpu.py", None, {"num_workers": 1}),
         pytest.param("train_ddp.py", 2, {}, marks=pytest.mark.slow),
-        pytest.param("train_fsdp.py", 2, {"model": "vit_tiny"}, marks=pytest.mark.slow),
-        pytest.param("train_pp.py", 2, {}, marks=pytest.mark.slow),
+        pytest.param("train_fsdp.py", 2, {"model": "vit_tiny"}, marks=RARE),
+        pytest.param("train_pp.py", 2, {}, marks=RARE),
     ],
 )
 def test_nothing_stands_out_in_ordinary_runs(script, nproc, flags, tmp_path):
