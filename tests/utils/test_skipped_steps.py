@@ -142,6 +142,7 @@ def test_gradient_without_a_loss_that_is_not_finite(tmp_path):
     assert "step 1 of epoch 0" in run.stderr and "a gradient" in run.stderr
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_if_one_shard_is_not_finite(tmp_path):
     def before():
         check = SkippedSteps._before_step
