@@ -1,24 +1,17 @@
 """Settings: defaults, then a YAML file, then flags; each mistake is one line that helps."""
 
 import sys
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import yaml
 
-import tasks.diffusion
 import tasks.images
-import tasks.moe
-import tasks.segmentation
-import tasks.text
-from tools.lib.ladder import LADDER, ROOT
+from tools.lib.runs import ROOT
 from utils.config import BaseSettings, Config, ConfigError, free_setting, load_config, setting
 
 IMAGES = tasks.images.Settings
-OTHER_TASKS = tasks.text, tasks.moe, tasks.segmentation, tasks.diffusion
-TASKS = IMAGES, *(task.Settings for task in OTHER_TASKS)
-SCRIPTS = {rung.settings_class() for rung in LADDER if rung.settings}
 
 
 @dataclass(frozen=True)
@@ -95,19 +88,16 @@ def assert_refused(capsys):
 
 
 def test_flags_override_the_file_and_the_file_the_defaults(yaml_file, monkeypatch):
-    flag = yaml_file("heat: 1e-3\nloaves: 7\nsalted: false\nfolder: 'x'\n")
+    flag = yaml_file("heat: 1e-3\nloaves: 7\nsalted: No\nfolder: 'x'\n")
     found = load(flag, "--loaves", "9", "--shelf", "-1")
     assert (found.heat, found.loaves, found.salted, found.folder) == (0.001, 9, False, "x")
     assert (found.flour, found.epochs, type(found.heat)) == ("wheat", Config().epochs, float)
     assert load(flag, "--salted").salted
     assert not load("--no-salted").salted
+    assert not load("--no-salted", yaml_file("salted: on")).salted
+    assert load(yaml_file("salted: true")).salted
     monkeypatch.setattr(sys, "argv", ["bake.py", "--loaves=3"])
     assert load_config(Bread).loaves == 3
-
-
-@pytest.mark.parametrize("text", ["true", "True", "on", "yes", "false", "off", "No"])
-def test_booleans_in_yaml(text, yaml_file):
-    assert load(yaml_file(f"salted: {text}")).salted == (text not in ("false", "off", "No"))
 
 
 def test_flag_undoes_what_the_file_sets(yaml_file):
@@ -128,11 +118,6 @@ def test_output_dir_has_the_name_of_the_script(monkeypatch):
     for path, folder in (("/x/train_ddp.py", "runs/train_ddp"), ("", "runs/python")):
         monkeypatch.setattr(sys, "argv", [path])
         assert load().output_dir == folder
-
-
-def test_settings_are_read_only():
-    with pytest.raises(FrozenInstanceError):
-        load().heat = 1.0
 
 
 def test_written_settings_load_as_the_same_settings(yaml_file):
@@ -171,10 +156,6 @@ def test_script_combines_with_any_task(assert_refused):
     assert cfg.folder == "recipes"
     assert_refused(["--width=41"], "too wide", task=Rolls, script=Tray)
     assert_refused(["--flour=rye", "--no-salted"], "rye needs salt", task=Rolls, script=Tray)
-    for script in SCRIPTS:
-        for task in TASKS:
-            cfg = load(task=task, script=script)
-            assert isinstance(cfg, task) and isinstance(cfg, script)
 
 
 def test_plain_default_is_a_setting(assert_refused):
@@ -204,23 +185,6 @@ def test_default_that_would_be_ignored_is_refused(assert_refused):
 # Help
 
 
-def test_help_groups_settings_by_class(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        load("--help", task=Rolls, script=Tray)
-    out = " ".join(capsys.readouterr().out.split())
-    parts = ["Settings of a script:", "--width INT", "Smaller than loaves:", "--seeds INT"]
-    parts += ["How to bake. Slowly:", "--loaves INT", "(default: 40)", "in % of its maximum"]
-    parts += [
-        "wheat|rye",
-        "--salted, --no-salted",
-        "(default: --salted)",
-        "How to train:",
-        "--epochs",
-    ]
-    places = [out.index(part) for part in parts]
-    assert places == sorted(places)
-
-
 def test_help_is_printed_by_rank_0(monkeypatch, capsys):
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
@@ -237,44 +201,30 @@ def test_help_is_printed_by_rank_0(monkeypatch, capsys):
     [
         ("loaves: 1\nhaet: 1", ["--haet", "--heat"]),
         ("loaves: ten", ["--loaves", "'ten'"]),
-        ("loaves: 1.5", ["--loaves", "1.5"]),
         ("loaves: null", ["--loaves"]),
-        ("heat: .nan", ["--heat", ".nan"]),
         ("salted: 2", ["--salted"]),
-        ("flour: ryes", ["--flour", "ryes", "wheat"]),
         ("heat: [1, 2]", ["heat"]),
-        ("heat: {a: 2}", ["heat"]),
         ("config: b.yaml", ["config"]),
-        ("help: true", ["help"]),
         ("- 1", []),
-        ("", []),
         ("a: b: c", ["line 1"]),
     ],
 )
 def test_mistake_in_the_file(text, parts, yaml_file, assert_refused):
-    assert_refused([yaml_file(text)], "a.yaml", *parts)
+    """Also if a flag overrides it."""
+    assert_refused([yaml_file(text), "--loaves=3"], "a.yaml", *parts)
 
 
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--haet", "1"], ["--haet", "--heat"]),
         (["--haet=1"], ["--haet", "--heat"]),
         (["--loave", "1"], ["--loave", "--loaves"]),
-        (["--save-every", "2"], ["--save-steps", "--save-epochs"]),
         (["--xyz"], ["--xyz"]),
-        (["--xyz=1"], ["--xyz"]),
-        (["--model=x"], ["--model"]),
-        (["--salted", "False"], ["False"]),
         (["--salted=yes"], ["--salted", "yes"]),
-        (["--loaves"], ["--loaves"]),
         (["--loaves", "1.5"], ["--loaves", "1.5"]),
         (["--loaves=0"], ["loaves", "1", "0"]),
-        (["--shelf=-2"], ["shelf", "-1", "-2"]),
-        (["--heat=-0.1"], ["heat", "-0.1"]),
         (["--heat=nan"], ["heat", "nan"]),
         (["--heat=inf"], ["heat", "inf"]),
-        (["--lr=-1"], ["lr", "-1"]),
         (["--flour=ryes"], ["--flour", "ryes", "rye"]),
         (["bake.yaml"], ["bake.yaml"]),
         (["--config", "/no/such.yaml"], ["/no/such.yaml"]),
@@ -288,26 +238,11 @@ def test_mistake_in_a_flag(argv, parts, assert_refused):
     assert_refused(argv, *parts)
 
 
-def test_config_file_that_is_not_text(tmp_path, assert_refused):
-    (tmp_path / "noise").write_bytes(bytes(range(256)))
-    assert_refused([f"--config={tmp_path / 'noise'}"], "noise")
-
-
-def test_mistake_in_the_file_is_refused_though_a_flag_overrides_it(yaml_file, assert_refused):
-    assert_refused([yaml_file("loaves: ten"), "--loaves=3"], "a.yaml", "--loaves")
-
-
 # The settings of the project
-
-
-def names(kind):
-    return {field.name for field in fields(kind)}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_config_file_loads(path):
-    keys = yaml.safe_load(path.read_text()).keys()
-    scripts = [kind for kind in SCRIPTS if keys - names(IMAGES) <= names(kind)]
-    script = None if keys <= names(IMAGES) else scripts[0]
-    cfg = load(f"--config={path}", task=IMAGES, script=script)
-    assert vars(cfg).keys() >= keys and cfg.dataset != "auto"
+    cfg = load(f"--config={path}", task=IMAGES)
+    assert vars(cfg).keys() >= yaml.safe_load(path.read_text()).keys()
+    assert cfg.dataset != "auto"
