@@ -116,22 +116,17 @@ def in_fork(body):
 def test_loaded_run_is_the_saved_one(tmp_path):
     saved, loaded = make_state(), make_state(seed=1)
     saved["loader"].step = 2
-    save(tmp_path, saved, epoch=3)
-    assert checkpointer(tmp_path, loaded).load() == 3
-    assert loaded["loader"].step == 2
-    for name in ("model", "optimizer", "scheduler"):
-        assert same_bits(loaded[name].state_dict(), saved[name].state_dict()), name
-
-
-def test_file_holds_plain_names_and_values(tmp_path):
-    save(tmp_path, make_state(), epoch=3, lr=0.25)
+    save(tmp_path, saved, epoch=3, lr=0.25)
     contents = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert contents["format"] == FORMAT
-    assert contents["epoch"] == 3
+    assert (contents["format"], contents["epoch"]) == (FORMAT, 3)
     assert contents["config"]["lr"] == 0.25
     assert contents["data"] == {"classes": ["a", "b"]}
     assert list(contents["model"])[:2] == ["0.weight", "0.bias"]
     assert list(contents["optimizer"]["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert checkpointer(tmp_path, loaded, lr=0.25).load() == 3
+    assert loaded["loader"].step == 2
+    for name in ("model", "optimizer", "scheduler"):
+        assert same_bits(loaded[name].state_dict(), saved[name].state_dict()), name
 
 
 def test_training_continues_while_the_file_is_written(tmp_path, monkeypatch):
@@ -149,21 +144,6 @@ def test_training_continues_while_the_file_is_written(tmp_path, monkeypatch):
     assert torch.equal(read_checkpoint(tmp_path / "last.pt")["model"]["0.weight"], before)
 
 
-def test_last_save_of_a_run_is_on_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: time.sleep(0.2))
-    checkpointer(tmp_path, epochs=2).save(2)
-    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 2
-
-
-def test_file_is_finished_when_the_process_ends(tmp_path):
-    def body():
-        os.fsync = lambda file: time.sleep(0.3)
-        checkpointer(tmp_path).save(1)
-
-    assert in_fork(body) == 0
-    assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1
-
-
 class Doubled(Wrapper):
     def __init__(self, module):
         super().__init__()
@@ -171,12 +151,10 @@ class Doubled(Wrapper):
 
 
 def test_wrappers_leave_no_trace_but_a_models_own_module_does(tmp_path):
-    state = pair(model := nn.ModuleDict({"module": nn.Linear(2, 1)}), None)
-    for wrapped in (model, nn.DataParallel(model), nn.DataParallel(Doubled(model))):
-        assert unwrap(wrapped) is model
-    state["optimizer"] = torch.optim.SGD(model.parameters(), 0.1)
-    state["model"] = nn.DataParallel(Doubled(model))
-    save(tmp_path, state)
+    model = nn.ModuleDict({"module": nn.Linear(2, 1)})
+    wrapped = nn.DataParallel(Doubled(model))
+    assert unwrap(model) is unwrap(wrapped) is model
+    save(tmp_path, pair(wrapped, torch.optim.SGD(model.parameters(), 0.1)))
     assert list(read_checkpoint(tmp_path / "last.pt")["model"]) == ["module.weight", "module.bias"]
 
 
@@ -225,9 +203,9 @@ def test_guards_are_called_in_the_order_of_their_list(tmp_path):
     writer.load()
     writer.state["loader"].step = 2
     writer.step()
-    writer.save(2)
     assert calls[:4] == ["a starts at 1", "b starts at 1", "a step", "b step"]
-    assert calls[4:8] == ["a before True", "b before True", "a after", "b after"]
+    assert calls[4:] == ["a before True", "b before True", "a after", "b after"]
+    writer.save(2)
     assert calls[8:] == ["a before False", "b before False", "a after", "b after"]
 
 
@@ -242,7 +220,6 @@ def build(kind, seed=0):
 
 
 KINDS = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 0.1),
     "fused adam": lambda model: torch.optim.Adam(model.parameters(), 0.1, fused=True),
@@ -252,7 +229,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fused adam", "adagrad", "adafactor", "part of the model"])
 def test_next_steps_are_those_of_the_saved_run(kind, tmp_path):
     saved, loaded = build(KINDS[kind]), build(KINDS[kind], seed=1)
     train(saved["model"], saved["optimizer"], steps=2)
@@ -265,35 +242,17 @@ def test_next_steps_are_those_of_the_saved_run(kind, tmp_path):
         assert same_bits(loaded[name].state_dict(), saved[name].state_dict())
 
 
-def test_loading_takes_no_step(tmp_path):
-    save(tmp_path, build(KINDS["adamw"]))
-    loaded = build(KINDS["adamw"])
-    loaded["optimizer"].register_step_pre_hook(lambda *args: pytest.fail("a step"))
-    assert checkpointer(tmp_path, loaded).load() == 1
-
-
-def test_parameter_without_a_gradient_has_no_state(tmp_path):
-    """Such as a head that is not used yet."""
-    saved, loaded = build(KINDS["adamw"]), build(KINDS["adamw"], seed=1)
-    head, optimizer = saved["model"][1], saved["optimizer"]
-    train(saved["model"][0], optimizer)
-    assert head.weight not in optimizer.state
-    save(tmp_path, saved)
-    checkpointer(tmp_path, loaded).load()
-    body, head = loaded["model"]
-    assert "exp_avg" in loaded["optimizer"].state[body.weight]
-    assert head.weight not in loaded["optimizer"].state
-
-
 def test_states_keep_their_dtypes(tmp_path):
-    """As of an 8-bit optimizer, or of float32 averages of bfloat16 parameters."""
-    saved, loaded = build(KINDS["sgd"]), build(KINDS["sgd"])
+    """As of an 8-bit optimizer, or of float32 averages of bfloat16 parameters. PyTorch's function
+    would cast them, and take a step."""
+    saved, loaded = build(KINDS["adamw"]), build(KINDS["adamw"])
     for state in (saved, loaded):
         state["model"].bfloat16()
     weight = saved["model"][0].weight
     values = {"average": torch.rand(3, 2), "codes": torch.ones(3, 2, dtype=torch.uint8), "n": 3}
     saved["optimizer"].state[weight] = values
     save(tmp_path, saved)
+    loaded["optimizer"].register_step_pre_hook(lambda *args: pytest.fail("a step"))
     checkpointer(tmp_path, loaded).load()
     assert same_bits(loaded["optimizer"].state[loaded["model"][0].weight], values)
 
@@ -325,31 +284,19 @@ def test_names_are_those_without_activation_checkpointing(tmp_path):
     assert torch.equal(momentum, saved["optimizer"].state_dict()["state"][0]["momentum_buffer"])
 
 
-def test_what_a_schedule_has_changed_in_a_group_comes_back(tmp_path):
-    """Such as the momentum of OneCycleLR."""
-    saved, loaded = build(KINDS["momentum"]), build(KINDS["momentum"])
-    for state in (saved, loaded):
-        optimizer = state["optimizer"]
-        state["scheduler"] = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    train(saved["model"], saved["optimizer"])
-    saved["scheduler"].step()
-    save(tmp_path, saved)
-    checkpointer(tmp_path, loaded).load()
-    ours, theirs = (s["optimizer"].param_groups[0] for s in (loaded, saved))
-    assert ours["momentum"] == theirs["momentum"]
-    assert ours["lr"] == theirs["lr"]
-
-
-def test_how_a_step_is_computed_is_the_scripts_choice(tmp_path):
-    """FSDP's parameters have no fused SGD, DDP's do."""
+def test_groups_come_back_but_not_how_a_step_is_computed(tmp_path):
+    """OneCycleLR changes the betas. FSDP's parameters have no fused SGD, DDP's do."""
     saved, loaded = build(KINDS["fused adam"]), build(KINDS["adamw"])
+    saved["optimizer"].param_groups[0]["betas"] = (0.8, 0.9)
     save(tmp_path, saved)
     checkpointer(tmp_path, loaded).load()
-    assert not loaded["optimizer"].param_groups[0]["fused"]
+    (group,) = loaded["optimizer"].param_groups
+    assert group["betas"] == (0.8, 0.9)
+    assert not group["fused"]
 
 
 def test_different_groups_are_refused(tmp_path):
-    save(tmp_path, build(KINDS["sgd"]))
+    save(tmp_path, build(KINDS["momentum"]))
     state = build(lambda model: torch.optim.SGD([{"params": m.parameters()} for m in model], 0.1))
     with pytest.raises(UserError, match=r"1 .*groups"):
         checkpointer(tmp_path, state).load()
@@ -374,6 +321,9 @@ def test_files_are_copied_where_links_do_not_work(tmp_path, monkeypatch):
     save(tmp_path, make_state(), epoch=1, is_best=True)
     assert names_in(tmp_path) == ["best.pt", "epoch-0001.pt", "last.pt"]
     assert [read_checkpoint(path)["epoch"] for path in tmp_path.iterdir()] == [1, 1, 1]
+    monkeypatch.setattr(shutil, "copyfile", lambda *names: no_space(None))
+    with pytest.raises(UserError, match=r"last\.pt.*No space left"):
+        save(tmp_path, make_state(), epoch=2)
 
 
 def test_save_between_steps_replaces_last_alone(tmp_path):
@@ -437,17 +387,15 @@ def test_run_killed_while_writing_keeps_the_file_before(tmp_path):
     assert checkpointer(tmp_path).load() == 1
 
 
-@pytest.mark.parametrize("part", [0, 0.5, 0.99])
-def test_file_before_a_damaged_one_is_used(part, tmp_path, capsys):
+def test_file_before_a_damaged_one_is_used(tmp_path, capsys):
     save(tmp_path, make_state(), 1)
     save(tmp_path, make_state(), 2)
-    size = (tmp_path / "last.pt").stat().st_size
-    os.truncate(tmp_path / "last.pt", int(part * size))  # and so epoch-0002.pt
+    os.truncate(tmp_path / "last.pt", 1000)  # and so epoch-0002.pt
     assert checkpointer(tmp_path).load() == 1
     assert f"{tmp_path}/last.pt" in capsys.readouterr().err
     assert read_checkpoint(tmp_path / "last.pt")["epoch"] == 1  # a finished run saves no more
     for name in ("last.pt", "epoch-0001.pt"):
-        os.truncate(tmp_path / name, 10)
+        os.truncate(tmp_path / name, 0)
     with pytest.raises(UserError, match="--output-dir"):
         checkpointer(tmp_path).load()
 
@@ -486,13 +434,12 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("content", [[1], {"format": FORMAT - 1}, Malicious], ids=str)
-def test_file_of_a_different_kind_is_refused(content, tmp_path):
-    if content is Malicious:
-        content = {"format": FORMAT, "x": Malicious(tmp_path / "ran")}
-    torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UserError, match=r"x\.pt"):
-        read_checkpoint(tmp_path / "x.pt")
+def test_file_of_a_different_kind_is_refused(tmp_path):
+    path, malicious = tmp_path / "x.pt", Malicious(tmp_path / "ran")
+    for content in ([1], {"format": FORMAT - 1}, {"format": FORMAT, "x": malicious}):
+        torch.save(content, path)
+        with pytest.raises(UserError, match=r"x\.pt"):
+            read_checkpoint(path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -541,16 +488,6 @@ def test_full_disk_is_one_line(free, tmp_path):
     assert not names_in(tmp_path)
 
 
-def test_full_disk_is_one_line_where_files_are_copied(tmp_path, monkeypatch):
-    def refuse(*names):
-        raise OSError("no links on this file system")
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(shutil, "copyfile", lambda *names: no_space(None))
-    with pytest.raises(UserError, match=r"last\.pt.*No space left"):
-        save(tmp_path, make_state())
-
-
 class Holds:
     """An entry of `state` that holds a value."""
 
@@ -579,13 +516,12 @@ def test_part_of_a_tensor_is_refused(tmp_path):
     """As of averaged parameters under FSDP: each rank would load rank 0's part."""
 
     def body(rank):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (1,))
         part = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
-        return outcome(lambda: save(tmp_path, make_state() | {"mine": Holds(part)}))
+        save(tmp_path, make_state() | {"mine": Holds(part)})
 
-    (kind, text), (other, _) = run_ranks(body, 2)
-    assert (kind, other) == (UserError, PeerError)
-    assert "full_tensor" in text
+    (error,) = run_ranks(body, 1)
+    assert isinstance(error, UserError) and "full_tensor" in str(error)
 
 
 # When it saves
@@ -644,10 +580,6 @@ def test_changed_settings_are_named(tmp_path):
     for part in ("lr", "0.2", "0.1", "adamw", "sgd", "--allow-config-change"):
         assert part in str(caught.value)
     assert "momentum" not in str(caught.value)
-
-
-def test_changed_data_are_named(tmp_path):
-    save(tmp_path, make_state())
     with pytest.raises(UserError, match="classes"):
         checkpointer(tmp_path, make_state() | {"data": {"classes": ["a"]}}).load()
 
@@ -686,29 +618,21 @@ def test_optimizer_of_a_different_kind_starts_afresh(save_sharded, tmp_path):
     assert same_bits(loaded["optimizer"].state_dict(), before)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_order_of_the_samples_stays_within_an_epoch(step, tmp_path):
+def test_order_of_the_samples_stays_within_an_epoch(tmp_path):
     """The rest of the epoch would repeat some samples, and leave out others."""
     state = make_state()
-    state["loader"].step = step
     save(tmp_path, state)
-    writer = checkpointer(tmp_path, seed=1, allow_config_change=True)
-    if step == 0:
-        assert writer.load() == 1
-    else:
-        with pytest.raises(UserError, match="seed"):
-            writer.load()
+    assert checkpointer(tmp_path, seed=1, allow_config_change=True).load() == 1
+    state["loader"].step = 2
+    save(tmp_path, state)
+    with pytest.raises(UserError, match="seed"):
+        checkpointer(tmp_path, seed=1, allow_config_change=True).load()
 
 
-@pytest.mark.parametrize("width", [4, None], ids=["shape", "names"])
-def test_different_model_is_named(width, tmp_path):
+def test_different_model_is_named(tmp_path):
     save(tmp_path, make_state())
-    state = make_state(width=4)
-    if not width:
-        state = pair(model := nn.Linear(2, 3), torch.optim.SGD(model.parameters(), 0.1))
-        state |= {"scheduler": make_state()["scheduler"]}
-    with pytest.raises(UserError, match="bias"):
-        checkpointer(tmp_path, state).load()
+    with pytest.raises(UserError, match=r"0\.bias"):
+        checkpointer(tmp_path, make_state(width=4)).load()
 
 
 def test_entries_of_state_are_compared_by_name(tmp_path):
