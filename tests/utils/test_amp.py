@@ -9,7 +9,7 @@ from utils.checkpoint import read_checkpoint
 from utils.config import Config, load_config
 from utils.rungs.amp import AmpSettings
 
-SETTINGS = {"synthetic_samples": 60, "image_size": 8, "clip_norm": 0.5}
+SETTINGS = {"synthetic_samples": 60, "image_size": 8, "clip_norm": 0.5, "epochs": 1}
 
 
 def start_from_scale(scale):
@@ -22,29 +22,24 @@ def start_from_scale(scale):
     return before
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory):
-    """The losses of the second epoch, by precision; a gradient scale matters to clip_norm. From
-    PyTorch's first scale, float16 would skip the first step, in which a gradient overflows."""
-    result = {}
-    for name, script, flags in (
-        ("float32", "train_ddp.py", SETTINGS),
-        ("bfloat16", "train_ddp_amp.py", SETTINGS),
-        ("float16", "train_ddp_amp.py", SETTINGS | {"amp_dtype": "float16"}),
-    ):
-        folder = tmp_path_factory.mktemp(name) / "run"
-        run = fork_script(script, 2, start_from_scale(2.0**10), output_dir=folder, **flags)
+def test_losses_differ_from_float32_by_rounding(tmp_path):
+    """Also where the scale of the gradients matters to clip_norm. From PyTorch's first scale,
+    float16 would skip the first step, in which a gradient overflows."""
+    losses = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        flags = SETTINGS | {"output_dir": tmp_path / dtype}
+        if dtype == "float32":
+            run = fork_script("train_ddp.py", 1, **flags)
+        else:
+            before = start_from_scale(2.0**10)
+            run = fork_script("train_ddp_amp.py", 1, before, amp_dtype=dtype, **flags)
         assert (run.code, run.stderr) == (0, "")
-        result[name] = run.rows[1]["train_loss"], run.rows[1]["val_loss"]
-        dtypes = {t.dtype for t in read_checkpoint(folder / "last.pt")["model"].values()}
-        assert dtypes == {torch.float32, torch.int64}
-    return result
-
-
-@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
-def test_losses_differ_from_float32_by_rounding(dtype, bits, losses):
-    for ours, exact in zip(losses[dtype], losses["float32"], strict=True):
-        assert 0 < abs(ours / exact - 1) < 2.0 ** (3 - bits)
+        model = read_checkpoint(tmp_path / dtype / "last.pt")["model"]
+        assert {tensor.dtype for tensor in model.values()} == {torch.float32, torch.int64}
+        losses[dtype] = run.rows[0]
+    for dtype, bits in (("bfloat16", 8), ("float16", 11)):
+        for name in ("train_loss", "val_loss"):
+            assert 0 < abs(losses[dtype][name] / losses["float32"][name] - 1) < 2.0 ** (3 - bits)
 
 
 def test_evaluation_runs_in_the_precision_of_training(tmp_path):
@@ -59,8 +54,7 @@ def test_evaluation_runs_in_the_precision_of_training(tmp_path):
 
         tasks.images.loss = spy
 
-    flags = SETTINGS | {"epochs": 1}
-    run = fork_script("train_ddp_amp.py", 1, record_dtypes, output_dir=tmp_path / "run", **flags)
+    run = fork_script("train_ddp_amp.py", 1, record_dtypes, output_dir=tmp_path / "run", **SETTINGS)
     assert (run.code, run.stderr) == (0, "")
     lines = (tmp_path / "dtypes").read_text().splitlines()
     first = lines.index("training torch.bfloat16")
@@ -78,24 +72,19 @@ def test_settings(capfd):
     assert "--max-skipped-steps" in error and "bfloat16" in error
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_killed_and_resumed_run_matches_an_uninterrupted_one(dtype, tmp_path):
-    """With float16, the GradScaler's state continues as well."""
-    flags = {"amp_dtype": dtype, "clip_norm": 1.0, "epochs": 2 if dtype == "float16" else 1}
-    checkpoint, _ = assert_resumes(tmp_path, "train_ddp_amp.py", 2, **flags)
-    if dtype == "float16":
-        assert checkpoint["scaler"]["scale"] > 0 and checkpoint["scaler"]["_growth_tracker"] > 5
-    else:
-        assert checkpoint["scaler"] == {}
+def test_killed_and_resumed_run_matches_an_uninterrupted_one(tmp_path):
+    """The GradScaler's state continues as well."""
+    flags = {"amp_dtype": "float16", "clip_norm": 1.0, "epochs": 1}
+    checkpoint, _ = assert_resumes(tmp_path, "train_ddp_amp.py", 1, **flags)
+    assert checkpoint["scaler"]["scale"] > 0
+    assert checkpoint["scaler"]["_growth_tracker"] > 3  # more than after the resume alone
 
 
 def test_overflow_skips_the_update(tmp_path):
     """From a scale that is far too large, the first steps only lower it."""
-    flags = SETTINGS | {"amp_dtype": "float16", "epochs": 1, "global_batch_size": 2, "lr": 0.001}
-    before = start_from_scale(2.0**40)
-    run = fork_script("train_ddp_amp.py", 2, before, output_dir=tmp_path / "run", **flags)
-    assert run.code == 0, run.stderr
+    flags = SETTINGS | {"amp_dtype": "float16", "output_dir": tmp_path / "run"}
+    run = fork_script("train_ddp_amp.py", 2, start_from_scale(2.0**40), **flags)
+    assert (run.code, run.stderr) == (0, "")
     checkpoint = read_checkpoint(tmp_path / "run" / "last.pt")
-    assert checkpoint["scaler"]["scale"] < 2.0**40
-    assert all(t.isfinite().all() for t in checkpoint["model"].values())
-    assert run.stderr == ""
+    assert checkpoint["scaler"]["scale"] == 2.0**35
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
