@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from tests.forked import FIVE_STEPS, fork_script, killed_at
 from tests.processes import run_ranks
 from utils.config import Config
 from utils.data import build_loader
@@ -115,15 +114,3 @@ def test_epoch_that_began_without_audit_is_reported_as_such(tmp_path, capsys):
     run.sampler.set_epoch(1)  # the next epoch is complete
     run.steps()
     assert [row["epoch"] for row in rows(tmp_path)] == [1]
-
-
-def test_killed_run_is_audited_over_its_resume(tmp_path):
-    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "audit": True}
-    assert fork_script("train_1gpu.py", None, killed_at(1, 3), **flags).code == -9
-    run = fork_script("train_ddp.py", 2, **flags)
-    assert (run.code, run.stderr) == (0, "")
-    row = {"samples": 60, "dropped": 0, "repeated": 0}
-    assert rows(tmp_path / "run") == [
-        {"epoch": 0, "resumed_at_step": 0, **row},
-        {"epoch": 1, "resumed_at_step": 2, **row},
-    ]
