@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import utils.contract
 from tests.any_batch import CASES, WholeBatches
+from tests.forked import same_bits
 from utils.config import Config
 from utils.contract import check_task
 from utils.data import build_loader
@@ -61,10 +62,8 @@ def test_sums_pass():
     ("changes", "found"),
     [
         ({"loss": cross_entropy}, "loss .*sum"),
-        ({"loss": lambda o, t: (o[:, :1] - t).abs().sum()}, "loss .*sum"),
         ({"loss": lambda o, t: cross_entropy(o, t, reduction="none")}, r"loss\(\)"),
         ({"loss": lambda o, t: 1.0}, r"loss\(\)"),
-        ({"loss": lambda o, t: torch.stack([o.sum(), o.sum()])}, r"loss\(\).*count\(\)"),
         ({"loss": lambda o, t: o[:, 0], "count": torch.ones_like}, r"loss\(\)"),
         ({"loss": lambda o, t: torch.stack([o.sum(), o.mean()]), "count": counts}, "loss .*sum"),
         ({"measure": lambda o, t: {"correct": 0, "mse": (o.sum(1) - 9).square().mean()}}, "mse"),
@@ -75,15 +74,13 @@ def test_sums_pass():
     ],
 )
 def test_what_is_no_sum_is_named(changes, found):
-    with pytest.raises(UserError, match=found) as caught:
+    with pytest.raises(UserError, match=found):
         check(**changes)
-    assert "\n" not in str(caught.value)
 
 
 def test_missing_names_are_listed():
-    task = SimpleNamespace(
-        **{name: GOOD[name] for name in ("loss", "count", "measure", "describe")}
-    )
+    task = SimpleNamespace(**GOOD)
+    del task.summarize, task.BEST
     with pytest.raises(UserError, match=r"summarize.*BEST"):
         check_task(task, nn.Linear(3, 4), make_loader(PAIRS))
 
@@ -98,7 +95,6 @@ class Initialized(nn.Module):
         super().__init__()
         self.scale, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(3, 4)
         self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("graph", torch.ones(1, 1).to_sparse())
         self.flags, self.seen, self.frozen = {"done": False}, [], nn.BatchNorm1d(3).eval()
 
     def forward(self, inputs):
@@ -114,8 +110,7 @@ def test_model_is_unchanged():
     model = Initialized()
     buffer, state = model.mean, copy.deepcopy(model.state_dict())
     check(model=model)
-    for name, tensor in model.state_dict().items():
-        assert tensor.to_dense().equal(state[name].to_dense())
+    assert same_bits(model.state_dict(), state)
     assert (model.flags, model.seen) == ({"done": False}, []) and model.mean is buffer
     assert model.training and not model.frozen.training
 
@@ -195,8 +190,7 @@ def test_model_without_weights_is_not_tried():
 # The samples
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_are_read_in_a_loader_process(workers):
+def test_samples_are_read_in_a_loader_process():
     class Counting(list):
         reads = 0
 
@@ -205,35 +199,41 @@ def test_samples_are_read_in_a_loader_process(workers):
             return super().__getitem__(index)
 
     dataset = Counting(PAIRS)
-    check_task(SimpleNamespace(**GOOD), nn.Linear(3, 4), make_loader(dataset, workers))
-    assert (dataset.reads > 0) == (workers == 0)
+    check_task(SimpleNamespace(**GOOD), nn.Linear(3, 4), make_loader(dataset, workers=2))
+    assert dataset.reads == 0
+    check(dataset)
+    assert dataset.reads > 0
 
 
-@pytest.fixture
-def exchange(monkeypatch):
-    """A function that checks a dataset on a rank 0 to which rank 1 sends these numbers, or the same
-    ones. Returns what rank 0 sends."""
+def numbers_of(dataset, monkeypatch, theirs=None):
+    """Check a dataset on a rank 0 to which rank 1 sends these numbers, or the same ones. Returns
+    the numbers that rank 0 sends."""
+    sent = []
 
-    def check_on_ranks(dataset, theirs=None):
-        sent = []
+    def gather(mine):
+        sent.append(mine)
+        return [mine, theirs or mine]
 
-        def gather(mine):
-            sent.append(mine)
-            return [mine, theirs or mine]
-
-        monkeypatch.setattr(utils.contract, "all_gather_object", gather)
-        check(dataset)
-        return sent[0]
-
-    return check_on_ranks
+    monkeypatch.setattr(utils.contract, "all_gather_object", gather)
+    check(dataset)
+    return sent[0]
 
 
-@pytest.mark.parametrize("index", [0, 3, 7])
-def test_ranks_with_different_samples_are_refused(index, exchange):
-    other = list(PAIRS)
-    other[index] = other[index][0] + 1, other[index][1]
-    with pytest.raises(UserError, match="rank 1"):
-        exchange(other, exchange(PAIRS))
+def test_ranks_with_different_samples_are_refused(monkeypatch):
+    numbers = numbers_of(PAIRS, monkeypatch)
+    for index in (0, 3, 7):
+        other = list(PAIRS)
+        other[index] = other[index][0] + 1, other[index][1]
+        with pytest.raises(UserError, match="rank 1"):
+            numbers_of(other, monkeypatch, numbers)
+    numbers_of(PAIRS, monkeypatch, [1.01 * number for number in numbers])  # rounding
+
+
+class First(nn.Linear):
+    """Uses a part of its inputs alone."""
+
+    def forward(self, inputs):
+        return super().forward(inputs[0])
 
 
 @pytest.mark.parametrize(
@@ -249,12 +249,8 @@ def test_ranks_with_different_samples_are_refused(index, exchange):
 def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(
     value, dtype, is_named, capsys
 ):
-    class First(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs["x"])
-
     key = torch.tensor(value).to(dtype)
-    check([({"x": inputs, "id": key}, label) for inputs, label in PAIRS], First(3, 4))
+    check([((inputs, key), label) for inputs, label in PAIRS], First(3, 4))
     err = capsys.readouterr().err
     assert ("100000001.0" in err and "100000000.0" in err) if is_named else not err
 
@@ -262,15 +258,14 @@ def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(
 class Sentences(list):
     """(words, label), of different lengths; padded, and sorted if `key` says by what."""
 
-    def __init__(self, key=None):
+    def __init__(self, key=lambda sample: 0):
         super().__init__((torch.ones(1 + index // 2), index % 4) for index in range(8))
         self.key = key
 
     def collate_fn(self, samples):
-        words, labels = zip(*sorted(samples, key=self.key or (lambda sample: 0)), strict=True)
-        return pad_sequence(list(words), batch_first=True).sum(1, keepdim=True), torch.tensor(
-            labels
-        )
+        words, labels = zip(*sorted(samples, key=self.key), strict=True)
+        words = pad_sequence(list(words), batch_first=True).sum(1, keepdim=True)
+        return words, torch.tensor(labels)
 
 
 def test_collate_fn_that_sorts_is_refused_with_random_numbers_by_sample(monkeypatch):
@@ -283,10 +278,6 @@ def test_collate_fn_that_sorts_is_refused_with_random_numbers_by_sample(monkeypa
         check(by_length, nn.Linear(1, 4))
 
 
-def test_samples_that_differ_by_rounding_pass(exchange):
-    exchange(PAIRS, [1.01 * number for number in exchange(PAIRS)])
-
-
 def test_stream_is_not_compared(monkeypatch):
     monkeypatch.setattr(utils.contract, "all_gather_object", None)
     dataset = WholeBatches()
@@ -294,19 +285,8 @@ def test_stream_is_not_compared(monkeypatch):
     check(dataset)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        torch.tensor([True, False]),
-        torch.zeros(0, 4),
-        torch.tensor([1.0, torch.nan]),
-        torch.tensor([1 + 2j]),
-    ],
-    ids=["bool", "empty", "nan", "complex"],
-)
-def test_samples_of_any_dtype_are_compared(extra):
-    class First(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs[0])
-
-    check([((inputs, extra), label) for inputs, label in PAIRS], First(3, 4))
+def test_samples_of_any_dtype_are_compared():
+    extras = [torch.tensor([True, False]), torch.zeros(0, 4)]
+    extras += [torch.tensor([1.0, torch.nan]), torch.tensor([1 + 2j])]
+    for extra in extras:
+        check([((inputs, extra), label) for inputs, label in PAIRS], First(3, 4))
