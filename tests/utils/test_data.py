@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Subset
-from torchvision.datasets import FakeData
 
 import utils.data
 from tests.any_batch import (
@@ -53,12 +52,6 @@ def eval_loader(dataset, rank=0, ranks=1, **settings):
         return build_loader(dataset, sampler, cfg.global_batch_size // ranks, CPU, cfg)
 
 
-def end_workers(loader):
-    """After an error, which keeps the loader alive: the garbage collector would take 5 seconds."""
-    if loader.reader.num_workers:
-        loader.reader._iterator._shutdown_workers()
-
-
 def read(loader, epoch=0):
     """The samples of each batch of an epoch."""
     loader.sampler.set_epoch(epoch)
@@ -83,17 +76,7 @@ def share(batches, rank, ranks):
 # The same global batches
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks_divide_the_same_global_batches(name):
-    for ranks in (2, 3, 4):
-        for rank in range(ranks):
-            loader = train_loader(CASES[name][0], rank, ranks)
-            assert len(loader) == STEPS
-            for epoch in (0, 1):
-                assert read(loader, epoch) == share(reference(name, epoch), rank, ranks)
-
-
-@pytest.mark.parametrize("name", ["dicts", "boxes", "whole batches"])
+@pytest.mark.parametrize("name", ["boxes", "whole batches"])
 def test_workers_change_nothing(name):
     loader = train_loader(CASES[name][0], 1, 2, num_workers=2)
     assert loader.reader.num_workers == 2
@@ -101,9 +84,8 @@ def test_workers_change_nothing(name):
         assert read(loader, epoch) == share(reference(name, epoch), 1, 2)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_are_parts_of_a_batch(name):
-    workers = 1 if name == "boxes" else 0
+@pytest.mark.parametrize(("name", "workers"), [("dicts", 0), ("boxes", 1), ("whole batches", 0)])
+def test_micro_batches_are_parts_of_a_batch(name, workers):
     loader = train_loader(CASES[name][0], 1, 2, micro_batches=4, num_workers=workers)
     for batch, whole in zip(loader, share(reference(name), 1, 2), strict=True):
         parts = [samples_of(part) for part in batch]
@@ -111,7 +93,7 @@ def test_micro_batches_are_parts_of_a_batch(name):
         assert flat(parts) == whole
 
 
-@pytest.mark.parametrize("name", ["pairs", "dicts", "triples", "boxes"])
+@pytest.mark.parametrize("name", ["dicts", "boxes"])
 def test_random_transforms_depend_on_seed_epoch_and_index(name):
     dataset = CASES[name][0]
     loader = train_loader(dataset, seed=3)
@@ -126,7 +108,7 @@ def test_random_transforms_depend_on_seed_epoch_and_index(name):
     assert samples_of(batch) == samples_of(as_pair(own))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["pairs", "whole batches"])
 def test_each_epoch_and_each_seed_draws_anew(name):
     first, second = flat(reference(name)), flat(reference(name, 1))
     other = flat(read(train_loader(CASES[name][0], seed=1)))
@@ -134,12 +116,11 @@ def test_each_epoch_and_each_seed_draws_anew(name):
     assert not set(first) & set(second) and not set(first) & set(other)
 
 
-def states():
-    numbers = numpy.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]
-
-
 def test_evaluation_leaves_the_generators_alone():
+    def states():
+        _, keys, position, *_ = numpy.random.get_state()
+        return torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), position
+
     before = states()
     for _ in eval_loader(Rows()):
         assert states() == before
@@ -163,22 +144,24 @@ def test_dropout_depends_on_the_step_and_the_rank_alone():
 # The position
 
 
-def test_resumed_epoch_continues_on_any_number_of_ranks():
-    for name, (dataset, _, _) in CASES.items():
-        state = {"step": 0, "epoch": 0, "global_batch": BATCH}
-        for ranks, stop in ((2, 1), (4, 2), (3, 3)):
-            for rank in range(ranks):
-                loader, seen = train_loader(dataset, rank, ranks), []
-                loader.load_state_dict(state)
-                for batch in loader:
-                    seen.append(samples_of(batch))
-                    loader.advance()
-                    assert loader.samples == loader.step * BATCH // ranks
-                    if loader.step == stop:
-                        break
-                assert seen == share(reference(name)[state["step"] : stop], rank, ranks)
-            state = loader.state_dict()
-        assert state == {"step": STEPS, "epoch": 0, "global_batch": BATCH}
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_divide_the_same_global_batches_also_when_resumed(name):
+    dataset = CASES[name][0]
+    state = {"step": 0, "epoch": 0, "global_batch": BATCH}
+    for ranks, stop in ((2, 1), (4, 2), (3, 3)):
+        for rank in range(ranks):
+            loader, seen = train_loader(dataset, rank, ranks), []
+            assert len(loader) == STEPS
+            loader.load_state_dict(state)
+            for batch in loader:
+                seen.append(samples_of(batch))
+                loader.advance()
+                assert loader.samples == loader.step * BATCH // ranks
+                if loader.step == stop:
+                    break
+            assert seen == share(reference(name)[state["step"] : stop], rank, ranks)
+        state = loader.state_dict()
+    assert state == {"step": STEPS, "epoch": 0, "global_batch": BATCH}
 
 
 def test_epoch_continues_with_the_same_global_batch_size_only():
@@ -275,7 +258,7 @@ def test_persistent_workers_resume_within_a_later_epoch():
 
 
 def test_each_sample_is_evaluated_once_even_with_more_ranks_than_samples():
-    for count, ranks, size in ((1, 3, 2), (2, 3, 1), (4, 3, 2), (5, 3, 1), (9, 4, 2), (40, 1, 7)):
+    for count, ranks, size in ((1, 3, 2), (4, 3, 2), (9, 4, 2), (40, 1, 7)):
         seen, lengths = [], set()
         for rank in range(ranks):
             loader = eval_loader(PAIRS[:count], rank, ranks, global_batch_size=size * ranks)
@@ -293,30 +276,13 @@ def test_each_sample_is_evaluated_once_even_with_more_ranks_than_samples():
 # Batches
 
 
-def test_batch_that_is_no_pair_is_both_inputs_and_targets():
-    for name, is_pair in (("pairs", True), ("dicts", False), ("triples", False), ("boxes", True)):
-        inputs, targets = next(iter(train_loader(CASES[name][0])))
-        assert (inputs is targets) == (not is_pair)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_floating_point_tensors_get_the_dtype_of_the_run(dtype):
-    settings = {"dtype": str(dtype).removeprefix("torch.")}
-    row, _ = next(iter(eval_loader(Rows(), **settings)))
-    assert (row["draws"].dtype, row["labels"].dtype) == (dtype, torch.int64)
-    images, targets = next(iter(eval_loader(Boxes(), **settings)))
-    assert images[0].dtype == targets[0]["boxes"].dtype == dtype
-    _, labels = next(iter(eval_loader([(torch.zeros(2), 0.5)] * 20, **settings)))
-    assert labels.dtype == dtype
-    waves, _ = next(iter(eval_loader([(torch.tensor([1 + 2j]), 0)] * 20, **settings)))
-    assert waves.dtype == dtype.to_complex() and waves[0].item() == 1 + 2j
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.uint8], ids=str)
-def test_other_tensors_keep_their_dtype(dtype):
-    sample = torch.tensor([[1, 0, 1]], dtype=dtype)
-    inputs, _ = next(iter(train_loader([(sample, 1)] * COUNT)))
-    assert inputs.dtype == dtype and inputs[3].equal(sample)
+def test_floating_point_tensors_get_the_dtype_of_the_run():
+    row, _ = next(iter(eval_loader(Rows(), dtype="float64")))
+    assert (row["draws"].dtype, row["labels"].dtype) == (torch.float64, torch.int64)
+    images, targets = next(iter(eval_loader(Boxes(), dtype="float64")))
+    assert images[0].dtype == targets[0]["boxes"].dtype == torch.float64
+    _, labels = next(iter(eval_loader([(torch.zeros(2), 0.5)] * 20)))
+    assert labels.dtype == torch.float32
 
 
 class OnDevice(WholeBatches):
@@ -433,32 +399,18 @@ def test_workers_are_forked_by_their_rank(monkeypatch):
 
 
 def test_automatic_workers_leave_cores_to_training(monkeypatch):
-    readers = []
-
-    class Reader:
-        def __init__(self, *args, num_workers, pin_memory, timeout, **options):
-            readers.append((num_workers, pin_memory, timeout))
-
-    monkeypatch.setattr(utils.data, "DataLoader", Reader)
-    for device, cores, workers in (
-        ("cpu", 4, -1),
-        ("cpu", 4, 3),
-        ("cuda", 1, -1),
-        ("cuda", 4, -1),
-        ("cuda", 64, -1),
-        ("cuda", 4, 0),
-    ):
-        monkeypatch.setattr(utils.data, "cores_per_rank", lambda cores=cores: cores)
+    def reader(device, cores, workers=-1):
+        monkeypatch.setattr(utils.data, "DataLoader", lambda *args, **options: options)
+        monkeypatch.setattr(utils.data, "cores_per_rank", lambda: cores)
         cfg = Config(num_workers=workers, timeout=9.0)
-        build_loader(PAIRS, range(COUNT), 256, torch.device(device), cfg)
-    assert readers == [
-        (0, False, 0),
-        (3, False, 9.0),
-        (0, True, 0),
-        (3, True, 9.0),
-        (32, True, 9.0),
-        (0, True, 0),
-    ]
+        options = build_loader(PAIRS, range(COUNT), 256, torch.device(device), cfg).reader
+        return options["num_workers"], options["pin_memory"], options["timeout"]
+
+    assert reader("cpu", 4) == (0, False, 0)
+    assert reader("cpu", 4, workers=3) == (3, False, 9.0)
+    assert reader("cuda", 4) == (3, True, 9.0)
+    assert reader("cuda", 64) == (32, True, 9.0)
+    assert reader("cuda", 4, workers=0) == (0, True, 0)
 
 
 # Errors
@@ -476,26 +428,14 @@ class Broken(Dataset):
         raise ValueError("a bug")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_user_error_in_a_worker_is_one_line(workers):
-    cfg = Config(num_workers=workers)
-    loader = build_loader(Broken(), [0], 256, CPU, cfg)
-    with pytest.raises(UserError, match=r"^0\.jpg cannot be read$"):
-        next(iter(loader))
-    end_workers(loader)
-    loader = build_loader(Broken(), [1], 256, CPU, cfg)
-    with pytest.raises(ValueError, match="a bug"):
-        next(iter(loader))
-    end_workers(loader)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_cannot_be_combined_name_the_remedy(workers):
-    loader = train_loader(FakeData(COUNT, (3, 8, 8), 5), num_workers=workers)
-    with pytest.raises(UserError, match=r"Image.*collate_fn") as caught:
-        next(iter(loader))
-    assert "\n" not in str(caught.value)
-    end_workers(loader)
+def test_user_error_in_a_worker_is_one_line():
+    cfg = Config(num_workers=1)
+    for index, kind, text in ((0, UserError, r"^0\.jpg cannot be read$"), (1, ValueError, "a bug")):
+        loader = build_loader(Broken(), [index], 256, CPU, cfg)
+        with pytest.raises(kind, match=text):
+            next(iter(loader))
+        # The error keeps the loader alive, and the garbage collector would take 5 seconds.
+        loader.reader._iterator._shutdown_workers()
 
 
 def test_batch_that_cannot_be_divided_or_filled_is_refused():
@@ -516,9 +456,8 @@ def test_description_tells_splits_apart():
     assert describe_datasets(PAIRS, rows) == {"train_samples": COUNT, "val_samples": COUNT}
     facts = describe_datasets(Subset(rows, [3, 1]), Subset(rows, range(3)))
     assert (facts["train_samples"], facts["val_samples"]) == (2, 3)
-    assert facts == describe_datasets(
-        Subset(rows, torch.tensor([3, 1])), Subset(rows, numpy.arange(3).repeat(2)[::2])
-    )
+    strided = numpy.arange(3).repeat(2)[::2]
+    assert facts == describe_datasets(Subset(rows, torch.tensor([3, 1])), Subset(rows, strided))
     swapped = describe_datasets(Subset(rows, [1, 3]), Subset(rows, range(3)))
     assert swapped["train_subset"] != facts["train_subset"]
     assert swapped["val_subset"] == facts["val_subset"]
