@@ -81,13 +81,12 @@ def test_port_that_is_in_use_or_impossible_is_one_line(monkeypatch):
 
 def test_ranks_know_their_place():
     def body(rank):
-        place = dp_rank(), dp_world_size(), launched_world_size(), is_main_process()
-        assert dist.get_world_size(control_group()) == 3
-        return place, all_reduce(torch.tensor(rank)).item(), all_gather_object(f"rank {rank}")
+        assert (dp_rank(), dp_world_size(), launched_world_size()) == (rank, 2, 2)
+        assert is_main_process() == (rank == 0)
+        assert dist.get_world_size(control_group()) == 2
+        return all_reduce(torch.tensor(1 + rank)).item(), all_gather_object(f"rank {rank}")
 
-    gathered = ["rank 0", "rank 1", "rank 2"]
-    expected = [((rank, 3, 3, rank == 0), 3, gathered) for rank in range(3)]
-    assert run_ranks(body, 3) == expected
+    assert run_ranks(body, 2) == [(3, ["rank 0", "rank 1"])] * 2
 
 
 def test_timeout_ends_a_step_but_not_a_download():
@@ -107,9 +106,12 @@ def test_timeout_ends_a_step_but_not_a_download():
 def test_restarted_job_does_not_meet_in_the_rooms_of_the_first(monkeypatch):
     """torchrun keeps its store: the addresses in it are those of dead ranks."""
     prefixes, real = [], dist.PrefixStore
-    monkeypatch.setattr(
-        dist, "PrefixStore", lambda prefix, store: prefixes.append(prefix) or real(prefix, store)
-    )
+
+    def note(prefix, store):
+        prefixes.append(prefix)
+        return real(prefix, store)
+
+    monkeypatch.setattr(dist, "PrefixStore", note)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert run_ranks(lambda rank: "3" in prefixes, 1) == [True]
 
@@ -142,16 +144,17 @@ def test_mean_over_replicas_is_exact():
 
     def body(rank):
         large = 2**24 + 1  # not a float32
-        counts = [torch.tensor(large + 2 * rank), torch.tensor(rank)]
-        counts.append(torch.tensor(0.5 + rank, dtype=torch.float64))
+        counts = [torch.tensor(large + 2 * rank), torch.tensor(0.5 + rank, dtype=torch.float64)]
         before = [count.clone() for count in counts]
         means = [mean_over_replicas(count).item() for count in counts]
+        assert means == [2**24 + 3, 1.5]
+        assert mean_over_replicas(large) == large
         assert all(map(torch.equal, counts, before))  # those of the task stay as they are
         groups = [dist.new_group(ranks) for ranks in ([0, 2], [1])]
         set_data_parallel_group(groups[rank % 2])  # as if ranks 0 and 2 held the only replicas
-        return means, mean_over_replicas(large), mean_over_replicas(counts[1]).item()
+        return mean_over_replicas(torch.tensor(rank)).item()
 
-    assert run_ranks(body, 3) == [([2**24 + 3, 1.0, 1.5], 2**24 + 1, 1.0)] * 3
+    assert run_ranks(body, 3) == [1.0] * 3
 
 
 def test_count_on_the_cpu_is_reduced_where_the_loss_is(monkeypatch):
@@ -256,7 +259,7 @@ def test_cores_follow_affinity_quota_and_ranks(monkeypatch):
     assert cores("max 100000") == cores("9900000 100000") == 6
     assert cores("350000 100000") == 3
     assert cores("50000 100000") == 1
-    assert cores("max 100000", ranks=4) == cores("max 100000", ranks=8) == 1
+    assert cores("max 100000", ranks=8) == 1
     assert cores("max 100000", ranks=3) == 2
 
 
@@ -316,9 +319,9 @@ def test_error_of_a_rank_is_reported_also_if_a_peer_has_died(monkeypatch):
 def test_fact_that_differs_is_named_on_all_ranks():
     def body(rank):
         require_same(a=1, b=[2.5, "x"])
-        return outcome(lambda: require_same(": the remedy", a=1, b=f"of {rank // 2}"))
+        return outcome(lambda: require_same(": the remedy", a=1, b=f"of {rank}"))
 
-    for kind, text in run_ranks(body, 3):
+    for kind, text in run_ranks(body, 2):
         assert kind is UserError
-        for part in ("b: ", "'of 0' on rank 0", "'of 1' on rank 2", "the remedy"):
+        for part in ("b: ", "'of 0' on rank 0", "'of 1' on rank 1", "the remedy"):
             assert part in text
