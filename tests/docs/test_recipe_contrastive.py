@@ -1,18 +1,15 @@
 """docs/recipes/contrastive-loss.md: the loss over all ranks, and the mistakes that it explains."""
 
-import importlib.util
 import re
 import sys
 
 import pytest
 
 from tests.forked import ROUNDING, killed_at, largest_difference
-from tests.recipes import applied, run_to_end, with_task
+from tests.recipes import applied, import_new, run_to_end, with_task
 from tools.lib.ladder import ROOT
 
-PAGE = ROOT / "docs" / "recipes" / "contrastive-loss.md"
 PAIRS = "tests.pairs_task"
-NEW_MODULES = {"utils.gather": "utils/gather.py", "tasks.contrastive": "tasks/contrastive.py"}
 MISTAKES = {  # {name: (file, code, what replaces it)}
     "rows of all ranks without gradients": (
         "tasks/contrastive.py",
@@ -38,67 +35,58 @@ MISTAKES = {  # {name: (file, code, what replaces it)}
 }
 
 
-def script_for_pairs(script, folder, monkeypatch, mistake=None):
-    """The path of a script, in a new copy with the page and maybe a mistake, that trains pairs."""
-    folder = applied(PAGE.stem, folder)
-    if mistake:
-        file, code, instead = mistake
-        text = (folder / file).read_text()
-        assert text.count(code) == 1
-        (folder / file).write_text(text.replace(code, instead))
-    # The script will take utils/ and tasks/ of this process, with these modules in addition.
-    for name, file in NEW_MODULES.items():
-        spec = importlib.util.spec_from_file_location(name, folder / file)
-        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(sys.modules[name])
+def make_script(script, folder, monkeypatch):
+    """The path of a script, in a copy with the page, that trains pairs."""
+    import_new("utils.gather", folder, monkeypatch)
+    import_new("tasks.contrastive", folder, monkeypatch)
     monkeypatch.delitem(sys.modules, PAIRS, raising=False)  # it has imported those of another test
     return with_task(folder / script, PAIRS)
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """The metrics and the weights of train_1gpu.py."""
-    folder = tmp_path_factory.mktemp("one_process")
+def one(tmp_path_factory):
+    """The Run and the last checkpoint of train_1gpu.py."""
+    folder = tmp_path_factory.mktemp("one")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        script = script_for_pairs("train_1gpu.py", folder / "copy", monkeypatch)
-        run, end = run_to_end(script, None, folder / "run")
-    return run.rows, end["model"]
+        copy = applied("contrastive-loss", folder / "copy")
+        return run_to_end(make_script("train_1gpu.py", copy, monkeypatch), None, folder / "run")
 
 
-def losses(rows):
-    return [row[name] for row in rows for name in ("train_loss", "val_loss")]
+def losses(run):
+    return [row[name] for row in run.rows for name in ("train_loss", "val_loss")]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_any_number_of_ranks(nproc, one_process, monkeypatch, tmp_path):
-    rows, weights = one_process
-    script = script_for_pairs("train_ddp.py", tmp_path / "copy", monkeypatch)
-    run, end = run_to_end(script, nproc, tmp_path / "run")
-    # torch 2.14 warns of names that its own function uses.
-    warning = r"\S+c10d_logger.py:\d+: FutureWarning: .*\n  return func.*\n\n?"
-    assert re.sub(warning, "", run.stderr) == ""
-    assert largest_difference(end["model"], weights) < ROUNDING
-    assert losses(run.rows) == pytest.approx(losses(rows), rel=ROUNDING)
-    assert [row["val_samples"] for row in run.rows] == [5, 5]  # the ranks have 3 and 2, or 2, 2, 1
-
-
-def test_resumed_within_an_epoch(one_process, monkeypatch, tmp_path):
-    rows, weights = one_process
-    script = script_for_pairs("train_ddp.py", tmp_path / "copy", monkeypatch)
+@pytest.mark.slow
+def test_same_weights_on_any_number_of_ranks(one, monkeypatch, tmp_path):
+    copy = applied("contrastive-loss", tmp_path / "copy")
+    script = make_script("train_ddp.py", copy, monkeypatch)
     killed, _ = run_to_end(script, 2, tmp_path / "run", killed_at(1, 3), save_steps=2)
     assert killed.code == -9
-    run, end = run_to_end(script, 2, tmp_path / "run")
-    assert largest_difference(end["model"], weights) < ROUNDING
-    assert losses(run.rows) == pytest.approx(losses(rows), rel=ROUNDING)
+    for nproc, name in ((1, "alone"), (3, "run")):  # the second continues
+        run, end = run_to_end(script, nproc, tmp_path / name)
+        # torch 2.14 warns of names that its own function uses.
+        warning = r"\S+c10d_logger.py:\d+: FutureWarning: .*\n  return func.*\n\n?"
+        assert re.sub(warning, "", run.stderr) == ""
+        assert largest_difference(end["model"], one[1]["model"]) < ROUNDING
+        assert losses(run) == pytest.approx(losses(one[0]), rel=ROUNDING)
+        assert [row["val_samples"] for row in run.rows] == [5, 5]  # three ranks have 2, 2 and 1
 
 
+@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_differ(name, one_process, monkeypatch, tmp_path):
-    script = script_for_pairs("train_ddp.py", tmp_path / "copy", monkeypatch, MISTAKES[name])
+def test_mistakes_differ(name, one, monkeypatch, tmp_path):
+    copy = applied("contrastive-loss", tmp_path / "copy")
+    file, code, instead = MISTAKES[name]
+    text = (copy / file).read_text()
+    assert text.count(code) == 1
+    (copy / file).write_text(text.replace(code, instead))
+    script = make_script("train_ddp.py", copy, monkeypatch)
     _, end = run_to_end(script, 2, tmp_path / "run")
-    assert largest_difference(end["model"], one_process[1]) > 1e-6
+    assert largest_difference(end["model"], one[1]["model"]) > 1e-6
 
 
 def test_groups_of_the_page_are_those_of_the_tests():
-    block = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    page = (ROOT / "docs" / "recipes" / "contrastive-loss.md").read_text()
+    block = page.partition("```python\n")[2].partition("```")[0]
     assert block.strip() in (ROOT / "tests" / "pairs_task.py").read_text()

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.forked import ROUNDING, fork_script, killed_at, largest_difference
+from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
 from tools.lib.ladder import ROOT
-from utils.checkpoint import read_checkpoint
 
 transformers = pytest.importorskip("transformers")
 PAGE = ROOT / "docs" / "recipes" / "hugging-face.md"
@@ -55,44 +54,56 @@ def assert_same(ours, theirs):
     assert [row["val_samples"] for row in run.rows] == [7, 7]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-def test_any_number_of_ranks(script, nproc, project, one_process, tmp_path):
-    assert_same(train(project, script, nproc, tmp_path / "run"), one_process)
+def checkpointed(task):
+    """For fork_script(before=...): activation checkpointing, and torch.compile without Inductor."""
+
+    def before():
+        build_model, compile_module = task.build_model, nn.Module.compile
+
+        def build(*args):
+            model = build_model(*args)
+            model.module.activation_checkpointing_enable()
+            return model
+
+        task.build_model = build
+        nn.Module.compile = lambda module, mode: compile_module(module, backend="aot_eager")
+
+    return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-def test_resumed_within_an_epoch(script, project, one_process, tmp_path):
+def test_killed_on_two_ranks_and_resumed_on_three(script, project, one_process, tmp_path):
+    """Those with activation checkpointing."""
     killed, _ = train(project, script, 2, tmp_path / "run", killed_at(1, 3), save_steps=2)
     assert killed.code == -9
-    assert_same(train(project, script, 2, tmp_path / "run"), one_process)
+    assert_same(train(project, script, 3, tmp_path / "run", checkpointed(project[1])), one_process)
 
 
-def test_mean_of_means_differs(project, one_process, tmp_path):
-    script = with_task(project[0] / "train_ddp.py", TASK)
-    text = script.read_text()
-    assert text.count("mean_over_replicas(task.count(targets))") == 1
-    wrong = script.with_name("train_wrong.py")
-    wrong.write_text(text.replace("mean_over_replicas(task.count(targets))", "task.count(targets)"))
-    _, end = run_text_to_end(wrong, 2, tmp_path / "run")
-    assert largest_difference(end["model"], one_process[1]["model"]) > 1e-4
+@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_compiled(script, project, one_process, tmp_path):
+    before = checkpointed(project[1])
+    run = train(project, script, 2, tmp_path / "run", before, compile="default")
+    assert_same(run, one_process)
 
 
 def test_a_folder_of_json_lines(project, tmp_path):
     """Whose pieces are read by an index (docs/streams.md)."""
-    for split, count in (("train", 60), ("val", 10)):
-        lines = [json.dumps({"text": f"document {i} " * 3}) + "\n" for i in range(count)]
+    _, task = project
+    for split in ("train", "val"):
+        lines = [json.dumps({"text": f"document {i} " * 3}) + "\n" for i in range(10)]
         (tmp_path / f"{split}-0.jsonl").write_text("".join(lines))
-    script = with_task(project[0] / "train_1gpu.py", TASK)
-    settings = TEXT | {"text_file": tmp_path, "epochs": 1}
-    run = fork_script(script, None, settings=settings, output_dir=tmp_path / "run")
-    assert run.code == 0, run.stderr
-    facts = read_checkpoint(tmp_path / "run" / "last.pt")["data"]
-    assert facts["train_shards"].startswith("1 files, 60 samples")
+    cfg = task.Settings(**TEXT | {"text_file": str(tmp_path)})
+    train_set, _ = task.build_datasets(cfg)
+    inputs, targets = train_set.collate_fn([train_set[0], train_set[1]])
+    assert bytes(inputs["input_ids"][0].tolist()).startswith(b"document 0 ")
+    assert inputs["attention_mask"].shape == targets.shape
 
 
 def test_the_loss_of_the_model_is_a_mean(project):
-    """That of test_mean_of_means_differs. Labels that transformers shifts, shifted by the page."""
+    """Of one rank's batch. The page shifts labels, as transformers does within its loss."""
     _, task = project
     code = PAGE.read_text().partition("`targets = ")[2].partition("`")[0]
     labels = torch.tensor([[5, 6, 7, 8], [-100, 6, -100, -100], [-100, -100, 9, 1]])
@@ -103,33 +114,6 @@ def test_the_loss_of_the_model_is_a_mean(project):
     mean = task.loss(model(inputs), targets) / task.count(targets)
     own = model.module(**inputs, labels=labels).loss
     assert task.count(targets) == 6 and own.item() == pytest.approx(mean.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("script", "compiled"),
-    [
-        ("train_ddp.py", "none"),
-        ("train_fsdp.py", "none"),
-        pytest.param("train_ddp.py", "default", marks=(pytest.mark.slow, pytest.mark.rare)),
-        pytest.param("train_fsdp.py", "default", marks=(pytest.mark.slow, pytest.mark.rare)),
-    ],
-)
-def test_activation_checkpointing(script, compiled, project, one_process, tmp_path):
-    def before():
-        task, compile_module = project[1], nn.Module.compile
-        build_model = task.build_model
-
-        def build(*args):
-            model = build_model(*args)
-            model.module.activation_checkpointing_enable()
-            return model
-
-        task.build_model = build
-        # All that torch.compile does, but for generating code.
-        nn.Module.compile = lambda module, mode: compile_module(module, backend="aot_eager")
-
-    run = train(project, script, 2, tmp_path / "run", before, compile=compiled)
-    assert_same(run, one_process)
 
 
 def test_export(project, one_process, tmp_path, monkeypatch):
