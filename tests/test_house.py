@@ -42,32 +42,34 @@ def names_in(node):
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
+def imported_names(tree):
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
+def targets_in(function):
+    """What a function assigns to."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from target.elts if isinstance(target, ast.Tuple) else [target]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            yield node.target
+
+
 def assigned_attributes(path):
     """Attributes of modules, or of parameters other than self, that a file assigns."""
     tree = parse(path)
-    imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imported |= {alias.asname or alias.name for alias in node.names}
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
+    imported = imported_names(tree)
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         parameters = {arg.arg for arg in function.args.args + function.args.kwonlyargs}
         foreign = (parameters | imported) - {"self", "ctx", "cls"}
         for node in ast.walk(function):  # what comes from a parameter, one after another
             if isinstance(node, ast.For) and foreign & names_in(node.iter):
                 foreign |= names_in(node.target)
-        for node in ast.walk(function):
-            targets = []
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AugAssign | ast.AnnAssign):
-                targets = [node.target]
-            for group in targets:
-                for target in group.elts if isinstance(group, ast.Tuple) else [group]:
-                    is_attribute = isinstance(target, ast.Attribute)
-                    if is_attribute and getattr(target.value, "id", "") in foreign:
-                        yield f"{path.name}: {ast.unparse(target)}"
+        for target in targets_in(function):
+            if isinstance(target, ast.Attribute) and getattr(target.value, "id", "") in foreign:
+                yield f"{path.name}: {ast.unparse(target)}"
 
 
 def test_nobody_assigns_to_what_is_not_theirs():
@@ -106,34 +108,20 @@ def test_no_module_looks_for_a_file_to_decide_what_to_do():
         assert "find_spec" not in path.read_text(), path
 
 
-def public_functions(body):
-    """The functions in the body of a module, and the methods of its classes, that others call."""
-    for node in body:
-        name = getattr(node, "name", "")
-        if name.startswith("_") and not name.endswith("__"):
-            continue
-        if isinstance(node, ast.ClassDef):
-            yield from public_functions(node.body)
-        elif isinstance(node, ast.FunctionDef):
-            yield node
-
-
-def is_annotated(function):
-    args = function.args
-    every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
-    named = [arg for arg in every if arg is not None and arg.arg not in ("self", "cls")]
-    return function.returns is not None and all(arg.annotation for arg in named)
+def is_private(node):
+    return getattr(node, "name", "_").startswith("_")
 
 
 def test_public_functions_are_annotated():
     """mypy checks what is annotated, and lets private functions do without."""
-    bare = [
-        f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
-        for path in FILES
-        for function in public_functions(parse(path).body)
-        if not is_annotated(function)
-    ]
-    assert not bare
+    for path in FILES:
+        public = [node for node in parse(path).body if not is_private(node)]
+        classes = [node for node in public if isinstance(node, ast.ClassDef)]
+        public += [node for each in classes for node in each.body if not is_private(node)]
+        for function in [node for node in public if isinstance(node, ast.FunctionDef)]:
+            named = [*function.args.args, *function.args.kwonlyargs]
+            bare = {arg.arg for arg in named if not arg.annotation} - {"self", "cls"}
+            assert function.returns and not bare, f"{path}:{function.lineno}"
 
 
 # Code lines. Whoever raises one lowers another, or says which promise is worth it.
@@ -231,28 +219,24 @@ def test_settings_are_frozen():
     assert [field.name for field in fields(Settings)] == (SETTINGS + OF_IMAGES).split()
 
 
-PROTOCOLS = {"Guard": 2, "BatchDataset": 2}  # and how many classes use each method, at least
-
-
-def test_no_method_of_a_protocol_has_a_single_implementation():
-    classes = {
-        node.name: node
-        for path in FILES
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.ClassDef)
-    }
-
-    def methods(node):
-        return {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-
-    def is_a(node, name):
-        bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-        return name in bases or any(is_a(classes[b], name) for b in bases if b in classes)
-
-    for name, least in PROTOCOLS.items():
-        kinds = [methods(node) for node in classes.values() if is_a(node, name)]
-        for method in methods(classes[name]):
-            assert sum(method in kind for kind in kinds) >= least, f"{name}.{method}"
+@pytest.mark.parametrize("protocol", ["Guard", "BatchDataset"])
+def test_no_method_of_a_protocol_has_a_single_implementation(protocol):
+    nodes = [node for path in FILES for node in ast.walk(parse(path))]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    kinds = {protocol}
+    for _ in classes:  # with the classes of classes
+        for name, node in classes.items():
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            kinds |= {name} if bases & kinds else set()
+    functions = [
+        function.name
+        for name in kinds - {protocol}
+        for function in classes[name].body
+        if isinstance(function, ast.FunctionDef)
+    ]
+    for function in classes[protocol].body:
+        if isinstance(function, ast.FunctionDef):
+            assert functions.count(function.name) >= 2, function.name
 
 
 # {folder: what its modules must not import}: whoever copies or reads a folder needs no more.
