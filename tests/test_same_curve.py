@@ -16,6 +16,11 @@ GROUPNORM = {"model": "resnet20_gn", "lr": 0.05, "clip_norm": 4.5}
 VIT = {"model": "vit_tiny", "lr": 0.1, "clip_norm": 2.4}
 
 
+def slow(*values):
+    """A parameter set that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def train(folder, script, nproc=None, before=None, **flags):
     run = fork_script(script, nproc, before, output_dir=folder / "run", **SETTINGS | flags)
     assert (run.code, run.stderr) == (0, "")
@@ -24,11 +29,10 @@ def train(folder, script, nproc=None, before=None, **flags):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """What train_1gpu.py reaches, for models with BatchNorm and GroupNorm, and a transformer."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("batchnorm", "groupnorm", "vit")]
+    """What train_1gpu.py reaches, with BatchNorm and with GroupNorm."""
     return [
-        train(folder, "train_1gpu.py", **flags)
-        for folder, flags in zip(folders, ({}, GROUPNORM, VIT), strict=True)
+        train(tmp_path_factory.mktemp("reference"), "train_1gpu.py", **flags)
+        for flags in ({}, GROUPNORM)
     ]
 
 
@@ -54,13 +58,12 @@ def assert_same_curve(ours, theirs, tolerance=ROUNDING):
         ("train_ddp.py", 1, {}),
         ("train_ddp.py", 2, {}),
         ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1}),
-        ("train_ddp_spawn.py", 2, {}),
-        ("train_ddp_amp.py", 2, {}),  # autocast leaves float64 as it is
-        ("train_ddp_accum.py", 2, {}),
-        ("train_ddp_mp.py", 2, {}),
+        slow("train_ddp_spawn.py", 2, {}),
+        slow("train_ddp_amp.py", 2, {}),  # autocast leaves float64 as it is
+        slow("train_ddp_mp.py", 2, {}),
         ("train_fsdp.py", 2, {}),
-        ("train_fsdp.py", 3, {"save_sharded": True}),
-        pytest.param("train_fsdp.py", 4, {"fsdp_size": 2}, marks=pytest.mark.slow),
+        slow("train_fsdp.py", 3, {"save_sharded": True}),
+        slow("train_fsdp.py", 4, {"fsdp_size": 2}),
     ],
     ids=lambda value: str(value).removeprefix("train_"),
 )
@@ -71,32 +74,29 @@ def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_pa
 @pytest.mark.parametrize(
     ("script", "nproc", "count"),
     [
-        ("train_ddp_accum.py", 1, 5),  # of 3, 3, 2, 2 and 2 samples
-        ("train_ddp_accum.py", 2, 4),  # of 2, 2, 1 and 1
+        ("train_ddp_accum.py", 2, 4),  # of 2, 2, 1 and 1 samples
         ("train_mp.py", None, 3),
-        ("train_ddp_mp.py", 2, 2),
-        ("train_fsdp.py", 2, None),
-        ("train_pp.py", 2, 3),
+        slow("train_pp.py", 2, 3),
     ],
 )
 def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
-    flags = GROUPNORM | ({"micro_batches": count} if count else {})
+    flags = GROUPNORM | {"micro_batches": count}
     assert_same_curve(train(tmp_path, script, nproc, **flags), references[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "nproc", "flags"),
     [
-        ("train_ddp.py", 3, {}),
         ("train_tp.py", 2, {}),
-        ("train_tp.py", 4, {}),
         ("train_pp.py", 2, {}),
         ("train_pp.py", 3, {"schedule": "InterleavedZeroBubble", "micro_batches": 6}),
     ],
     ids=lambda value: str(value).removeprefix("train_"),
 )
-def test_transformer_trains_the_same_weights(script, nproc, flags, references, tmp_path):
-    assert_same_curve(train(tmp_path, script, nproc, **VIT | flags), references[2])
+def test_transformer_trains_the_same_weights(script, nproc, flags, tmp_path):
+    reference = train(tmp_path / "1gpu", "train_1gpu.py", **VIT)
+    assert_same_curve(train(tmp_path, script, nproc, **VIT | flags), reference)
 
 
 def build_small_model():
@@ -110,6 +110,7 @@ def build_small_model():
     tasks.images.build_model = build_model
 
 
+@pytest.mark.slow
 def test_compiled_model_trains_the_same_weights(tmp_path):
     """What torch.compile captures, without the time that its default backend takes: SyncBatchNorm
     in DistributedDataParallel, evaluation, and its last batch, which is smaller."""
@@ -129,16 +130,8 @@ def test_compiled_model_trains_the_same_weights(tmp_path):
     assert_same_curve(ours, reference)
 
 
-def test_world_size_divides_the_global_batch(tmp_path):
-    """A batch that cannot be shared is an error, not another batch."""
-    run = fork_script("train_ddp.py", 2, output_dir=tmp_path / "run", global_batch_size=13)
-    assert run.code == 1 and run.stderr.count("error") == 1
-    assert "--global-batch-size 12" in run.stderr
-
-
-@pytest.mark.parametrize("flags", [{"sync_bn": False}, {"seed": 1}, {"momentum": 0.89}], ids=str)
-def test_another_setting_is_another_curve(flags, references, tmp_path):
+def test_another_setting_is_another_curve(references, tmp_path):
     """The comparison above notices a difference that it should notice."""
-    ours = train(tmp_path, "train_ddp.py", 2, **flags)
+    ours = train(tmp_path, "train_ddp.py", 2, sync_bn=False)
     with pytest.raises(AssertionError):
         assert_same_curve(ours, references[0])
