@@ -69,15 +69,18 @@ def averages(checkpoint):
     return {name: s["average"] for name, s in checkpoint["optimizer"]["state"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer",
-    ["sgd", *(pytest.param(o, marks=pytest.mark.slow) for o in ("adamw", "sgd without momentum"))],
+    "flags",
+    [
+        {"optimizer": "sgd"},
+        pytest.param({"optimizer": "sgd", "momentum": 0.0}, marks=pytest.mark.rare),
+        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.rare),
+    ],
+    ids=str,
 )
-def test_exponential_moving_average(optimizer, tmp_path):
-    flags = {"optimizer": optimizer.split()[0], "lr": 0.01}
-    if "without" in optimizer:
-        flags["momentum"] = 0.0
-    train = partial(run_to_end, **flags)
+def test_exponential_moving_average(flags, tmp_path):
+    train = partial(run_to_end, lr=0.01, **flags)
     folder = applied("ema", tmp_path / "copy")
     ddp, fsdp = folder / "train_ddp.py", folder / "train_fsdp.py"
     plain, plain_end = train("train_ddp.py", 1, tmp_path / "plain")
@@ -88,13 +91,11 @@ def test_exponential_moving_average(optimizer, tmp_path):
     assert all(torch.equal(used[name], average) for name, average in averages(end).items())
     losses = [row["val_loss"] for row in one.rows]
     assert losses[-1] != plain.rows[-1]["val_loss"]
+
     train(ddp, 2, tmp_path / "killed", killed_at(1, 3), save_steps=2)
-    runs = [
-        train(ddp, 2, tmp_path / "ddp"),
-        train(fsdp, 2, tmp_path / "fsdp", saved_at_the_end),
-        train(fsdp, 2, tmp_path / "killed"),
-    ]
-    for run, checkpoint in runs:
+    resumed = train(fsdp, 2, tmp_path / "killed")
+    whole = train(fsdp, 2, tmp_path / "fsdp", saved_at_the_end)
+    for run, checkpoint in (resumed, whole):
         assert largest_difference(checkpoint["model"], end["model"]) < ROUNDING
         assert largest_difference(averages(checkpoint), averages(end)) < ROUNDING
         assert [row["val_loss"] for row in run.rows] == pytest.approx(losses, rel=ROUNDING)
@@ -113,44 +114,33 @@ def test_averages_of_parameters_without_gradients(tmp_path):
         assert len(recipe.averages_of(optimizer)) == averaged
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_skipped_step_moves_no_average(fused, tmp_path):
-    """A fused optimizer is told to skip by found_inf; others have no gradients then."""
+def test_skipped_step_moves_no_average(tmp_path):
+    """A fused optimizer is told to skip by found_inf."""
     recipe = load_script(applied("ema", tmp_path / "copy") / "train_ddp.py")
     layer = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=fused)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=True)
     optimizer.register_step_post_hook(recipe.update_averages)
-    for is_skipped in (False, True):
-        optimizer.zero_grad()
-        layer(torch.ones(1, 1)).sum().backward()
-        if is_skipped and fused:
-            optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
-        elif is_skipped:
-            optimizer.zero_grad()
-        before = {p: a.clone() for p, a in recipe.averages_of(optimizer).items()}
-        optimizer.step()
-        after = recipe.averages_of(optimizer)
-        assert all(torch.equal(before[p], after[p]) for p in before) == is_skipped
+    layer(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    before = {p: a.clone() for p, a in recipe.averages_of(optimizer).items()}
+    optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None
+    optimizer.step()
+    after = recipe.averages_of(optimizer)
+    assert before and all(torch.equal(before[p], after[p]) for p in before)
+
+    del optimizer.found_inf, optimizer.grad_scale
+    optimizer.zero_grad()  # others have no gradients then
+    optimizer.step()
+    assert all(torch.equal(before[p], after[p]) for p in before)
 
 
 @pytest.mark.slow
 def test_unused_parameters(tmp_path):
-    points = experts_task.Points(60, 0).points
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    chosen = experts_task.chosen(points)[order]
-    uses = chosen.view(5, 6, 2).sum(1)
-    ranks = (uses > 0).sum(1)  # that use the second one, per step
+    chosen = experts_task.chosen(experts_task.Points(60, 0).points)[order]
+    ranks = (chosen.view(5, 6, 2).sum(1) > 0).sum(1)  # that use the second expert, in each step
     assert set(ranks.tolist()) == {0, 1, 2}
     plain = project_with_task("images", tmp_path / "plain")
-    # As a user would: the level is read when torch is imported.
-    environment = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "PYTHONPATH": ROOT}
-    script = with_task(plain / "train_ddp.py", EXPERTS)
-    flags = SMALL | RUN | {"output_dir": tmp_path / "failed"}
-    process = start_run(script, 2, flags, environment)
-    failed = finish_run(process, tmp_path / "failed")
-    assert failed.code == 1
-    assert "finished reduction" in failed.stderr
-    assert "experts.1.weight" in failed.stderr
     script = with_task(plain / "train_1gpu.py", EXPERTS)
     _, one = run_to_end(script, None, tmp_path / "one")
     copy = applied("unused-parameters", tmp_path / "copy")
@@ -160,6 +150,19 @@ def test_unused_parameters(tmp_path):
     assert largest_difference(two["model"], one["model"]) < ROUNDING
 
 
+@pytest.mark.slow
+@pytest.mark.rare
+def test_without_the_page_unused_parameters_are_named(tmp_path):
+    """As a user would see it: the level is read when torch is imported."""
+    environment = {"TORCH_DISTRIBUTED_DEBUG": "INFO", "PYTHONPATH": ROOT}
+    script = with_task(project_with_task("images", tmp_path / "plain") / "train_ddp.py", EXPERTS)
+    process = start_run(script, 2, SMALL | RUN | {"output_dir": tmp_path / "run"}, environment)
+    failed = finish_run(process, tmp_path / "run")
+    assert failed.code == 1
+    assert "finished reduction" in failed.stderr and "experts.1.weight" in failed.stderr
+
+
+@pytest.mark.slow
 def test_fsdp_refuses_parameters_that_only_some_ranks_use(tmp_path):
     """With a sample per rank, each uses one of two experts of the same size: PyTorch does not
     notice that they differ."""
@@ -195,22 +198,33 @@ def compile_without_inductor():
     nn.Module.compile = lambda module, mode: compile_module(module, backend="aot_eager")
 
 
+@pytest.fixture(scope="module")
+def checkpointing(tmp_path_factory):
+    """A copy with the page, and the weights without it."""
+    folder = tmp_path_factory.mktemp("checkpointing")
+    log = folder / "saved.log"
+    _, end = run_to_end("train_ddp.py", 1, folder / "run", counting(log), model="vit_tiny")
+    return applied("activation-checkpointing", folder / "copy"), end["model"], saved_bytes(log)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [pytest.param("train_ddp.py", marks=pytest.mark.rare), "train_fsdp.py"]
-)
-def test_activation_checkpointing(script, tmp_path):
-    folder = applied("activation-checkpointing", tmp_path / "copy")
+def test_activation_checkpointing(checkpointing, tmp_path):
+    copy, weights, saved = checkpointing
     train = partial(run_to_end, model="vit_tiny")
-    logs = tmp_path / "plain.log", tmp_path / "one.log"
-    plain = train("train_ddp.py", 1, tmp_path / "plain", counting(logs[0]))[1]
-    one = train(folder / "train_ddp.py", 1, tmp_path / "one", counting(logs[1]))[1]
-    assert largest_difference(one["model"], plain["model"]) == 0
-    assert saved_bytes(logs[1]) < saved_bytes(logs[0]) / 5
-    train(folder / script, 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
-    two = train(folder / script, 2, tmp_path / "two")[1]
-    assert largest_difference(two["model"], plain["model"]) < ROUNDING
-    compiled = compile_without_inductor
-    flags = {"compile": "default", "timeout": 600}
-    three = train(folder / script, 2, tmp_path / "compiled", compiled, **flags)[1]
-    assert largest_difference(three["model"], plain["model"]) < ROUNDING
+    log = tmp_path / "saved.log"
+    _, one = train(copy / "train_ddp.py", 1, tmp_path / "one", counting(log))
+    assert largest_difference(one["model"], weights) == 0
+    assert saved_bytes(log) < saved / 5
+    train(copy / "train_ddp.py", 2, tmp_path / "two", killed_at(1, 3), save_steps=2)
+    _, two = train(copy / "train_fsdp.py", 2, tmp_path / "two")
+    assert largest_difference(two["model"], weights) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.rare
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_activation_checkpointing_of_a_compiled_model(script, checkpointing, tmp_path):
+    copy, weights, _ = checkpointing
+    flags = {"model": "vit_tiny", "compile": "default", "timeout": 600}
+    _, end = run_to_end(copy / script, 2, tmp_path / "run", compile_without_inductor, **flags)
+    assert largest_difference(end["model"], weights) < ROUNDING
