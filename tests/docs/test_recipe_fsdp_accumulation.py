@@ -32,40 +32,29 @@ def counted(file):
     return before
 
 
-@pytest.fixture
-def scripts(tmp_path):
-    """The scripts without and with the page, for the text task."""
-    plain = project_with_task("images", tmp_path / "plain")
-    folder = applied("fsdp-accumulation", tmp_path / "copy")
-    one = with_task(plain / "train_1gpu.py", "tasks.text")
-    return one, with_task(folder / "train_fsdp.py", "tasks.text")
-
-
 @pytest.mark.slow
-def test_same_weights_on_any_number_of_ranks(scripts, tmp_path):
-    one, accumulated = scripts
-    text = accumulated.read_text()
+def test_same_weights_and_one_reduce_scatter_per_step(tmp_path):
+    folder = applied("fsdp-accumulation", tmp_path / "copy")
+    script = with_task(folder / "train_fsdp.py", "tasks.text")
+    text = script.read_text()
     assert text.count(LINE) == 1
-    without_line = accumulated.with_stem("without_line")
+    without_line = script.with_stem("without_line")
     without_line.write_text(text.replace(LINE, ""))
-    _, expected = run_text_to_end(one, None, tmp_path / "one", clip_norm=0.5)
+    flags = {"clip_norm": 0.5, "save_steps": 2, "allow_config_change": True}
+    one = with_task(folder / "train_1gpu.py", "tasks.text")
+    _, expected = run_text_to_end(one, None, tmp_path / "one", **flags)
 
-    def train(name, nproc, micro_batches, before=None, script=accumulated):
-        flags = {"clip_norm": 0.5, "micro_batches": micro_batches, "save_steps": 2}
-        flags["allow_config_change"] = True
-        return run_text_to_end(script, nproc, tmp_path / name, before, **flags)[1]
+    counts = []
+    for name, each in (("with", script), ("without", without_line)):
+        calls, output = tmp_path / f"{name}.calls", tmp_path / name
+        _, end = run_text_to_end(each, 2, output, counted(calls), micro_batches=3, **flags)
+        assert largest_difference(end["model"], expected["model"]) < 1e-12
+        counts.append(calls.read_text().count("called"))
+    assert counts[0] % (2 * STEPS) == 0 and counts[1] == 3 * counts[0] > 0
 
-    reduced = tmp_path / "reduced"
-    end = train("two", 2, 3, counted(reduced))
-    assert largest_difference(end["model"], expected["model"]) < 1e-12
-    each_reduced = tmp_path / "each reduced"
-    end = train("each", 2, 3, counted(each_reduced), without_line)
-    assert largest_difference(end["model"], expected["model"]) < 1e-12
-    count, count_without = (len(f.read_text().split()) for f in (reduced, each_reduced))
-    assert count % (2 * STEPS) == 0 and count_without == 3 * count > 0
-
-    train("resumed", 2, 3, killed_at(1, 3))
-    end = train("resumed", 3, 2)
+    killed, run = killed_at(1, 3), tmp_path / "killed"
+    run_text_to_end(script, 2, run, killed, micro_batches=3, **flags)
+    _, end = run_text_to_end(script, 3, run, micro_batches=2, **flags)
     assert largest_difference(end["model"], expected["model"]) < 1e-12
 
 

@@ -45,6 +45,8 @@ def test_ranks_that_have_images_by_turns(scripts, tmp_path):
         assert largest_difference(ours, one) < 1e-12  # measured: 2e-16
 
 
+@pytest.mark.slow
+@pytest.mark.rare
 def test_dummy_image_trains_another_model(scripts, tmp_path, monkeypatch):
     """Or no rows, in steps in which no rank has an image: gradients of zero, in place of none."""
     script = scripts("train_1gpu.py")
