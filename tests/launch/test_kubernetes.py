@@ -83,14 +83,6 @@ def test_both_run_the_same_command():
         assert container(patched_pod())[name] == container()[name]
 
 
-def test_resources_follow_from_the_number_of_gpus():
-    limits = container()["resources"]["limits"]
-    (shm,) = (v["emptyDir"]["sizeLimit"] for v in patched_pod()["volumes"] if "emptyDir" in v)
-    assert limits["cpu"] == 8 * limits["nvidia.com/gpu"]
-    gibibytes = 14 * limits["nvidia.com/gpu"] + int(shm.removesuffix("Gi"))
-    assert limits["memory"] == f"{gibibytes}Gi"
-
-
 def test_restricted_clusters_accept_the_pods():
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted"""
     pod = JOB["spec"]["template"]["spec"]
@@ -111,26 +103,13 @@ def test_only_pods_of_the_job_connect_and_none_holds_a_token():
     assert JOB["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
 
 
-def test_lines_for_rdma_only_have_to_lose_their_mark():
-    def changed(name):
-        text = (FOLDER / name).read_text()
-        assert text.count("# RDMA: ") == 6
-        return list(yaml.safe_load_all(text.replace("# RDMA: ", "")))[-1]
-
-    job = container(changed("job.yaml")["spec"]["template"]["spec"])
-    trainjob = changed("trainjob.yaml")["spec"]
-    (patch,) = trainjob["runtimePatches"]
-    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    pod = node["template"]["spec"]["template"]["spec"]
-    for security in (job["securityContext"], container(pod)["securityContext"]):
-        assert security["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    for part, limits in (
-        (job, job["resources"]["limits"]),
-        (trainjob["trainer"], trainjob["trainer"]["resourcesPerNode"]["limits"]),
-    ):
-        names = [variable["name"] for variable in part["env"]]
-        assert names[-2:] == ["NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"]
-        assert limits["rdma/hca_shared_devices_a"] == limits["nvidia.com/gpu"]
+@pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
+def test_lines_for_rdma_only_have_to_lose_their_mark(name):
+    text = (FOLDER / name).read_text()
+    assert text.count("# RDMA: ") == 6
+    changed = str(list(yaml.safe_load_all(text.replace("# RDMA: ", "")))[-1])
+    for added in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "IPC_LOCK", "rdma/hca_shared_devices_a"):
+        assert f"'{added}'" in changed
 
 
 def test_restarts_count_for_each_pod_and_saved_runs_do_not_count():
