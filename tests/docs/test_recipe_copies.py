@@ -47,10 +47,6 @@ def make_copy(name, script, kind, folder):
         (folder / "my_task.py").write_text(text)
 
 
-def texts_of(folder):
-    return {path: path.read_text() for path in folder.rglob("*.py")}
-
-
 PAIRS = [
     (name, kind)
     for name in NAMES
@@ -59,8 +55,9 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
+@pytest.mark.parametrize(("name", "kind"), [pair for pair in PAIRS if pair[1] != "default"])
 def test_page_applies_and_is_taken_back(name, kind):
+    """To the scripts as they are, test_recipes.py applies it."""
     for script in SCRIPTS[name]:
         guards = GUARDS if kind == "plain" else ()
         files = texts({script: task_of(name, kind)}, [], guards)
@@ -75,13 +72,10 @@ def test_page_applies_and_is_taken_back(name, kind):
         assert {path: before.get(path) for path in again} == again
 
 
-def marks_of(name, kind):
-    """All apply in each run of the tests; these train in it, too."""
-    return [] if (name, kind) in OFTEN else [pytest.mark.slow, pytest.mark.rare]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind"), [pytest.param(*pair, marks=marks_of(*pair)) for pair in PAIRS]
+    ("name", "kind"),
+    [pytest.param(*pair, marks=[pytest.mark.rare] * (pair not in OFTEN)) for pair in PAIRS],
 )
 def test_copy_with_a_page_trains(name, kind, tmp_path):
     if name in PACKAGES:
@@ -108,11 +102,11 @@ def test_copy_with_a_page_trains(name, kind, tmp_path):
 
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path):
     make_copy("ema", "train_ddp.py", "own", tmp_path)
-    before = texts_of(tmp_path)
+    before = {path: path.read_text() for path in tmp_path.rglob("*.py")}
     assert "tasks/images/__init__.py" in refused("--recipe", "mixup", tmp_path)
     assert "train_ddp.py" in refused("--recipe", "large-models", tmp_path)
     assert "train_ddp.py" in refused("--recipe", "ema", tmp_path, "--undo")
-    assert texts_of(tmp_path) == before
+    assert {path: path.read_text() for path in tmp_path.rglob("*.py")} == before
     assert "update" in refused("--recipe", "ema", tmp_path / "nothing")
 
 
@@ -128,14 +122,3 @@ def test_page_brings_what_it_imports_and_finds_its_place_in_an_edited_copy(tmp_p
     assert "print(train_set)" in script.read_text()
     copied("--recipe", "samplers", "--undo", tmp_path)
     assert script.read_text() == edited
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_hunk_of_a_script_needs_the_task_or_a_guard(name):
-    """The lines that copies are without; but for one, which the command can do without."""
-    for diff in diffs_of(name):
-        for hunk in diff.hunks if diff.path in RUNGS else ():
-            text = hunk.before + hunk.old + hunk.after
-            words = ["as task", "utils.guards", "guards = [", "option_guards"]
-            words += ["check_task"] * (name != "large-models")
-            assert not any(word in text for word in words)
