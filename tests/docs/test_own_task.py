@@ -38,19 +38,6 @@ def shell(command, folder, *flags):
     return result.stdout
 
 
-@pytest.fixture
-def project(tmp_path):
-    """my_project as the page builds it, but for my_task.py; and the page's command to train."""
-    first, training, *_ = (block.replace("\\\n", "") for block in blocks("sh"))
-    copying, entering = first.splitlines()
-    assert " ../my_project " in copying and entering == "cd ../my_project"
-    printed = shell(copying.replace("..", str(tmp_path)), ROOT)
-    assert "Write my_task.py" in printed and "torchvision" not in printed
-    folder = tmp_path / "my_project"
-    assert not (folder / "tasks").exists() and not (folder / "configs").exists()
-    return folder, training
-
-
 def test_terms_with_targets_of_their_own():
     names = {"torch": torch, "cross_entropy": cross_entropy}
     exec(blocks("python")[2], names)
@@ -78,11 +65,18 @@ def test_losses_of_dicts():
 
 
 @pytest.mark.slow
-def test_own_task_trains_on_two_processes(project):
-    folder, training = project
+def test_own_task_trains_on_two_processes(tmp_path):
+    first, training, *_ = (block.replace("\\\n", "") for block in blocks("sh"))
+    copying, entering = first.splitlines()
+    assert " ../my_project " in copying and entering == "cd ../my_project"
+    printed = shell(copying.replace("..", str(tmp_path)), ROOT)
+    assert "Write my_task.py" in printed and "torchvision" not in printed
+    folder = tmp_path / "my_project"
+    assert not (folder / "tasks").exists() and not (folder / "configs").exists()
+
     _, task, *_, settings = blocks("python")
     (folder / "my_task.py").write_text(task)
-    shell(training, folder, "--device", "cpu", "--num-workers", "1")
+    shell(training, folder, "--device=cpu", "--num-workers=1")
     rows = read_rows(folder / "runs" / "train_ddp")
     assert [row["world_size"] for row in rows] == [2] * 5
     assert [row["train_samples"] for row in rows] == [1000] * 5
@@ -90,11 +84,7 @@ def test_own_task_trains_on_two_processes(project):
 
     line = "from utils.config import Config as Settings\n"
     assert task.count(line) == 1
-    (folder / "my_task.py").write_text(
-        task.replace(line, "").replace("import torch\n", settings, 1)
-    )
-    (folder / "my_task.py").write_text("import torch\n" + (folder / "my_task.py").read_text())
-    shell(
-        training, folder, "--device", "cpu", "--width", "8", "--epochs", "1", "--output-dir", "new"
-    )
+    task = task.replace(line, "").replace("import torch\n", f"import torch\n{settings}", 1)
+    (folder / "my_task.py").write_text(task)
+    shell(training, folder, "--device=cpu", "--width=8", "--epochs=1", "--output-dir=new")
     assert "width: 8" in (folder / "new" / "config.yaml").read_text()
