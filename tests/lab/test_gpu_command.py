@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +15,9 @@ from lab.bench import batched, loader
 from lab.bench.rows import Row
 from lab.gpu.__main__ import Results, plan, run_call
 from lab.gpu.jobs import Job, Jobs, dataset_flags
-from lab.gpu.report import Monitor, sections, speed_table
+from lab.gpu.report import Monitor, sections
 from tests.forked import ROUNDING
 from tests.processes import SMALL
-from tools.lib.findings import check
 from tools.lib.ladder import ROOT
 from tools.lib.runs import TooSlow, family, finish_run, start_run, wait_for_family
 from utils.checkpoint import read_checkpoint
@@ -66,7 +64,11 @@ def test_next_call_continues_and_starts_nothing_that_does_not_fit(clock, tmp_pat
     assert ran == ["first", "last"]  # 25 seconds are left after the first
     assert run_call(jobs, 2, Results(path), seconds=60) == 0
     assert ran == ["first", "last", "fast", "fast"]
-    assert run_call(jobs, 2, Results(path), seconds=60) == 0 and len(ran) == 4
+    assert run_call(jobs, 2, Results(path), seconds=60) == 0
+    assert len(ran) == 4
+    jobs = make_jobs(clock, ran, long=90)
+    with pytest.raises(UserError, match=r"other: long .* 90 s: .*--minutes"):
+        run_call(jobs, 1, Results(tmp_path / "long.json"), seconds=60)
 
 
 def test_everything_is_measured_once_before_the_speeds_are_measured_again(clock):
@@ -111,20 +113,11 @@ def test_settings_of_all_jobs_are_known(tmp_path):
     jobs = list(Jobs(tmp_path, tmp_path, flags, small=False).all())
     stages = list(dict.fromkeys(job.stage for job in jobs))
     assert stages == ["speed", "recipe", "tests", "verify", "profile", "reports", "memory"]
-    names = [f"{job.stage}: {job.name}" for job in jobs]
-    assert len(set(names)) == len(names)
-    for model in ("resnet50", "resnet18"):
-        speeds = [n for n in names if n.startswith(f"speed: {model}")]
-        assert sum("whole step as one CUDA graph" in name for name in speeds) == 7
-        assert sum("tutorial" in name for name in speeds) == 3
-        for precision in ("float32 (TF32", "bfloat16", "float16", "float32, strict"):
-            for mode in ("eager", "compiled", "compiled, CUDA graphs"):
-                assert any(precision in name and name.endswith(mode) for name in speeds)
+    assert len({(job.stage, job.name) for job in jobs}) == len(jobs)
     rows = [job.run.args[1] for job in jobs if job.stage == "speed"]
-    rows = [row for row in rows if isinstance(row, Row)]
-    assert len(rows) == 40 + 2 * batched.is_available()
     for row in rows:
-        row.load_config(row.flags)
+        if isinstance(row, Row):
+            row.load_config(row.flags)
     assert sum(job.seconds for job in jobs) < 66 * 60
     assert max(job.seconds for job in jobs) < 9 * 60
 
@@ -177,11 +170,11 @@ def test_data_without_images_are_an_error(tmp_path):
             dataset_flags(tmp_path / name, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"samp'])
-def test_damaged_results_are_named(text, tmp_path):
-    (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(UserError, match=r"gpu\.json is damaged"):
-        Results(tmp_path / "gpu.json")
+def test_damaged_results_are_named(tmp_path):
+    for text in ("", "[1]", '{"samp'):
+        (tmp_path / "gpu.json").write_text(text)
+        with pytest.raises(UserError, match=r"gpu\.json is damaged"):
+            Results(tmp_path / "gpu.json")
 
 
 def test_results_of_another_setup_are_not_mixed(tmp_path):
@@ -190,14 +183,6 @@ def test_results_of_another_setup_are_not_mixed(tmp_path):
     Results(tmp_path / "gpu.json", {"small": True})
     with pytest.raises(UserError, match="pass another --output"):
         Results(tmp_path / "gpu.json", {"small": False})
-
-
-def test_call_that_is_too_short_for_any_job_is_an_error(clock, tmp_path):
-    ran, results = [], Results(tmp_path / "gpu.json")
-    jobs = make_jobs(clock, ran, long=90, longer=120)
-    with pytest.raises(UserError, match=r"other: long .* 90 s: .*--minutes"):
-        run_call(jobs, 1, results, seconds=60)
-    assert run_call(jobs, 1, results, seconds=90) == 1
 
 
 @pytest.mark.slow
@@ -217,23 +202,6 @@ def test_sigterm_ends_the_job_and_writes_the_report(tmp_path):
     assert (tmp_path / "out" / "gpu.md").exists()
 
 
-def test_speeds_are_compared_with_the_published_tutorial():
-    rows = {
-        "resnet50: bfloat16, eager": [
-            {"train": 1.0, "whole": 1.5, "samples": 25_000, "memory": 2**30}
-            | {"clock": 1980.0, "power": 512.3},
-            {"train": 3.0, "whole": 3.5, "samples": 25_000, "memory": 2**30},
-        ],
-        "resnet50: tutorial PyTorch, float32, 10 restarted workers": [
-            {"train": 20.0, "samples": 50_000}
-        ],
-    }
-    ours, tutorial = speed_table(rows).splitlines()[2:]
-    assert ours.startswith("| resnet50: bfloat16, eager | 4.00 | 12,500 | 2.50 | 1.00 GiB |")
-    assert ours.endswith("| 1980 | 512 | 5.0 times |")
-    assert tutorial.endswith("| 20.00 | 2,500 |  |  |  |  | 1.0 times |")
-
-
 def test_clock_and_power_of_the_busy_gpu_are_recorded(tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     lines = "345, 71.2\n1980, 512.3\n1755, 498.0\n"
@@ -243,10 +211,6 @@ def test_clock_and_power_of_the_busy_gpu_are_recorded(tmp_path, monkeypatch):
     with Monitor() as monitor:
         time.sleep(0.3)
     assert monitor.readings() == {"clock": 1980.0, "power": 512.3}
-    program.write_text("#!/bin/sh\necho '[N/A], [N/A]'\n")
-    with Monitor() as monitor:
-        time.sleep(0.3)
-    assert monitor.readings() == {}
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with Monitor() as monitor:
@@ -261,25 +225,6 @@ def test_images_are_decoded_and_cropped_on_a_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_only_small_runs(tmp_path):
-    arguments = [sys.executable, "-m", "lab.gpu", "--output", tmp_path]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
-    run = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 1 and "no GPU is visible" in run.stderr
-
-
-def test_small_shared_memory_is_named_before_the_first_job(tmp_path, monkeypatch, capsys):
-    findings = [check(True, "files", ""), check(False, "/dev/shm has 0.07 GB", "enlarge it")]
-    monkeypatch.setattr(command, "check_limits", lambda: findings)
-    monkeypatch.setattr(command, "signal", Mock())
-    monkeypatch.setattr(Jobs, "all", lambda jobs: [])
-    monkeypatch.setattr(sys, "argv", ["lab.gpu", "--small", "--output", str(tmp_path)])
-    command.main()
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first == "FAILED   /dev/shm has 0.07 GB: enlarge it" and "files" not in str(others)
-
-
-@pytest.mark.slow
 @pytest.mark.rare
 def test_small_command_measures_every_stage(tmp_path):
     root = loader.make_photographs(tmp_path / "images", 32, size=(32, 32))
@@ -289,15 +234,6 @@ def test_small_command_measures_every_stage(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 failed, 0 left" in run.stdout
     data = json.loads((tmp_path / "out" / "gpu.json").read_text())
-    titles = [title for title, _ in sections(data)]
-    assert titles == [
-        "GPU tests",
-        "make verify",
-        "Seconds per epoch",
-        "Where the time goes",
-        "94 %",
-        "Loading and saving",
-        "Peak memory",
-    ]
+    assert len(list(sections(data))) == 7
     for name in ("gpu.md", "verify.md", "loader.md", "checkpoint.md"):
         assert (tmp_path / "out" / name).stat().st_size
