@@ -22,20 +22,15 @@ TASKS = {
     "tasks.text": {"layers": 4, "heads": 4, "width": 32, "context": 24},
     "tasks.segmentation": {"image_size": 16, "width": 8, "synthetic_samples": 48},
 }
-RUNS = [  # script, task, ranks of the null device, flags
-    ("train_ddp.py", "tasks.images", 2, {}),
-    ("train_ddp_amp.py", "tasks.segmentation", 2, {"amp_dtype": "bfloat16"}),
-    ("train_ddp_accum.py", "tasks.text", 2, {"micro_batches": 2}),
-    ("train_fsdp.py", "tasks.segmentation", 2, {}),
-    ("train_tp.py", "tasks.images", 2, {}),
-]
-SLOW = [
-    ("train_fsdp.py", "tasks.text", 4, {"fsdp_size": 2}),
-    ("train_fsdp_tp.py", "tasks.text", 4, {"fsdp_size": 2}),
-    ("train_1gpu.py", "tasks.segmentation", None, {}),
-    ("train_1gpu_graph.py", "tasks.images", None, {}),
-    ("train_tp.py", "tasks.text", 4, {}),
-]
+RUNS = {  # script: (task, ranks of the null device, flags)
+    "train_1gpu_graph.py": ("tasks.images", None, {}),
+    "train_ddp_amp.py": ("tasks.segmentation", 2, {"amp_dtype": "bfloat16"}),
+    "train_ddp_accum.py": ("tasks.text", 2, {"micro_batches": 2}),
+    "train_fsdp.py": ("tasks.segmentation", 2, {}),
+    "train_fsdp_tp.py": ("tasks.text", 4, {"fsdp_size": 2}),
+    "train_tp.py": ("tasks.images", 2, {}),
+}
+OFTEN = ("train_ddp_amp.py", "train_fsdp_tp.py")
 
 
 def copy_of(script, task, folder):
@@ -85,12 +80,12 @@ def held_on_null_device(device, script, ranks, folder, settings):
     return run.reports[0]["memory"]["held"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "task", "ranks", "flags"),
-    [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW)],
-    ids=str,
+    "script", [pytest.param(name, marks=[pytest.mark.rare] * (name not in OFTEN)) for name in RUNS]
 )
-def test_ranks_on_cpus_hold_as_much(script, task, ranks, flags, null_device, tmp_path):
+def test_ranks_on_cpus_hold_as_much(script, null_device, tmp_path):
+    task, ranks, flags = RUNS[script]
     settings = settings_of(task, tmp_path) | flags
     copy = copy_of(script, task, tmp_path)
     real = held_on_cpus(copy, ranks, tmp_path, settings)
@@ -99,24 +94,15 @@ def test_ranks_on_cpus_hold_as_much(script, task, ranks, flags, null_device, tmp
         assert told[kind] == pytest.approx(size, rel=0.01), kind
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "fsdp_size"),
-    [
-        ("train_ddp.py", 64, None),
-        ("train_fsdp.py", 64, None),
-        ("train_fsdp.py", 64, 8),
-    ],
-)
-def test_formulas_hold_for_ranks_that_no_machine_has(
-    script, ranks, fsdp_size, null_device, tmp_path
-):
-    settings = settings_of("tasks.text", tmp_path, 4 * ranks) | {"width": 512, "context": 64}
-    settings |= {"global_batch_size": ranks} | ({"fsdp_size": fsdp_size} if fsdp_size else {})
-    copy = copy_of(script, "tasks.text", tmp_path)
-    held = held_on_null_device(null_device, copy, ranks, tmp_path, settings)
+@pytest.mark.parametrize("fsdp_size", [64, 8])
+def test_formulas_hold_for_ranks_that_no_machine_has(fsdp_size, null_device, tmp_path):
+    settings = settings_of("tasks.text", tmp_path, samples=4 * 64)
+    settings |= {"width": 512, "context": 64, "global_batch_size": 64, "fsdp_size": fsdp_size}
+    copy = copy_of("train_fsdp.py", "tasks.text", tmp_path)
+    held = held_on_null_device(null_device, copy, 64, tmp_path, settings)
     embeddings, block = (256 + 64) * 512, 12 * 512**2 + 12 * 512
     parameters = 4 * block + embeddings + 2 * 512
-    part = share(script, ranks, fsdp_size)
+    part = share("train_fsdp.py", 64, fsdp_size)
     assert sum(held.values()) == pytest.approx(part * parameters * BYTES["adamw"], rel=0.01)
 
 

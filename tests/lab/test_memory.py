@@ -43,13 +43,10 @@ def measure(folder):
 @pytest.mark.parametrize(
     ("script", "ranks", "optimizer", "flags"),
     [
-        ("train_ddp.py", 2, "sgd", {}),
-        ("train_ddp.py", 2, "adamw", {}),
-        ("train_fsdp.py", 3, "adamw", {}),
-        ("train_fsdp.py", 4, "sgd", {"fsdp_size": 2}),
-        ("train_tp.py", 2, "adamw", {}),
-        ("train_fsdp_tp.py", 4, "adamw", {"fsdp_size": 2}),
-        ("train_pp.py", 3, "adamw", {}),
+        ("train_fsdp.py", 2, "adamw", {}),
+        pytest.param("train_ddp.py", 2, "sgd", {}, marks=pytest.mark.slow),
+        pytest.param("train_fsdp_tp.py", 4, "adamw", {"fsdp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("train_pp.py", 3, "adamw", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
