@@ -20,13 +20,10 @@ def test_every_script_has_a_figure_on_its_page():
 
 
 @pytest.mark.parametrize("script", FIGURES)
-def test_figure_is_current(script):
-    assert path_of(script).read_text() == draw(FIGURES[script]), "run: python -m lab.figures"
-
-
-@pytest.mark.parametrize("script", FIGURES)
-def test_figure_is_valid_and_nothing_leaves_it(script):
-    svg = ET.fromstring(path_of(script).read_text())
+def test_figure_is_current_and_nothing_leaves_it(script):
+    drawn = path_of(script).read_text()
+    assert drawn == draw(FIGURES[script]), "run: python -m lab.figures"
+    svg = ET.fromstring(drawn)
     width, height = float(svg.get("width")), float(svg.get("height"))
     boxes = list(svg.iter("{http://www.w3.org/2000/svg}rect"))
     assert len(boxes) > 10
@@ -35,14 +32,10 @@ def test_figure_is_valid_and_nothing_leaves_it(script):
         assert x >= 0 and y >= 0 and x + w <= width and y + h <= height
     for text in svg.iter("{http://www.w3.org/2000/svg}text"):
         assert float(text.get("x")) >= 0 and float(text.get("y")) <= height
-
-
-@pytest.mark.parametrize("script", FIGURES)
-def test_blocks_of_a_lane_do_not_overlap(script):
     for name, spec in FIGURES[script].lanes.items():
         blocks = sorted(parse(spec))
         assert all(0 <= start < end <= 100 for start, end, *_ in blocks), name
-        assert all(one[1] <= two[0] for one, two in pairwise(blocks)), name
+        assert all(one[1] <= two[0] for one, two in pairwise(blocks)), name  # no overlap
 
 
 def test_text_that_does_not_fit_is_refused():

@@ -12,7 +12,13 @@ from tools.lib.markdown import anchor
 from tools.verify.plants import BUGS
 
 
-@pytest.mark.parametrize("page", readme.pages(), ids=lambda page: page.name)
+def marked(page):
+    """The sizes of the copies of all scripts, on docs/copy.md, take several seconds."""
+    is_slow = page.name == "copy.md"
+    return pytest.param(page, id=page.name, marks=[pytest.mark.slow] * is_slow)
+
+
+@pytest.mark.parametrize("page", map(marked, readme.pages()))
 def test_generated_blocks_are_current(page):
     text = page.read_text()
     assert text == readme.generate(text), "run: make readme"
