@@ -130,21 +130,40 @@ IN_SAME_CURVE = ["1gpu_graph", "dp", "ddp x1", "ddp x3", "accum x2", "spawn x2",
 IN_SAME_CURVE += ["mp, micro-batches", "ddp_mp x2, 2 stages", "fsdp x2", "tp x2", "pp x2, 1F1B"]
 AS_WITH_IMAGES = ["1gpu_graph", "dp", "ddp x1", "ddp x2", "amp x2, float16", "accum x1"]
 AS_WITH_IMAGES += ["spawn x2", "mp, 2 stages", "fsdp x2", "pp x2, 1F1B"]
-# Others, and the row that does the same and more.
+# Others, and the row in which their script does the same and more.
 IN_ROWS = {
+    "images: fsdp_tp x4, 2 x 2": "text: fsdp_tp x4, 2 x 2",
+    "images: ddp x2, pretrained": "images: ddp x2, frozen backbone",
+    "images: killed, resumed x3": "segmentation: killed, resumed x3",
+    "images: ddp x2, shards": "images: shards killed, resumed x3",
+    "images: ddp x3, shards": "images: shards killed, resumed x3",
+    "images: ddp x3, two terms": "images: terms killed, resumed x3",
+    "images: one_file ddp x2": "images: one_file ddp, resumed x3",
+    "images: one_file fsdp x3": "images: one_file fsdp x2, accum",
     "text: ddp x3": "text: killed, resumed x3",
+    "text: accum x3": "text: packed shards killed, resumed by accum x3",
     "text: fsdp x3": "text: cp killed, resumed by fsdp x3",
     "text: tp x2": "text: fsdp_tp x4, 2 x 2",
     "text: cp x2": "text: cp killed, resumed x2",
+    "text: cp x3": "text: killed, resumed by cp x3",
     "text: killed, resumed x2": "text: killed, resumed x3",
-    "text: muon fsdp x2": "text: muon fsdp x3",
+    "text: killed, resumed by accum x2": "text: dropout killed, resumed by accum x2",
+    "text: ddp x2, mixture": "text: mixture killed, resumed x3",
+    "text: muon fsdp x2": "text: muon killed, resumed by tp x2",
+    "text: muon fsdp x3": "text: muon killed, resumed by tp x2",
     "text: muon tp x2": "text: muon killed, resumed by tp x2",
+    "text: ddp x2, dropout": "text: dropout killed, resumed by accum x2",
     "text: ddp x3, stochastic depth": "text: stochastic depth killed, resumed by ddp x3",
-    "moe: ep x1": "moe: ep x3",
-    "moe: ep x2": "moe: ep killed, resumed x2",
+    "text: accum x1, stochastic depth": "text: dropout killed, resumed by accum x2",
+    "text: fsdp_tp x4, stochastic depth": "text: fsdp_tp x4, dropout",
+    "moe: ep x1": "moe: killed, resumed by ep x3",
+    "moe: ep x2": "moe: ep x2, 12 experts, dropout",
+    "moe: ep x3": "moe: killed, resumed by ep x3",
+    "moe: ep killed, resumed x2": "moe: ep sharded killed, resumed x2",
     "moe: killed, resumed x3": "moe: killed, resumed by ep x3",
     "segmentation: killed, resumed x2": "segmentation: killed, resumed x3",
     "diffusion: killed, resumed x2": "diffusion: killed, resumed x3",
+    "diffusion: killed, resumed by pp x2": "text: killed, resumed by pp x2",
 }
 
 

@@ -98,6 +98,7 @@ def test_mistake_in_a_task_is_found(own):
     assert code == 1 and "FAIL: weights differ" in text and "nn.Dropout" in text, text
 
 
+@pytest.mark.slow
 def test_task_that_cannot_be_imported_is_one_line(own, tmp_path):
     own.with_name("my_task.py").write_text("import nowhere")
     with pytest.raises(CannotVerify, match=r"^the task .*import.*nowhere"):
