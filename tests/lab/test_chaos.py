@@ -179,32 +179,27 @@ def test_result_is_compared_as_a_whole(tmp_path):
     assert [text.split()[0] for text in compare(tmp_path / "a", tmp_path / "b")] == ["best"]
 
 
+VALUE = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x", 0.5]}
+SAME = {"b": (1, None, "x", 0.5), "a": torch.tensor([1.0, 2.0])}
+DIFFERENT = [
+    VALUE | {"a": torch.tensor([1.0, 2.5])},
+    VALUE | {"a": torch.tensor([[1.0, 2.0, 3.0]])},
+    VALUE | {"b": [2, None, "x", 0.5]},
+    VALUE | {"b": [1, None]},
+    {"a": VALUE["a"], "c": VALUE["b"]},
+]
+
+
 def test_results_of_different_numbers_of_ranks_are_compared_to_rounding():
-    value = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x", 0.5]}
-    near = {"b": (1, None, "x", 0.5 + 1e-12), "a": torch.tensor([1.0, 2.0])}
-    assert 0 < largest_difference(value, near) < 1e-9
-    others = (
-        value | {"a": torch.tensor([1.0, 2.5])},
-        value | {"a": torch.tensor([1.0])},
-        value | {"b": [2, None, "x", 0.5]},
-        value | {"b": [1, None]},
-        {"a": value["a"], "c": value["b"]},
-    )
-    assert all(largest_difference(value, other) >= 0.5 for other in others)
+    near = SAME | {"b": (1, None, "x", 0.5 + 1e-12)}
+    assert 0 < largest_difference(VALUE, near) < 1e-9
+    assert all(largest_difference(VALUE, other) >= 0.5 for other in DIFFERENT)
 
 
 def test_checksum_changes_with_every_part():
-    value = {"a": torch.tensor([1.0, 2.0]), "b": [1, None, "x"]}
-    same = {"b": (1, None, "x"), "a": torch.tensor([1.0, 2.0])}
-    assert sha256(value) == sha256(same)
-    others = (
-        value | {"a": torch.tensor([1.0, 2.5])},
-        value | {"a": torch.tensor([[1.0, 2.0]])},
-        value | {"a": torch.tensor([1.0, 2.0], dtype=torch.float64)},
-        value | {"b": [1, None]},
-        {"a": value["a"], "c": value["b"]},
-    )
-    assert len({sha256(other) for other in (value, *others)}) == 1 + len(others)
+    assert sha256(VALUE) == sha256(SAME)
+    others = [*DIFFERENT, VALUE | {"a": VALUE["a"].double()}, VALUE | {"a": VALUE["a"][None]}]
+    assert len({sha256(other) for other in (VALUE, *others)}) == 1 + len(others)
 
 
 def test_nan_is_planted_where_a_rank_holds_something():
