@@ -10,10 +10,9 @@ import pytest
 
 from tools.lib.ladder import ROOT
 from tools.lib.update import RECORD
-from tools.null import build as build_module
 from tools.null import report
 from tools.null.__main__ import INSIDE
-from tools.null.build import Unsupported, build, generated
+from tools.null.build import generated
 
 # Each writes what it has seen into a file, as JSON.
 MEMORY = """
@@ -173,11 +172,7 @@ def test_waits_are_counted_with_the_line_that_waits(null_device, tmp_path):
     assert report.number(run.step, "kernel") >= 4
 
 
-def test_limit_ends_the_process_after_that_many_steps(null_device, tmp_path):
-    run, _ = run_text(null_device, tmp_path, WAITS, steps=2)
-    assert len(run.reports[0]["steps"]) == 2
-
-
+@pytest.mark.slow
 def test_command_reports_as_text_and_as_json(null_device, tmp_path):
     script = tmp_path / "script.py"
     # Before PyTorch is imported and changed, as Transformers does.
@@ -221,9 +216,8 @@ def test_ranks_call_the_same_collectives(difference, null_device, tmp_path):
         assert reduced == [2, 4 * (5 + 3)]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl,cpu:gloo"])
-def test_one_rank_of_many(backend, null_device, tmp_path):
-    text = GROUPS.replace("DIFFERENCE", "1").replace("BACKEND", backend)
+def test_one_rank_of_many(null_device, tmp_path):
+    text = GROUPS.replace("DIFFERENCE", "1").replace("BACKEND", "cuda:nccl,cpu:gloo")
     run, seen = run_text(null_device, tmp_path, text, ranks=64)
     assert seen == [0] * 64  # as if all had sent what this one did
     assert run.reports[0]["end"]["collective"]["all-reduce, 64 ranks"] == [2, 4 * (5 + 3)]
@@ -261,30 +255,3 @@ def test_kernels_of_cublas_are_counted_and_its_settings_are_not():
     assert 'null_kernel("cublasSgemm_v2")' in text
     assert 'null_other("cublasSetMathMode")' in text
     assert 'null_other("cudaFuncSetAttribute")' in text
-
-
-def test_kernels_have_short_names():
-    name = report.short_name(
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, "
-        "std::array<char*, 1ul> >(int, at::native::FillFunctor<float>, std::array<char*, 1ul>)"
-    )
-    assert name == "vectorized_elementwise_kernel (FillFunctor)"
-    assert report.short_name("cublasSgemm_v2") == "cublasSgemm_v2"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda patch, _: patch.setenv("CXX", "no-such-compiler"), "needs no-such-compiler"),
-        (lambda patch, _: patch.setattr("platform.machine", lambda: "aarch64"), "on aarch64"),
-        (lambda patch, folder: patch.syspath_prepend(folder), "built without CUDA"),
-    ],
-)
-def test_reason_is_given_where_it_cannot_be_built(change, reason, monkeypatch, tmp_path):
-    build()  # or skip
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").touch()
-    monkeypatch.delitem(sys.modules, "torch")  # of which find_spec() would tell the folder
-    change(monkeypatch, tmp_path)
-    with pytest.raises(Unsupported, match=reason):
-        build_module.build()

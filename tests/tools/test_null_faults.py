@@ -48,8 +48,6 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     ("script", "optimizer"),
     [
         ("train_tp.py", "adamw"),
-        pytest.param("train_tp.py", "sgd", marks=pytest.mark.slow),
-        pytest.param("train_fsdp_tp.py", "adamw", marks=pytest.mark.slow),
         pytest.param("train_fsdp_tp.py", "sgd", marks=pytest.mark.slow),
     ],
 )

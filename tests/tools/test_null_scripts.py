@@ -23,12 +23,18 @@ from tools.null import report
 from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
+# The others are slow.
+OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
+
 
 def test_every_script_is_run_or_has_a_reason():
     assert RUNS.keys() | LEFT_OUT.keys() == set(RUNGS) and not RUNS.keys() & LEFT_OUT.keys()
 
 
-@pytest.mark.parametrize("script", RUNS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=[pytest.mark.slow] * (script not in OFTEN)) for script in RUNS],
+)
 def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)
@@ -53,15 +59,16 @@ def test_wait_in_a_step_is_found(null_device, tmp_path):
 
 RESNET = {"model": "resnet20"}
 OPTIONS = {
-    "1gpu, workers": ("train_1gpu.py", {"loader": "workers", "num_workers": 1}),
-    "1gpu, options": ("train_1gpu.py", {"log_steps": 5, "timing": True, "audit": True}),
+    "1gpu, options": (
+        "train_1gpu.py",
+        {"num_workers": 1, "loader": "workers", "log_steps": 5, "timing": True, "audit": True},
+    ),
     "1gpu, deterministic": ("train_1gpu.py", {"deterministic": True, "clip_norm": 1.0}),
     "graph, bfloat16": ("train_1gpu_graph.py", {"amp_dtype": "bfloat16", "clip_norm": 1.0}),
     "ddp, BatchNorm": ("train_ddp.py", RESNET),
     "ddp, skipped steps": ("train_ddp.py", {"max_skipped_steps": 3}),
     "amp, bfloat16": ("train_ddp_amp.py", {"clip_norm": 1.0}),
-    "fsdp, BatchNorm, bfloat16": ("train_fsdp.py", RESNET | {"fsdp_dtype": "bfloat16"}),
-    "fsdp, groups": ("train_fsdp.py", {"fsdp_size": 2, "clip_norm": 1.0}),
+    "fsdp, groups": ("train_fsdp.py", RESNET | {"fsdp_size": 2, "clip_norm": 1.0}),
     "tp, clipped": ("train_tp.py", {"clip_norm": 1.0}),
     "mp, clipped": ("train_mp.py", {"clip_norm": 1.0}),
 }
