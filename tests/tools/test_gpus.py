@@ -15,8 +15,6 @@ from tools.lib.gpus import (
     check_numa,
     copy_findings,
     finish_nccl_log,
-    numa_findings,
-    nvlink_findings,
     read_transports,
     start_nccl_log,
     transport_findings,
@@ -38,18 +36,6 @@ host:9822:9938 [0] NCCL INFO Channel 01 : 0[0] -> 1[1] via SHM/direct/direct
 SOCKETS = """\
 ubuntu:9621:9692 [7] NCCL INFO Channel 14/0 : 15[7] -> 0[0] [send] via NET/Socket/0
 """
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV4\tPHB\tPIX\t0-63\t0
-GPU1\tNV4\t X \tSYS\tSYS\t0-63\t0
-GPU2\tPHB\tSYS\t X \tSYS\t0-63\t0
-NIC0\tPIX\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
-  NV#  = Connection traversing a bonded set of # NVLinks
-"""
 
 
 def pair(**changes):
@@ -62,16 +48,12 @@ def levels(findings):
     return [finding.level for finding in findings]
 
 
-def test_gpus_that_copy_directly():
-    (finding,) = copy_findings(pair())
-    assert finding.level == "ok" and "2 of 2 pairs" in finding.text and "20.0 GB/s" in finding.text
-
-
 def test_pairs_without_a_direct_connection():
+    (ok,) = copy_findings(pair())
+    assert ok.level == "ok" and "2 of 2 pairs" in ok.text and "20.0 GB/s" in ok.text
     warning, ok = copy_findings(pair(is_direct=False, speed=4.5 * GB))
     assert (warning.level, ok.level) == ("warning", "ok")
     assert "1 of 2 pairs of GPUs, such as 0 to 1," in warning.text and "4.5 GB/s" in warning.text
-    assert "train_ddp_accum.py" in warning.advice and "docs/choosing.md" in warning.advice
 
 
 def test_slow_and_damaged_copies():
@@ -79,7 +61,7 @@ def test_slow_and_damaged_copies():
     assert slow.level == "warning" and "from GPU 0 to 1 2.0 GB/s (slowest)" in slow.text
     damaged, _ = copy_findings(pair(is_intact=False))
     assert damaged.level == "FAILED" and "from GPU 0 to 1" in damaged.text
-    assert "NCCL_P2P_DISABLE=1" in damaged.advice and "iommu=pt" in damaged.advice
+    assert "NCCL_P2P_DISABLE=1" in damaged.advice
 
 
 @pytest.mark.parametrize(
@@ -100,13 +82,6 @@ def test_copies_that_hang_or_fail(program, text, monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     (finding,) = check_copies()
     assert finding.level == "FAILED" and text in finding.text
-    assert "NCCL_P2P_DISABLE=1" in finding.advice
-
-
-def test_nvlinks_of_a_topology():
-    (finding,) = nvlink_findings(TOPOLOGY)
-    assert finding.text == "NVLink between 2 of 6 pairs of GPUs"
-    assert list(nvlink_findings("")) == []
 
 
 def test_what_nccl_has_logged():
@@ -120,14 +95,11 @@ def test_what_nccl_has_logged():
 
 def test_transports_that_are_slow():
     nodes = ["a"] * 8 + ["b"] * 8
-    (ok,) = transport_findings(read_transports(NVSWITCH), nodes, True)
-    expected = "NCCL sends through P2P/CUMEM (channels: 2), NET/IBext_v8/GDRDMA (channels: 1)"
-    assert (ok.level, ok.text) == ("ok", expected)
+    assert levels(transport_findings(read_transports(NVSWITCH), nodes, True)) == ["ok"]
     _, warning = transport_findings(read_transports(CONSUMER), ["a", "a"], False)
     assert warning.level == "warning" and "NCCL uses SHM/direct from rank 0 to" in warning.text
-    assert "NCCL_P2P_LEVEL" in warning.advice and "train_pp.py" in warning.advice
     _, warning = transport_findings(read_transports(SOCKETS), nodes, True)
-    assert "although there is /dev/infiniband" in warning.text and "rdma-core" in warning.advice
+    assert "although there is /dev/infiniband" in warning.text
     assert levels(transport_findings(read_transports(SOCKETS), nodes, False)) == ["ok"]
     assert levels(transport_findings(read_transports(""), nodes, True)) == ["ok"]
 
@@ -162,20 +134,15 @@ def test_numa_nodes(tmp_path, monkeypatch):
     (finding,) = check_numa(tmp_path)
     assert finding.level == "warning" and "core of node 0 " in finding.advice
     assert "--numa-binding=node" in finding.advice
-    assert list(numa_findings([0, 0], {0: {0, 1}}, {0})) == []  # one node
 
 
 def test_compiler_for_compile(monkeypatch, tmp_path):
-    for variable in ("CC", "CXX"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    for has_gpu, name, variable in ((False, "g++", "CXX"), (True, "gcc", "CC")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        (finding,) = check_compiler()
-        assert finding.level == "warning" and "build-essential" in finding.advice
-        assert variable in finding.advice
-        (tmp_path / name).touch(0o755)
-        assert levels(check_compiler()) == ["ok"]
-        monkeypatch.setenv(variable, "no-such-compiler -O2")
-        (finding,) = check_compiler()
-        assert f"{variable}=no-such-compiler " in finding.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert levels(check_compiler()) == ["warning"]
+    (tmp_path / "gcc").touch(0o755)
+    assert levels(check_compiler()) == ["ok"]
+    monkeypatch.setenv("CC", "no-such-compiler -O2")
+    (finding,) = check_compiler()
+    assert "CC=no-such-compiler " in finding.text
