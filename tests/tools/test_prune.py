@@ -19,6 +19,8 @@ ROWS = {
     "train_ddp_amp.py": "amp x2, float16",
     "train_ddp.py": "killed, resumed x3",
 }
+WITHOUT = [name for name in GUARDS if name != "options"]  # --audit, which the rows need
+OFTEN = ("train_ddp.py", "train_pp.py")
 
 
 def write(files, folder):
@@ -27,7 +29,10 @@ def write(files, folder):
         (folder / path).write_bytes(contents)
 
 
-@pytest.mark.parametrize("script", RUNGS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=[pytest.mark.slow] * (script not in OFTEN)) for script in RUNGS],
+)
 def test_nothing_is_left_of_what_is_left_out(script, tmp_path):
     whole = texts({script: "images"}, [])
     for number, names in enumerate([*([name] for name in GUARDS), list(GUARDS)]):
@@ -65,6 +70,7 @@ def test_settings_that_nothing_reads_are_gone():
     assert "    save_steps:" in plain and "    seed:" in plain
 
 
+@pytest.mark.slow
 def test_plain_copy_runs_its_default_command(tmp_path):
     folder = tmp_path / "mine"
     printed = copied("train_ddp.py", folder, "--plain")
@@ -88,22 +94,18 @@ def test_guards_are_named_by_their_modules(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "names"),
     [
-        *(
-            pytest.param("train_ddp.py", ["--without", name], marks=pytest.mark.rare)
-            for name in GUARDS
-            if name != "options"  # a row of make verify needs --audit
-        ),
-        *((name, ["--without", ",".join(n for n in GUARDS if n != "options")]) for name in ROWS),
+        *(pytest.param("train_ddp.py", name, marks=pytest.mark.rare) for name in WITHOUT),
+        ("train_1gpu.py", ",".join(WITHOUT)),
+        ("train_ddp.py", ",".join(WITHOUT)),
+        pytest.param("train_fsdp.py", ",".join(WITHOUT), marks=pytest.mark.rare),
+        pytest.param("train_ddp_amp.py", ",".join(WITHOUT), marks=pytest.mark.rare),
     ],
-    ids=str,
 )
-def test_copy_without_guards_trains_the_same_weights(
-    script, options, tmp_path, monkeypatch, capsys
-):
+def test_copy_without_guards_trains_the_same_weights(script, names, tmp_path, monkeypatch, capsys):
     """A row of make verify."""
-    copied(script, tmp_path, *options, "--with", "audit")
+    copied(script, tmp_path, "--without", names, "--with", "audit")
     row = ROWS[script]
     assert any(case.name == row for case in cases_of(IMAGES, script))
     with ForkServer() as server:
