@@ -148,105 +148,84 @@ def test_what_happens_to_a_file(mine, old, new, kind, result, tmp_path):
 def test_line_ends_of_windows_stay(tmp_path):
     (tmp_path / "mine.py").write_bytes(b"mine\r\n1\r\n2\r\n3\r\n")
     (tmp_path / "same.py").write_bytes(b"a\r\n1\r\n2\r\n3\r\n")
-    base = dict.fromkeys(("mine.py", "same.py"), b"a\n1\n2\n3\n")
-    changes = plan(tmp_path, base, base, {}, LABELS)
-    assert changes == []
+    (tmp_path / "once.py").write_bytes(b"a\r\n1\n2\n3\n")  # a single one does not count
+    base = dict.fromkeys(("mine.py", "same.py", "once.py"), b"a\n1\n2\n3\n")
+    assert plan(tmp_path, base, base, {}, LABELS) == []
     changes = plan(tmp_path, base, dict.fromkeys(base, b"a\n1\n2\nb\n"), {}, LABELS)
-    assert [change.kind for change in changes] == ["merged", "replaced"]
     apply(tmp_path, changes, b"")
     assert (tmp_path / "mine.py").read_bytes() == b"mine\r\n1\r\n2\r\nb\r\n"
     assert (tmp_path / "same.py").read_bytes() == b"a\r\n1\r\n2\r\nb\r\n"
-
-
-def test_single_line_end_of_windows_does_not_change_a_file(tmp_path):
-    (tmp_path / "a.py").write_bytes(b"1\r\n2\n3\n")
-    assert plan(tmp_path, {"a.py": b"1\n2\n3\n"}, {"a.py": b"1\n2\n3\n"}, {}, LABELS) == []
-    (change,) = plan(tmp_path, {"a.py": b"1\n2\n3\n"}, {"a.py": b"1\n2\n4\n"}, {}, LABELS)
-    assert change.contents == b"1\n2\n4\n"
+    assert (tmp_path / "once.py").read_bytes() == b"a\n1\n2\nb\n"
 
 
 def test_edits_follow_a_file_that_moves(tmp_path):
+    """Applied, and as a patch."""
     lines = "".join(f"{number}\n" for number in range(20))
     (tmp_path / "utils").mkdir()
     (tmp_path / "utils" / "old.py").write_text(lines.replace("3\n", "3 # mine\n", 1))
     (tmp_path / "utils" / "old.py").chmod(0o755)
     base, new = {"utils/old.py": lines.encode()}, {"sources/new.py": f"{lines}20\n".encode()}
     changes = plan(tmp_path, base, new, {"utils/old.py": "sources/new.py"}, LABELS)
-    assert (tmp_path / "utils" / "old.py").exists()  # nothing has been written
-    applied = tmp_path / "applied"
-    shutil.copytree(tmp_path / "utils", applied / "utils")
-    command = ["git", "apply", "--directory=applied", "-"]
+    patched = tmp_path / "patched"
+    shutil.copytree(tmp_path / "utils", patched / "utils")
     git(tmp_path, "init", "--quiet")
     diff = as_diff(tmp_path, [*changes, Change("added.py", "added", b"a\n")])
+    command = ["git", "apply", "--directory=patched", "-"]
     subprocess.run(command, input=diff.encode(), cwd=tmp_path, check=True)
     apply(tmp_path, changes, b"")
-    assert not (tmp_path / "utils" / "old.py").exists()
-    assert not (applied / "utils" / "old.py").exists()
-    assert (applied / "added.py").read_text() == "a\n"
-    moved = (applied / "sources" / "new.py").read_text()
-    assert moved == (tmp_path / "sources" / "new.py").read_text()
+    for folder in (tmp_path, patched):
+        assert not (folder / "utils" / "old.py").exists()
+        text = (folder / "sources" / "new.py").read_text()
+        assert "3 # mine\n" in text and text.endswith("19\n20\n")
     assert (tmp_path / "sources" / "new.py").stat().st_mode & 0o777 == 0o755
-    text = (tmp_path / "sources" / "new.py").read_text()
-    assert "3 # mine\n" in text and text.endswith("19\n20\n")
+    assert (patched / "added.py").read_text() == "a\n"
 
 
-def test_imports_of_what_has_moved_or_is_gone_are_named(tmp_path):
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "utils").mkdir()
-    for name in ("moved", "gone", "stays"):
-        (tmp_path / "utils" / f"{name}.py").write_text("a = b = 1\n")
-    (tmp_path / "tasks" / "own.py").write_text(
-        "from utils.moved import x\nimport utils.stays\nimport utils.option\n"
-    )
-    (tmp_path / "research").mkdir()
-    (tmp_path / "research" / "own.py").write_text(
-        "try:\n    from utils import (\n        stays,\n        gone,\n    )\nfinally:\n    pass\n"
-        "from utils.stays import a, b\n"
-    )
-    then = {f"utils/{name}.py": b"a = b = 1\n" for name in ("moved", "gone", "stays", "option")}
-    now = {f"{name}.py": b"a = 1\n" for name in ("sources/new", "utils/stays", "utils/option")}
-    base = then.keys() - {"utils/option.py"}
-    new = now.keys() - {"utils/option.py"}  # not copied
-    moved = {"utils/moved.py": "sources/new.py"}
-    base, new = ({p: files[p] for p in paths} for files, paths in ((then, base), (now, new)))
-    changes = plan(tmp_path, base, new, moved, LABELS)
-    lines = stale_imports(python_files(tmp_path, changes), then, now, moved)
+def test_imports_of_what_has_moved_or_is_gone_are_named():
+    then = {
+        "utils/moved.py": b"",
+        "utils/gone.py": b"",
+        "utils/stays.py": b"a = b = 1\n",
+        "utils/errors.py": b"def report():\n    pass\n",
+    }
+    now = {
+        "sources/new.py": b"",
+        "utils/stays.py": b"a = 1\n",
+        "utils/errors.py": b"",
+        "utils/reports.py": then["utils/errors.py"],
+    }
+    own = {
+        "research/own.py": b"from utils import (\n    stays,\n    gone,\n)\n"
+        b"from utils.stays import a, b\nfrom utils.errors import report\n",
+        "tasks/own.py": b"from utils.moved import x\nimport utils.stays\n",
+    }
     assert_lines(
-        lines,
-        ["research/own.py ", " b, ", " utils/stays.py "],
+        stale_imports(now | own, then, now, {"utils/moved.py": "sources/new.py"}),
         ["research/own.py ", " utils/gone.py,"],
+        ["research/own.py ", " b, ", " utils/stays.py "],
+        ["research/own.py ", " report, ", " utils/errors.py ", "utils/reports.py "],
         ["tasks/own.py ", " utils/moved.py,", " sources/new.py "],
     )
-    apply(tmp_path, changes, b"")
-    assert stale_imports(python_files(tmp_path, []), then, now, moved) == lines
 
 
 def test_overrides_of_methods_that_are_gone_are_named():
     """Nothing would call them. The base class may have moved, or be the base of the owner's."""
-    hook = "class Hook:\n    def __init__(self): ...\n    def after_step(self): ...\n"
     then = {
-        "utils/options/__init__.py": f"{hook}    def is_due(self): ...\n    def write(self): ...\n",
-        "utils/timing.py": "class Timing(Hook):\n    def is_due(self): ...\n",
+        "utils/options/__init__.py": b"class Hook:\n    def after_step(self): ...\n"
+        b"    def is_due(self): ...\n    def write(self): ...\n",
     }
-    timing = "class Timing(FileForm):\n    def write(self): ...\n"  # a method of its own
-    now = {
-        "utils/hooks.py": f"{hook}class FileForm(Hook):\n    def to_file(self): ...\n",
-        "utils/timing.py": timing,
-    }
+    now = {"utils/hooks.py": b"class Hook:\n    def after_step(self): ...\n"}
     own = {
-        "own.py": "from utils import hooks\n"
-        "class Mine(hooks.Hook):\n    def __init__(self): ...\n    def is_due(self): ...\n"
-        "class Other:\n    def is_due(self): ...\n",
-        "team/more.py": "class More(Mine):\n    def after_step(self): ...\n"
-        "    def write(self): ...\n",
-        "utils/timing.py": f"{timing}    def is_due(self): ...\n",
+        "own.py": b"from utils import hooks\n"
+        b"class Mine(hooks.Hook):\n    def is_due(self): ...\n"
+        b"class Other:\n    def is_due(self): ...\n",
+        "team/more.py": b"class More(Mine):\n    def after_step(self): ...\n"
+        b"    def write(self): ...\n",
     }
-    then, now, own = ({p: t.encode() for p, t in files.items()} for files in (then, now, own))
     assert_lines(
         stale_overrides(now | own, then, now),
         ["own.py: Mine.is_due ", " utils/hooks.py ", " Hook.is_due"],
         ["team/more.py: More.write ", " utils/hooks.py ", " Hook.write"],
-        ["utils/timing.py: Timing.is_due ", " utils/hooks.py ", " Hook.is_due"],
     )
 
 
@@ -325,39 +304,23 @@ def test_nothing_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
     }
 
 
-def test_nothing_has_changed_if_a_file_cannot_be_replaced(tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("old")
-    (tmp_path / "c.py").write_text("old")
-    (tmp_path / "a.py.copying").write_text("the owner's")
-    replace = Path.replace
-
-    def replace_some(path, target):
-        if target.name == "c.py":
-            raise OSError(errno.EPERM, "Operation not permitted")
-        replace(path, target)
-
-    monkeypatch.setattr(Path, "replace", replace_some)
-    with pytest.raises(CannotUpdate, match=r"c\.py: Operation not .* nothing has changed"):
-        write_files(tmp_path, dict.fromkeys(("a.py", "b.py", "c.py", "d.py"), b"new"))
-    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert texts == {"a.py": "old", "a.py.copying": "the owner's", "c.py": "old"}
-
-
 def test_ctrl_c_changes_nothing_and_leftovers_of_a_kill_are_removed(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("old")
+    (tmp_path / "a.py.copying").write_text("the owner's")
     (tmp_path / ".a.py.123.copying").write_text("half")
     os.utime(tmp_path / ".a.py.123.copying", (0, 0))
     replace = Path.replace
 
     def interrupt(path, target):
-        if target.name == "b.py":
+        if target.name == "c.py":
             raise KeyboardInterrupt
         replace(path, target)
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_files(tmp_path, {"a.py": b"new", "b.py": b"new"})
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.py": "old"}
+        write_files(tmp_path, dict.fromkeys(("a.py", "b.py", "c.py"), b"new"))
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert texts == {"a.py": "old", "a.py.copying": "the owner's"}
 
 
 def test_repositories_and_copies_in_a_copy_are_not_searched(tmp_path):
@@ -377,6 +340,7 @@ def test_conflicts_are_marked_as_git_marks_them(tmp_path):
     assert merged.decode().splitlines() == [*marks, ">>>>>>> new (new)"]
 
 
+@pytest.mark.slow
 def test_update_waits_until_conflicts_are_resolved(clone, newer, tmp_path):
     folder = tmp_path / "copy"
     copied("train_1gpu.py", folder, "--task", "text", project=clone)
@@ -385,9 +349,8 @@ def test_update_waits_until_conflicts_are_resolved(clone, newer, tmp_path):
     commit(newer)
     assert "utils/seeds.py" in update(newer, folder, code=1)
     marked = (folder / "utils" / "seeds.py").read_bytes()
-    for options in ([], ["--dry-run"], ["--from", "HEAD~1"]):
-        assert "utils/seeds.py" in refused("--update", folder, *options, project=newer)
-        assert (folder / "utils" / "seeds.py").read_bytes() == marked
+    assert "utils/seeds.py" in refused("--update", folder, project=newer)
+    assert (folder / "utils" / "seeds.py").read_bytes() == marked
     (folder / "utils" / "seeds.py").write_text("# both\n")
     update(newer, folder)
 
@@ -395,7 +358,7 @@ def test_update_waits_until_conflicts_are_resolved(clone, newer, tmp_path):
 def test_damaged_record_is_named(tmp_path):
     assert read_record(tmp_path) is None
     lists = json.dumps(new_record("a") | {"files": ["utils/seeds.py"]})
-    for text in ("{", "[]", '{"commit": "a"}', lists):
+    for text in ("{", '{"commit": "a"}', lists):
         (tmp_path / RECORD).write_text(text)
         with pytest.raises(CannotUpdate, match=rf"{RECORD} .*--from"):
             read_record(tmp_path)
@@ -419,15 +382,12 @@ def test_copy_that_is_updated(clone, newer, tmp_path):
     assert "utils/optim.py" in refused("--update", folder, project=newer)  # not committed
     commit(newer)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    listed = update(newer, folder, "--dry-run")
     shown = copy("--update", folder, "--diff", project=newer)  # stdout is then a patch
-    assert shown.returncode == 0 and listed.startswith(shown.stderr)
+    assert shown.returncode == 0, shown.stderr
     assert shown.stdout[:4] == "diff" and "+# new" in shown.stdout
-    assert re.search(r"^merged +utils/optim.py", listed, re.M)
-    assert re.search(r"^deleted .* utils/guards/hang.py$", listed, re.M)
-    assert update(clone, folder, "--dry-run").count("\n") == 1  # not what was deleted long ago
+    assert re.search(r"^merged +utils/optim.py", shown.stderr, re.M)
+    assert re.search(r"^deleted .* utils/guards/hang.py$", shown.stderr, re.M)
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert "--update" in refused("train_ddp.py", folder, "--with", "audit", project=newer)
     update(newer, folder, "--with", "audit")
     optim = (utils / "optim.py").read_text()
     assert optim.startswith("# ours\n") and optim.endswith("# new\n")
@@ -435,14 +395,10 @@ def test_copy_that_is_updated(clone, newer, tmp_path):
     assert not (utils / "guards" / "hang.py").exists()
     assert (utils / "options" / "audit.py").exists()
     assert "this clone" in refused("--update", folder, project=clone)  # has no such commit yet
-    git(newer, "checkout", "--quiet", "HEAD~1")
-    assert "git pull" in refused("--update", folder, project=newer)
-    git(newer, "checkout", "--quiet", "-")
-    assert "adit" in refused("--update", folder, "--with", "adit", project=newer, code=2)
-    assert "utils/optim.py" not in update(newer, folder)
     assert record_of(folder)["options"] == ["audit"]
 
 
+@pytest.mark.slow
 def test_update_by_a_commit_keeps_what_the_record_says(clone, tmp_path):
     """--from and a copy made without git have no commit, but they know what was left out."""
     copied("train_1gpu.py", tmp_path, "--task", "own", "--plain", project=clone)
@@ -484,7 +440,7 @@ def test_clone_below_any_folder_with_any_line_ends_and_any_git(clone, tmp_path, 
         assert b"\r" not in path.read_bytes()
     audit = folder / "utils" / "options" / "audit.py"
     audit.unlink()
-    assert update(newer, folder).count("\n") == 1
+    assert update(newer, folder).count("\n") == 1  # what was deleted long ago is not listed
     update(newer, folder, "--all")
     assert "loggers" in record_of(folder)["options"] and not audit.exists()
     assert (folder / "utils" / "options" / "loggers.py").exists()
@@ -510,27 +466,6 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, newer, tmp_path
     update(newer, folder, "--without", "hang")
     assert not (folder / "utils" / "guards" / "hang.py").exists()
     assert not re.search(r"import .*\bhang\b|\bhang\.", (folder / "train_ddp.py").read_text())
-
-
-def test_place_of_a_name_that_has_moved_is_named():
-    then = {"utils/errors.py": b"def report():\n    pass\n"}
-    now = {"utils/errors.py": b"", "utils/reports.py": then["utils/errors.py"]}
-    own = {"own.py": b"from utils.errors import report\n"}
-    assert_lines(
-        stale_imports(now | own, then, now, {}),
-        ["own.py ", " report, ", "utils/errors.py ", "utils/reports.py "],
-    )
-
-
-def test_own_files_that_use_what_an_update_leaves_out_are_named(clone, tmp_path):
-    copied("train_ddp.py", tmp_path, project=clone)
-    (tmp_path / "own.py").write_text(
-        "from utils.guards.preemption import SaveOnSignal\n\n"
-        "print(SaveOnSignal, cfg.save_minutes)\n"
-    )
-    lines = update(clone, tmp_path, "--plain", code=1).splitlines()
-    named = [line for line in lines if line.startswith("own.py")]
-    assert_lines(named, ["utils/guards/preemption.py"], ["own.py:3 ", "cfg.save_minutes"])
 
 
 @pytest.mark.slow
@@ -563,6 +498,7 @@ def test_option_is_added_to_an_edited_copy(clone, tmp_path):
     assert (tmp_path / "train_1gpu.py").read_text().endswith("# edited\n")
 
 
+@pytest.mark.slow
 def test_updates_that_are_refused_are_one_line(clone, tmp_path):
     folder, damaged = tmp_path / "copy", tmp_path / "damaged"
     shallow, archive = tmp_path / "shallow", tmp_path / "archive"
@@ -604,11 +540,6 @@ def edit(folder, edits):
         (folder / name).write_text(text.replace(old, new))
 
 
-def assert_trains(folder, script):
-    run = run_alone(folder, script, small_flags(folder / script, folder))
-    assert run.returncode == 0, run.stderr
-
-
 BEFORE_GUARDS = "4e7e158"  # the guards were modules in a table
 EDITS_OF_DDP = {
     "train_ddp.py": (
@@ -622,24 +553,13 @@ EDITS_OF_DDP = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param([], id="whole"),
-        pytest.param(["--plain"], id="plain", marks=pytest.mark.slow),
-        pytest.param(
-            ["--without", "watchdog,progress", "--with", "sharded"],
-            id="without",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_copy_of_the_time_before_guards_is_updated_and_trains(options, clone, tmp_path):
+@pytest.mark.slow
+def test_copy_of_the_time_before_guards_is_updated_and_trains(clone, tmp_path):
     """By the record; what it left out stays out, though its modules have different names now."""
     past, folder = tmp_path / "past", tmp_path / "copy"
     git(clone, "clone", "--quiet", "--shared", str(clone), str(past))
     git(past, "checkout", "--quiet", BEFORE_GUARDS)
-    copied("train_ddp.py", folder, *options, project=past)
+    copied("train_ddp.py", folder, "--without", "watchdog,progress", project=past)
     edit(folder, EDITS_OF_DDP)
     line = "import tasks.images as task  # to train something else, change this line\n"
     edit(folder, {"train_ddp.py": (line, "import tasks.ours as task\n")})
@@ -648,17 +568,13 @@ def test_copy_of_the_time_before_guards_is_updated_and_trains(options, clone, tm
     text = (folder / "train_ddp.py").read_text()
     assert "# ours\n" in text and "import tasks.ours as task\n" in text
     assert "    ours: int" in (folder / "utils" / "config.py").read_text()
-    names = {"hang", "progress"} if options else set()
-    if "--plain" in options:
-        names |= {"finite", "lock", "preemption", "replicas"}
     guards = {path.stem for path in (folder / "utils" / "guards").glob("[a-z]*.py")}
-    assert guards == {path.stem for path in (ROOT / "utils" / "guards").glob("[a-z]*.py")} - names
-    assert not (folder / "utils" / "hooks.py").exists()
-    if "--with" not in options:
-        flags = [*small_flags(folder / "train_ddp.py", folder), "--ours=4"]
-        flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
-        run = run_alone(folder, "train_ddp.py", flags)
-        assert run.returncode == 0, run.stderr
+    present = {path.stem for path in (ROOT / "utils" / "guards").glob("[a-z]*.py")}
+    assert guards == present - {"hang", "progress"}
+    flags = [*small_flags(folder / "train_ddp.py", folder), "--ours=4"]
+    flags += ["--dataset=synthetic", "--synthetic-samples=64", "--image-size=16"]
+    run = run_alone(folder, "train_ddp.py", flags)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
@@ -677,7 +593,8 @@ def test_copy_of_the_past_is_updated_and_trains(name, clone, tmp_path):
     for path, (_, new) in EDITS.items():
         assert new in (folder / path).read_text(), path
     assert (folder / "our_own.py").exists()
-    assert_trains(folder, "train_1gpu.py")
+    run = run_alone(folder, "train_1gpu.py", small_flags(folder / "train_1gpu.py", folder))
+    assert run.returncode == 0, run.stderr
     assert len(update(clone, folder).splitlines()) == 1
 
 
