@@ -1,5 +1,6 @@
 """tools.verify with somebody's own script and task, as docs/copy.md says."""
 
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from tools.copy import texts
 from tools.lib.edits import changed
 from tools.lib.ladder import ROOT
 from tools.lib.prune import GUARDS, without
+from tools.lib.runs import family
 from tools.verify.own import ACCUMULATED, CannotVerify, merge, own_task, parse_flags, verify_own
 
 SETTINGS = ["--optimizer", "adamw", "--lr=3e-3"]
@@ -133,3 +135,22 @@ def test_accumulation_is_merged_into_an_edited_script(guards):
     assert merged == accumulated.replace(*edit) != accumulated
     rewritten = base.replace("        loss.backward()\n", "        (2 * loss).backward()\n")
     assert merge(rewritten, files, *names) is None
+
+
+@pytest.mark.slow
+def test_interrupted_command_ends_its_runs_and_shows_no_rows_of_them(tmp_path):
+    tag = f"interrupted {tmp_path}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.verify", "--script", "train_ddp.py", "--only", "ddp x"],
+        cwd=ROOT,
+        env=os.environ | {"RUN_TAG": tag},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    head, row = process.stdout.readline(), process.stdout.readline()
+    assert head.startswith("case") and row.startswith("ddp x")
+    process.terminate()
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 143
+    assert "FAIL" not in text and len(text.splitlines()) < 2  # a row may have ended meanwhile
+    assert family(tag) == []
