@@ -18,7 +18,7 @@ def marked(page):
     return pytest.param(page, id=page.name, marks=[pytest.mark.slow] * is_slow)
 
 
-@pytest.mark.parametrize("page", map(marked, readme.pages()))
+@pytest.mark.parametrize("page", [*map(marked, readme.pages())])
 def test_generated_blocks_are_current(page):
     text = page.read_text()
     assert text == readme.generate(text), "run: make readme"

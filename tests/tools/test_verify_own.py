@@ -138,6 +138,7 @@ def test_accumulation_is_merged_into_an_edited_script(guards):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_interrupted_command_ends_its_runs_and_shows_no_rows_of_them(tmp_path):
     tag = f"interrupted {tmp_path}"
     process = subprocess.Popen(
