@@ -17,9 +17,9 @@ def ordinary_step(report):
     """The counts of a step that neither starts nor ends an epoch: {kind: {name: [number, bytes]}}.
     Empty if there are fewer than three steps.
 
-    Of the two before the last, the one that waits less: a line about the progress, which comes
-    every 15 seconds, waits."""
-    steps = reversed(report["steps"][-3:-1])
+    Of the four before the last, the one that waits least: a save waits, and so does a line about
+    the progress, which comes every 15 seconds."""
+    steps = reversed(report["steps"][1:-1][-4:])
     return min(steps, key=lambda step: number(step, "wait")) if len(report["steps"]) > 2 else {}
 
 
