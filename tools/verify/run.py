@@ -141,7 +141,7 @@ class Verifier:
     def run(self, cases, report=lambda row: None):
         """The Rows of the cases; report(row) as soon as each is known."""
         killed = {case.resumes.name: case.resumes for case in cases if case.resumes}
-        self._write_data(cases)
+        self._write_data([*cases, *killed.values()])
         with self._threads() as pool:
             started = {name: pool.submit(self._kill, case) for name, case in killed.items()}
             self.run_references(cases)
