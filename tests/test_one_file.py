@@ -85,6 +85,7 @@ def test_error_of_all_ranks_is_printed_once(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("script", ALIKE)
 def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
     """They do not end at SIGTERM, with which Python ends the processes that an exception leaves."""
@@ -105,6 +106,7 @@ def test_error_within_an_epoch_ends_loader_processes(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("script", ALIKE)
 def test_checkpoint_that_only_one_node_sees(script, tmp_path):
     """Otherwise, each rank would start at an epoch of its own."""

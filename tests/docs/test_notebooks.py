@@ -61,6 +61,7 @@ def test_cells_of_the_page(notebook, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_stop_button_saves_and_the_cell_continues(notebook, tmp_path):
     folder = tmp_path / "run"
     flags = SMALL | {"epochs": 1000, "output_dir": folder, "save_epochs": 1000}

@@ -274,6 +274,7 @@ def test_restarted_workers_are_timed_over_a_real_epoch():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_budget_of_a_step():
     one_gpu, _, ddp_x1 = SCRIPTS
     alone, one, ddp = (measure(row) for row in (MODEL, one_gpu, ddp_x1))

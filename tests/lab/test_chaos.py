@@ -54,6 +54,7 @@ def test_run_survives_faults(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("task", ["shards", "stream"])
 def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
     run = ChaosRun("train_ddp.py", 2, tmp_path, task=task)
@@ -63,6 +64,7 @@ def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_run_on_a_mixture_survives_faults_on_two_and_on_three_ranks(monkeypatch, tmp_path):
     """And a lost position of the loader is noticed there, too."""
     run = ChaosRun("train_ddp.py", [2, 3], tmp_path / "run", task="mixture")
@@ -77,6 +79,7 @@ def test_run_on_a_mixture_survives_faults_on_two_and_on_three_ranks(monkeypatch,
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_run_survives_a_signal_to_torchrun(tmp_path):
     rows, verdict = soak(tmp_path, ["term-launcher"], 1, real_share=1)
     assert ([row.problems for row in rows], verdict) == ([[]], [])
@@ -87,6 +90,7 @@ def test_run_survives_a_signal_to_torchrun(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path):
     monkeypatch.setattr(utils.data.Loader, "load_state_dict", lambda self, state: None)
     rows, verdict = soak(tmp_path, ["kill-launcher"], 1, audit=False)
@@ -95,6 +99,7 @@ def test_lost_position_of_the_loader_changes_the_checksums(monkeypatch, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
     def save(obj, path, check=False):
         with open(path, "wb") as file:
@@ -106,6 +111,7 @@ def test_file_that_is_written_in_place_is_torn(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_rank_that_outlives_its_launcher_is_noticed(monkeypatch, tmp_path):
     # torch.multiprocessing lets ranks get a SIGINT when their launcher dies.
     monkeypatch.setattr(utils.distributed, "die_with_parent", lambda: ctypes.CDLL(None).prctl(1, 0))

@@ -39,6 +39,7 @@ def last_line(run):
     return run.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.rare
 def test_output_disk_of_its_own_on_every_node(one_machine, tmp_path):
     """Rank 0 writes the run, wherever it is: nothing is needed on the other nodes' disks."""
     folders = [tmp_path / name for name in ("run", "disk0", "disk1")]

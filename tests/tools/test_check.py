@@ -43,11 +43,12 @@ def test_documented_workflow_may_check_out_and_upload():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param([ROOT / "tools" / "check"], id="path"),
-        pytest.param(["-m", "tools.check"], id="module", marks=pytest.mark.rare),
+        pytest.param(["-m", "tools.check"], id="module"),
     ],
 )
 def test_old_name_of_the_command_is_kept(name, tmp_path):
@@ -79,7 +80,7 @@ def test_own_bugs_are_all_planted_once(tmp_path):
         "ddp x2",
         pytest.param("accum x2", marks=pytest.mark.rare),
         pytest.param("fsdp x2", marks=pytest.mark.rare),
-        "one_file ddp x2",
+        pytest.param("one_file ddp x2", marks=pytest.mark.rare),
     ],
 )
 def test_own_script_yields_no_alarm_and_is_checked(name):
@@ -90,7 +91,11 @@ def test_own_script_yields_no_alarm_and_is_checked(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [own.TOGETHER[0], own.TOGETHER[3]], ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    "names",
+    [own.TOGETHER[0], pytest.param(own.TOGETHER[3], marks=pytest.mark.rare)],
+    ids=lambda names: names[0],
+)
 def test_finds_bugs_in_own_scripts(names):
     row = own.row_of(OWN[", ".join(names)], check)
     assert {own.FINDS[name] for name in names if name in own.FINDS} <= set(row["rules"]), row

@@ -59,7 +59,7 @@ def test_default_command_is_that_of_the_docstring():
 
 
 # The others import nothing that is not imported by one of these.
-OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
+OFTEN = ("train_1gpu.py", "train_fsdp.py")
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ SCRIPTS = [rung.script for rung in LADDER]
 FAST = ("train_ddp.py", "images")
 # The others import what one of these does, or those above, and at most one module more.
 OFTEN = [("train_1gpu.py", "text"), ("train_fsdp_tp.py", "images"), ("train_pp.py", "images")]
-OFTEN += [("train_ddp_spawn.py", "images"), ("train_ddp_mp.py", "images")]
 OFTEN += [("train_fsdp.py", "segmentation")]
 PAIRS = [
     (script, task) for script in SCRIPTS for task in TASKS if script in scripts_of(SUITES[task])
@@ -49,6 +48,7 @@ def test_copy_runs_its_default_command(script, task, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_copy_without_an_option_names_the_module(tmp_path):
     """Only the setting that needs it fails; --with brings it."""
     copied("train_1gpu.py", tmp_path)

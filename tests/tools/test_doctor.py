@@ -140,6 +140,7 @@ def test_slow_link_is_named():
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes(tmp_path):
     """Sound; then names that resolve to loopback; then a lost link. All nodes run the command."""
 

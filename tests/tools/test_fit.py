@@ -80,6 +80,7 @@ def test_project_with_packages_and_classes_of_the_same_names(with_init, own_scri
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_script_of_a_stranger(own_script, tmp_path):
     result = tmp_path / "fit.json"
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.1, "--json", result, "--jobs", 1
@@ -112,7 +113,8 @@ def test_what_the_allowance_decides_is_said(own_script):
     ("gpus", "width", "runs", "facts"),
     [
         (3, WIDTH, 1, "three ranks are too many"),
-        (2, 30000, 2, "out of memory"),  # then once more, with the whole memory
+        # Then once more, with the whole memory.
+        pytest.param(2, 30000, 2, "out of memory", marks=pytest.mark.rare),
     ],
 )
 def test_what_stops_it_is_said(gpus, width, runs, facts, own_script):

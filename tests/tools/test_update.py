@@ -554,6 +554,7 @@ EDITS_OF_DDP = {
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_copy_of_the_time_before_guards_is_updated_and_trains(clone, tmp_path):
     """By the record; what it left out stays out, though its modules have different names now."""
     past, folder = tmp_path / "past", tmp_path / "copy"

@@ -203,6 +203,7 @@ def own_copy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_own_copy_of_a_script_passes(own_copy, monkeypatch, tmp_path, capsys):
     assert run_verify(monkeypatch, *own_copy[1]) == 0
     assert "2 of 2 cases passed" in capsys.readouterr().out

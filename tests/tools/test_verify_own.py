@@ -69,6 +69,7 @@ def test_run_of_few_samples_is_killed_within_its_epoch(own):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("own", ["train_1gpu.py"], indirect=True)
 def test_edits_that_break_the_promise_are_found(own):
     """A limit of steps that forgets those before a restart, and an evaluation that leaves a

@@ -223,6 +223,7 @@ def test_planted_cause_is_named(plant, name, text, flags, tmp_path):
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.rare
 def test_slow_link(tmp_path):
     """8 Mbit/s, for 1.1 MB of gradients in each of seven steps."""
     with hosts(2) as machines:
