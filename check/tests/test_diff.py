@@ -438,6 +438,7 @@ LOW_PRECISION = """
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_what_is_not_seeded_can_be_compared_with_a_seed_and_in_order(tmp_path):
     """Of a script with data from the network, and a model and a backward pass of low precision: all
     of it is computed in float64."""

@@ -71,7 +71,8 @@ TOGETHER = [
     ["within: position lost"],
 ]
 # The same rules, in scripts of a different form: python -m check.tests.corpus runs all of them.
-REPEATED = ("spawn: no sampler", "windows: same seed")
+REPEATED = ("spawn: no sampler", "windows: same seed", "by hand: seed per rank")
+REPEATED += ("finetune: frozen BatchNorm learns", "tutorial: log of all", "stream: mean of means")
 
 
 def run_check(folder, *options, arguments=("train.py",)):
@@ -695,7 +696,7 @@ LEFT_TO_THE_CORPUS = {"within_epoch"}
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=[pytest.mark.rare] * (number % 4 > 0), id=script.name)
+        pytest.param(script, marks=[pytest.mark.rare] * (number % 6 > 0), id=script.name)
         for number, script in enumerate(CORRECT)
         if script.name not in LEFT_TO_THE_CORPUS
     ],
@@ -706,6 +707,7 @@ def test_no_false_alarm(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_more_than_two_processes(tmp_path):
     """The shares of all ranks count, and the gradient is that of all their batches."""
     correct = script_named("tutorial").source()
@@ -921,6 +923,7 @@ for epoch in range(3):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_failure_before_a_run_is_killed_is_said(tmp_path):
     assert "ValueError: after two epochs" in found_in(tmp_path, FAILS_LATER)[2]
 

@@ -662,6 +662,7 @@ def test_only_findings_that_are_new_make_a_check_fail(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_modules_are_those_of_the_copy(tmp_path):
     """Whatever PYTHONPATH names: what is found there has a place in the folder."""
     training = TRAINS.replace("    optimizer.zero_grad()\n", "")
@@ -675,6 +676,7 @@ def test_modules_are_those_of_the_copy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_ranks_meet_on_this_machine_whatever_address_the_script_names(tmp_path):
     """A script for a cluster need not be changed."""
     source = "import os\nos.environ['MASTER_ADDR'] = '192.0.2.7'\n" + RANKS
