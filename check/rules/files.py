@@ -353,8 +353,9 @@ def _first_steps(before, after, index):
 def _lost_schedule(before, after, index, place, is_lost):
     """The rate, and what a schedule has counted, where the rate has not changed yet."""
     pairs = _first_steps(before, after, index)
-    for old, new in [] if _sets_rates_at_random(before) else pairs:
-        if not all_close(old["rates"], new["rates"]):
+    is_random = _sets_rates_at_random(before)
+    for old, new in pairs:
+        if not is_random and not all_close(old["rates"], new["rates"]):
             also = "; the rate is also in the state of the optimizer" if is_lost else ""
             yield Finding(
                 "scheduler-not-restored",
@@ -379,7 +380,14 @@ def _lost_schedule(before, after, index, place, is_lost):
 def _sets_rates_at_random(rank):
     """Whether the rate goes up and down from step to step without a scheduler: each step of some
     scripts multiplies it by the length of its text, and sets it back."""
-    rates = [step["rates"][0] for step in rank.steps if not step["schedulers"]]
+    by_optimizer = {}  # those of a GAN take turns, at rates of their own
+    for step in rank.steps:
+        if step["rates"] and not step["schedulers"]:
+            by_optimizer.setdefault(step["optimizer"], []).append(step["rates"][0])
+    return any(map(_goes_up_and_down, by_optimizer.values()))
+
+
+def _goes_up_and_down(rates):
     changes = [after > before for before, after in pairwise(rates) if after != before]
     return sum(first != second for first, second in pairwise(changes)) > 1
 

@@ -339,7 +339,14 @@ def test_restart_is_compared_with_the_step_of_the_checkpoint(kind, function, tmp
     """Not with a later one with the same weights, such as one that a loss scaler has skipped."""
 
     def events(*states):
-        same = {"kind": "step", "rounded": None, "type": "Adam", "rates": [0.1], "scaler": None}
+        same = {
+            "kind": "step",
+            "optimizer": 0,
+            "rounded": None,
+            "type": "Adam",
+            "rates": [0.1],
+            "scaler": None,
+        }
         same |= {"batches": {"0": 1}, "forwards": [], "settings": [], "schedulers": []}
         same["others"] = []
         return [
@@ -561,14 +568,19 @@ def test_schedules_and_settings_after_a_restart(tmp_path):
 
 
 def test_rates_that_go_up_and_down_are_not_compared_after_a_restart():
-    def lost(*rates):
-        steps = [{"step": i, "rates": [rate], "schedulers": []} for i, rate in enumerate(rates)]
+    def lost(*rates, optimizers=1):
+        steps = [
+            {"step": i, "rates": [rate], "schedulers": [], "optimizer": i % optimizers}
+            for i, rate in enumerate(rates)
+        ]
         ranks = SimpleNamespace(steps=steps), SimpleNamespace(steps=[steps[0], steps[1]])
         return [each.rule for each in files._lost_schedule(*ranks, 3, None, False)]
 
     assert lost(0.3, 0.2, 0.1, 0.05, 0.02) == ["scheduler-not-restored"]
     assert lost(0.1, 0.3, 0.2, 0.1, 0.05) == ["scheduler-not-restored"]  # with a warm-up
     assert lost(0.3, 0.2, 0.4, 0.1, 0.35) == []
+    alternating = 0.3, 0.1, 0.2, 0.05, 0.15, 0.04
+    assert lost(*alternating, optimizers=2) == ["scheduler-not-restored"]
 
 
 def test_text_that_each_epoch_reads_in_pieces_of_random_lengths_is_not_repeated():

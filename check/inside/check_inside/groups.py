@@ -53,8 +53,12 @@ def install(name, torch):
             return "nccl" if asked == "nccl" else original(group)
 
         answer_others(dist, "get_backend", get_backend)
-        as_nccl = {"all_gather_into_tensor": _of_any_shape, "all_gather_single": _of_any_shape}
-        for function, make in (as_nccl | {"all_reduce": _also_mean_of_integers}).items():
+        as_nccl = {
+            "all_gather_into_tensor": _of_any_shape,
+            "all_gather_single": _of_any_shape,
+            "all_reduce": _also_mean_of_integers,
+        }
+        for function, make in as_nccl.items():
             if hasattr(c10d, function):
                 replacement = make(getattr(c10d, function))
                 for module in (c10d, dist):
