@@ -125,11 +125,15 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=60, li
     ]
     for rank in ranks:
         rank.start()
+    returned, end = {}, time.monotonic() + limit
     try:
-        returned = dict(results.get(timeout=limit) for _ in ranks)
-    except queue.Empty:
-        codes = [CRASHES.get(rank.exitcode, rank.exitcode) for rank in ranks]
-        raise AssertionError(f"no result from a rank; the exit codes: {codes}") from None
+        while len(returned) < world_size:
+            with suppress(queue.Empty):
+                returned.update([results.get(timeout=1)])
+                continue
+            if any(rank.exitcode for rank in ranks) or time.monotonic() > end:
+                codes = [CRASHES.get(rank.exitcode, rank.exitcode) for rank in ranks]
+                raise AssertionError(f"no result from a rank; the exit codes: {codes}")
     finally:
         for _ in ranks:
             done.release()  # an Event would wait for ranks that have been killed
