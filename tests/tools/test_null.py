@@ -4,6 +4,7 @@ import json
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -217,7 +218,9 @@ def test_ranks_call_the_same_collectives(difference, null_device, tmp_path):
 
 
 def test_one_rank_of_many(null_device, tmp_path):
-    text = GROUPS.replace("DIFFERENCE", "1").replace("BACKEND", "cuda:nccl,cpu:gloo")
+    has_split = version("torch") >= "2.14"  # older "fake" groups cannot be split
+    backend = "cuda:nccl,cpu:gloo" if has_split else "nccl"
+    text = GROUPS.replace("DIFFERENCE", "1").replace("BACKEND", backend)
     run, seen = run_text(null_device, tmp_path, text, ranks=64)
     assert seen == [0] * 64  # as if all had sent what this one did
     assert run.reports[0]["end"]["collective"]["all-reduce, 64 ranks"] == [2, 4 * (5 + 3)]
