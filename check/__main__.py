@@ -336,7 +336,6 @@ def check(args):
     names = " ".join(args.command)
     print(f"Checking {names}", file=sys.stderr, flush=True)
     try:
-        _import_torch()
         checked = run_all(options, work, tell=_tell)
         findings, not_checked = judge(checked)
         known = []
@@ -369,16 +368,6 @@ def _fail(text, args):
 
 def _is_baseline(path, args):
     return args.baseline is not None and Path(path).resolve() == args.baseline.resolve()
-
-
-def _import_torch():
-    try:
-        import torch.distributed  # noqa: F401
-    except ImportError as error:
-        raise CannotRun(
-            f"{sys.executable} cannot import torch ({error}): start the check with the Python of "
-            "the script"
-        ) from None
 
 
 def repository(folder):

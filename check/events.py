@@ -48,9 +48,9 @@ class Rank:
         """The passes over loaders, each with `samples`, the indices in order."""
         epochs = self.of("epoch")
         for epoch in epochs:
-            epoch["samples"] = self._numbers(epoch["indices"]) or epoch["fingerprints"]
+            epoch["samples"] = self.numbers(epoch["indices"]) or epoch["fingerprints"]
             base = epoch.get("base_indices")
-            epoch["base_samples"] = self._numbers(base) if base else epoch["samples"]
+            epoch["base_samples"] = self.numbers(base) if base else epoch["samples"]
             epoch["contents"] = self._contents(epoch)
         return epochs
 
@@ -65,8 +65,9 @@ class Rank:
                 position += event["size"]
         return contents
 
-    def _numbers(self, name):
-        numbers = array("q")
+    def numbers(self, name, typecode="q"):
+        """The numbers in a file: integers, or float64 with the typecode "d"."""
+        numbers = array(typecode)
         numbers.frombytes((self.folder / name).read_bytes())
         return numbers.tolist()
 

@@ -6,6 +6,7 @@ of a set of strings is a different one in each process.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 
 INSIDE = Path(__file__).parent / "inside"
 MARK = "TOOLS_CHECK_MARK"  # a variable in the environment of whatever is started here
+NO_TORCH = f"{sys.executable} cannot import torch: start the check with the Python of the script"
 
 
 @contextlib.contextmanager
@@ -72,6 +74,8 @@ class Processes:
         self._mark = uuid.uuid4().hex
         self._temporary = tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True)
         self.temporary = os.path.realpath(self._temporary.name)  # of the script
+        if importlib.util.find_spec("torch") is None:
+            raise CannotRun(NO_TORCH)
         environment = with_observers(os.environ | (environment or {}))
         environment["TMPDIR"] = self.temporary
         self._prepared = [
@@ -101,6 +105,12 @@ class Processes:
             "moved": moved,
         }
         return Process(prepared, _ask(prepared, request))
+
+    def host_store(self):
+        """Start a process that hosts a store, which ends with the processes that use it. Returns
+        it, and its port."""
+        pid, port = _ask(self._prepared[0], "store")
+        return Process(self._prepared[0], pid), port
 
     def end(self, processes):
         """End these processes, and everything that any process of this object has started."""
@@ -135,8 +145,10 @@ def with_observers(environment):
 
 
 def _ask(prepared, request):
-    print(json.dumps(request), file=prepared.stdin, flush=True)
-    answer = prepared.stdout.readline()
+    answer = ""
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(request), file=prepared.stdin, flush=True)
+        answer = prepared.stdout.readline()
     if not answer:
-        raise CannotRun(f"{sys.executable} cannot import torch")
+        raise CannotRun(NO_TORCH)
     return json.loads(answer)

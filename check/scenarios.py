@@ -306,19 +306,16 @@ class Start:
         command = [*(command or options.command), *more]
         name_length = 2 if command[0] == "-m" else 1
         started = time.monotonic()
+        # Ranks that somebody starts by hand have no agent, and neither has one process alone.
+        has_agent = launch == "torchrun" and world > 1 and not options.by_hand
+        stores, port = [], _free_port()
+        if has_agent:
+            store, port = self.processes.host_store()
+            stores = [store]
         if launch == "torchrun":
-            port, store = _store(world)
-            # Ranks that somebody starts by hand have no agent, and neither has one process alone.
-            has_agent = world > 1 and not options.by_hand
             ranks = [_torchrun_environment(rank, world, port, has_agent) for rank in range(world)]
-            if not has_agent:
-                store = None  # frees its port for rank 0's store
         else:
-            store = None
-            port, free = _store(1)
-            del free
             ranks = [{"MASTER_PORT": str(port)} if "MASTER_PORT" in environment else {}]
-            has_agent = False
             for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 environment.pop(variable, None)
         # An agent has a port of its own, whatever the script says.
@@ -344,8 +341,7 @@ class Start:
             timed_out = _wait(started_processes, folder, logs, options.timeout)
             stacks = stacks_of(folder) if timed_out else {}
         finally:
-            self.processes.end(started_processes)
-        del store
+            self.processes.end([*started_processes, *stores])
         codes = [process.poll() for process in started_processes]
         output = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         code = next((code for code in codes if code), 0)
@@ -367,13 +363,9 @@ def of_rank(arguments, rank, world):
     return arguments
 
 
-def _store(world):
-    """A store as torchrun's agent has it, which outlives each rank. Returns its port and itself."""
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be on all interfaces
-    port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
-    return port, TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def _torchrun_environment(rank, world, port, has_agent):

@@ -1,13 +1,17 @@
 """A process that has imported PyTorch, whose forks run the script. See check/processes.py.
 
 A request is a line of JSON, and so is its answer: what to run, answered by the id of the process;
-or the id of a process, answered by its exit code, or by null while it runs.
+the id of a process, answered by its exit code, or by null while it runs; or "store", answered by
+the id of a process that hosts a store, and its port.
 """
 
+import gc
 import json
 import os
 import runpy
+import socket
 import sys
+import time
 import types
 import warnings
 
@@ -17,8 +21,10 @@ def prepare():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
+        import torch.distributed
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # an optimizer imports more
+    gc.freeze()  # forks then neither collect what is there, nor list it: check_inside/training.py
 
 
 def serve():
@@ -31,8 +37,22 @@ def serve():
             answer = os.fork()
             if not answer:
                 return request
+            if request == "store":
+                continue  # the fork answers
         print(json.dumps(answer), flush=True)
     return None
+
+
+def host_store():
+    """Host a store as torchrun's agent has it, which outlives each rank."""
+    os.setsid()
+    listener = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be on all interfaces
+    port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
+    kind, parent = sys.modules["torch"].distributed.TCPStore, os.getppid()
+    store = kind("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
+    print(json.dumps([os.getpid(), store.port]), flush=True)
+    while os.getppid() == parent:  # until the check ends, or ends this process
+        time.sleep(0.5)
 
 
 def exit_code(pid):
@@ -94,6 +114,8 @@ def run(command):
 if __name__ == "__main__":
     prepare()
     work = serve()
-    if work is not None:
+    if work == "store":
+        host_store()
+    elif work is not None:
         become(work)
         run(work["command"])

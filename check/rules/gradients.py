@@ -42,39 +42,33 @@ def scale(checked):
             what, "the model gets other inputs on one process: of random numbers, maybe"
         )
         return
-    import torch
-
-    folder = two.folder.parent / "exact"
     rates = {}
     for event in one.any("gradients"):
         optimizer = event["optimizer"]
-        by_rank = {
-            rank.number: next(
-                (e for e in rank.of("gradients") if e["optimizer"] == optimizer), None
-            )
+        events = [
+            next((e for e in rank.of("gradients") if e["optimizer"] == optimizer), None)
             for rank in two.ranks
-        }
-        if None in by_rank.values():
+        ]
+        if None in events:
             continue
-        ours = torch.load(folder / event["file"])
-        gradients = {n: torch.load(folder / each["file"]) for n, each in by_rank.items()}
-        first = two.ranks[0].number
-        theirs = gradients[first]
-        if [t.shape for t in ours] != [t.shape for t in theirs]:
+        ours = one.ranks[0].numbers(event["file"], "d")
+        pairs = zip(two.ranks, events, strict=True)
+        theirs, *others = (rank.numbers(each["file"], "d") for rank, each in pairs)
+        if event["sizes"] != events[0]["sizes"]:
             yield NotChecked(what, "the optimizer has different parameters on one process")
             return
         step = next(s for s in one.ranks[0].steps if s["optimizer"] == optimizer)
-        if event["initial"] != by_rank[first]["initial"]:
+        if event["initial"] != events[0]["initial"]:
             yield NotChecked(
                 what,
                 "the models start differently: the script sets no seed, or one "
                 "that depends on the number of processes",
             )
             return
-        if not step["sharded"] and not all(_equal(theirs, other) for other in gradients.values()):
+        if not step["sharded"] and not all(_equal(theirs, other) for other in others):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
-        rates[optimizer] = (*_compare(torch.cat(theirs), torch.cat(ours)), step)
+        rates[optimizer] = (*_compare(theirs, ours), step)
     for optimizer, (ratio, rest, step) in rates.items():
         backwards = len(step["backwards"])
         whole = next(s for s in two.ranks[0].steps if s["optimizer"] == optimizer)
@@ -134,21 +128,19 @@ def _start_differently(ranks):
 
 
 def _equal(first, second):
-    return all(
-        (a - b).abs().max() <= 1e-6 * (1 + a.abs().max())
-        for a, b in zip(first, second, strict=True)
-        if a.numel()
-    )
+    largest = max(map(abs, first), default=0.0)
+    pairs = zip(first, second, strict=True)
+    return all(abs(a - b) <= 1e-6 * (1 + largest) for a, b in pairs)
 
 
 def _compare(ours, reference):
     """The factor between two gradients, and what remains besides it, as a share of the norm."""
-    square = reference.dot(reference).item()
+    square = sum(b * b for b in reference)
     if square == 0:
         return math.nan, 0.0
-    ratio = ours.dot(reference).item() / square
-    rest = (ours - ratio * reference).norm().item() / max(ours.norm().item(), 1e-30)
-    return ratio, rest
+    ratio = sum(a * b for a, b in zip(ours, reference, strict=True)) / square
+    rest = math.dist(ours, [ratio * b for b in reference])
+    return ratio, rest / max(math.hypot(*ours), 1e-30)
 
 
 def undivided(checked):
@@ -315,22 +307,24 @@ def own_gradients(checked):
     ranks = replicas(checked)
     if ranks is None or is_sharded(ranks):
         return
-    import torch
-
     is_exact = checked["exact-one"] is not None and checked["exact-one"].ended
     for events in zip(*(rank.of("own_gradients") for rank in ranks), strict=False):
         ours = events[0]
-        if len({event["file"].rpartition("-")[0] for event in events}) > 1:
+        if len({event["name"] for event in events}) > 1:
             return
-        files = [torch.load(ranks[0].folder / event["file"]) for event in events]
-        step = files[0][1]
+        numbers = [
+            rank.numbers(event["file"], "d") for rank, event in zip(ranks, events, strict=True)
+        ]
+        if len({len(each) for each in numbers}) > 1:
+            return
+        half = len(numbers[0]) // 2  # its own, and those of the step
+        step = numbers[0][half:]
         step_of = next(s for s in ranks[0].steps if s["step"] == ours["step"])
-        if any(own.shape != step.shape for own, _ in files):
-            return
-        if not all(_equal([step], [other]) for _, other in files):
+        if not all(_equal(step, each[half:]) for each in numbers[1:]):
             return
         order = _clips_before_averaging(ranks[0], step_of)
-        ratio, rest = _compare(step, sum(own for own, _ in files) / len(files))
+        means = [sum(own) / len(numbers) for own in zip(*numbers, strict=True)][:half]
+        ratio, rest = _compare(step, means)
         if order and rest > 0.02:
             text = f"step {ours['step'] + 1}: the ranks average what each of them has clipped"
             yield Finding("clip-before-average", order, text)

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from check_inside.record import PLAN, checksum, record
+from check_inside.record import PLAN, checksum, record, write_numbers
 from check_inside.state import STATE
 
-ELEMENTS = 2_000_000  # of all gradients; of more, every k-th one is compared
+ELEMENTS = 200_000  # of all gradients; of more, every k-th one is compared
 BATCHES = 64
 IS_EXACT = PLAN["run"].startswith("exact")
 _state = None
@@ -181,7 +181,6 @@ def gradients_of(optimizer, parameters):
     """Write the gradients of the first step of each optimizer."""
     import torch
 
-    path = Path(PLAN["exact"] or ".") / f"{PLAN['run']}-gradients-{optimizer}-rank"
     if not IS_EXACT or STATE.steps > 3 or (optimizer, "done") in _written:
         return
     _written[optimizer, "done"] = True
@@ -200,9 +199,11 @@ def gradients_of(optimizer, parameters):
             gradient = torch.zeros(parameter.shape)
         parts.append(_whole(gradient).detach().cpu().double().reshape(-1)[::every])
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.save(parts, f"{path}{rank}.pt")
+    file = f"gradients-{optimizer}-rank{rank}"
+    write_numbers(file, torch.cat(parts))
     initial = [checksum(_whole(parameter)) for parameter in parameters]
-    record("gradients", optimizer=optimizer, file=f"{path.name}{rank}.pt", initial=initial)
+    sizes = [parameter.numel() for parameter in parameters]
+    record("gradients", optimizer=optimizer, file=file, sizes=sizes, initial=initial)
 
 
 def _whole(tensor):

@@ -3,14 +3,12 @@
 Their mean is what a step should be made with, whatever the step draws at random.
 """
 
-from pathlib import Path
-
-from check_inside.record import PLAN, guarded, record
+from check_inside.record import PLAN, guarded, record, write_numbers
 from check_inside.state import STATE
 
 STEPS = 2  # of each optimizer, that are compared
 LOOKED_AT = 16  # steps
-ELEMENTS = 1_000_000  # of all gradients; of more, every k-th one is compared
+ELEMENTS = 100_000  # of all gradients; of more, every k-th one is compared
 
 _sums = {}  # id of a parameter -> the sum of its gradients since the last step
 _written = {}  # optimizer -> steps
@@ -72,8 +70,9 @@ def write(optimizer, parameters, scaler):
         scale = scaler[0] if scaler else 1.0
         ours = torch.cat([_sums[id(p)] for p in trained]) / scale
         step = torch.cat([_part(p.grad) for p in trained])
-        name = f"own-{optimizer}-{count}-rank{torch.distributed.get_rank()}.pt"
-        torch.save((ours, step), Path(PLAN["folder"]) / name)
-        record("own_gradients", optimizer=optimizer, step=STATE.steps, count=count, file=name)
+        name = f"own-{optimizer}-{count}"
+        file = f"{name}-rank{torch.distributed.get_rank()}"
+        write_numbers(file, torch.cat([ours, step]))
+        record("own_gradients", step=STATE.steps, name=name, file=file)
     for parameter in parameters:
         _sums.pop(id(parameter), None)

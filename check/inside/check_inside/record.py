@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 import zlib
+from array import array
 from pathlib import Path
 
 PLAN = json.loads(os.environ["TOOLS_CHECK_PLAN"])
@@ -132,6 +133,12 @@ def checksum(tensor, start=0):
     # that goes on. A storage of which NumPy holds a part cannot be resized; FSDP resizes its own.
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
     return zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy(), start)
+
+
+def write_numbers(name, tensor):
+    """Write a tensor, as float64, to a file in the folder of the run."""
+    numbers = array("d", tensor.detach().double().reshape(-1).tolist())
+    (Path(PLAN["folder"]) / name).write_bytes(numbers.tobytes())
 
 
 def once_computed(args, kwargs, note):
