@@ -57,6 +57,12 @@ def same_samples(checked):
                 where(first),
                 f"rank 0 and rank 1 read {len(common)} equal samples of {len(set(ours))}",
             )
+        elif first["has_all"] and second["has_all"] and first["dataset"] == first["base"]:
+            yield Finding(
+                "same-samples",
+                where(first),
+                f"each rank goes through all {first['dataset_len']} samples, in its own order",
+            )
         elif first["whole"] and not (replaced or first["iterable"]):
             length = first["dataset_len"]
             read = _read_by_all(ranks, first)

@@ -184,7 +184,7 @@ def resumed(checked):
             "model-not-restored", place, "the first step starts from the initial parameters again"
         )
         return
-    found = list(_lost(before, after, index, place, _places_of_epochs(checked)))
+    found = list(_lost(before, after, index, place, _uninterrupted(checked)))
     # Other ranks get the buffers of rank 0 with the first forward of a wrapper.
     found += _lost_buffers(before.steps[index], after.steps[0], place)
     found = found or list(_lost_on_other_ranks(killed, again, index, place))
@@ -278,7 +278,13 @@ def _is_new(path, killed, source):
     return path.startswith(root + os.sep) and not (source / os.path.relpath(path, root)).exists()
 
 
-def _lost(before, after, index, place, prints=()):
+def _uninterrupted(checked):
+    """Rank 0 of the run that was neither killed nor started again, or None."""
+    run = checked["two"] if checked["killed"].world_size > 1 else checked["one"]
+    return next(iter(run.ranks), None) if run else None
+
+
+def _lost(before, after, index, place, whole=None):
     old, new = before.steps[index], after.steps[0]
     is_lost = old["state"] != new["state"] and old["state"][0] > 0
     if is_lost:
@@ -298,7 +304,7 @@ def _lost(before, after, index, place, prints=()):
             f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
         )
     yield from _lost_average(before, after, index, place)
-    yield from _epoch(before, after, index, place, prints)
+    yield from _epoch(before, after, index, place, whole)
 
 
 def _lost_buffers(old, new, place):
@@ -414,8 +420,11 @@ def _short(values):
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def _epoch(before, after, index, place, prints):
+def _epoch(before, after, index, place, uninterrupted):
     """The epoch and the order of the samples go on."""
+    if counted := _counted_again(after, uninterrupted):
+        yield Finding("epoch-not-restored", place, counted)
+        return
     expected, number = _epoch_of(before, index), _epoch_of(after, 0)
     if expected is not None and number is not None and number < expected:
         yield Finding(
@@ -439,7 +448,7 @@ def _epoch(before, after, index, place, prints):
         yield from _skipped(before, after, index, place)
         return
     whole = [epoch for epoch in before.training if epoch["steps"] + epoch["steps_before"] <= index]
-    again = _printed_again(before, after, prints)
+    again = _printed_again(before, after, uninterrupted)
     if whole and number is None and again is not None:
         yield Finding(
             "epoch-not-restored",
@@ -465,6 +474,33 @@ def _epoch(before, after, index, place, prints):
             f"after {index} steps the run that was started again trains on the first batch of the "
             "first epoch",
         )
+
+
+def _counted_again(after, uninterrupted):
+    """What tells that a run does not go on from the epoch or step in its checkpoint, or None: of a
+    number that is another one in each checkpoint of the run that was not interrupted."""
+    loads = [event["counts"] for event in _restores(after) if event.get("counts")]
+    written = _saved_counts(after)
+    if not loads or not written or uninterrupted is None:
+        return None
+    saved = _saved_counts(uninterrupted)
+    for key, loaded in loads[-1].items():
+        series = [counts[key] for counts in saved if key in counts]
+        ascends = len(series) > 1 and all(a < b for a, b in pairwise(series))
+        again = written[0].get(key)
+        if ascends and again is not None and again <= loaded:
+            return (
+                f"{key} is {loaded} in the checkpoint that is loaded, and {again} in the next one "
+                "that is saved"
+            )
+    return None
+
+
+def _saved_counts(rank):
+    """The numbers of epochs and steps in the checkpoints of a rank, once for those that are saved
+    after the same step."""
+    saves = rank.with_steps("save", "dump")
+    return list({steps: e["counts"] for e, steps in saves if steps and e.get("counts")}.values())
 
 
 def _begin_alike(one, other):
@@ -524,22 +560,12 @@ def _inputs(step):
     return [forward["rows"] for forward in step["forwards"] if forward.get("rows")][-1:]
 
 
-def _places_of_epochs(checked):
-    """The places in the code that print numbers of epochs in ascending order: not of arguments."""
-    whole = checked["two"] if checked["killed"].world_size > 1 else checked["one"]
-    found = _printed_epochs(whole.ranks[0]) if whole and whole.ranks else {}
-    return [
-        key
-        for key, numbers in found.items()
-        if numbers == sorted(numbers) != numbers[:1] * len(numbers)
-    ]
-
-
-def _printed_again(before, after, prints):
+def _printed_again(before, after, uninterrupted):
     """The first epoch that a script prints, if that is the same after a restart; else None."""
     old, new = _printed_epochs(before), _printed_epochs(after)
-    for key in prints:
-        if key in old and key in new:
+    for key, numbers in _printed_epochs(uninterrupted).items() if uninterrupted else ():
+        is_epoch = numbers == sorted(numbers) != numbers[:1] * len(numbers)  # no argument
+        if is_epoch and key in old and key in new:
             return new[key][0] if new[key][0] == old[key][0] else None
     return None
 

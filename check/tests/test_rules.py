@@ -289,6 +289,7 @@ def two_ranks_read(rule, shares, **fields):
 def findings_of_two_ranks(rule, shares, **fields):
     """The findings of a rule about two ranks, each with one epoch of these samples."""
     same = {"loader": 0, "dataset": 0, "base": 0, "contents": {}, "iterable": False, "place": None}
+    same["has_all"] = False
     epochs = [same | {"samples": own, "base_samples": own} | fields for own in shares]
     ranks = [
         SimpleNamespace(training=[epoch], fetches=[], steps=[], of=lambda *kinds: [])
@@ -310,6 +311,13 @@ def test_a_repeated_batch_that_fills_up_an_epoch_is_no_overlap():
     epoch = {"sizes": [3, 16], "whole": True}
     assert not two_ranks_read(same_samples, shares, **epoch, dataset_len=80)
     assert two_ranks_read(same_samples, shares, **epoch, dataset_len=90) == ["shares-overlap"]
+
+
+def test_ranks_that_all_go_through_the_whole_dataset_are_found_before_they_do():
+    shares, epoch = [[1, 2, 3], [4, 5, 6]], {"sizes": [3, 1], "whole": False, "dataset_len": 900}
+    assert not two_ranks_read(same_samples, shares, **epoch)
+    assert two_ranks_read(same_samples, shares, **epoch, has_all=True) == ["same-samples"]
+    assert not two_ranks_read(same_samples, shares, **epoch, has_all=True, dataset=1)  # subsets
 
 
 def test_samples_in_no_share_are_not_counted_in_subsets_that_may_differ():
@@ -555,6 +563,23 @@ def test_order_after_a_restart_that_skips_batches(tmp_path):
     assert restarted(tmp_path, random) == []
 
 
+def test_numbers_in_checkpoints_go_on_after_a_restart():
+    def rank(*numbers, loaded=None):
+        events = [{"kind": "load", "path": "a.pt", "counts": {"epoch": loaded}}] if loaded else []
+        for number in numbers:
+            save = {"kind": "save", "path": "a.pt", "counts": {"epoch": number}}
+            events += [{"kind": "step"}, save, save]  # the best one, too
+        return Rank(0, 1, events)
+
+    def found(uninterrupted, again):
+        return files._counted_again(again, rank(*uninterrupted)) is not None
+
+    assert found([1, 2], rank(1, 2, loaded=1)) and found([1, 2], rank(1, loaded=2))
+    assert not found([1, 2], rank(2, loaded=1))
+    assert not found([1, 1, 2], rank(1, loaded=1))  # saved within epochs, too
+    assert not found([1], rank(1, loaded=1)) and not found([1, 2], rank(1))
+
+
 def test_schedules_and_settings_after_a_restart(tmp_path):
     """Also those that have not changed the rate in the few steps of a check."""
     lost = {"schedulers": [["StepLR", 0]]}
@@ -592,7 +617,7 @@ def test_text_that_each_epoch_reads_in_pieces_of_random_lengths_is_not_repeated(
         ]
         for rank in ranks:
             rank.epochs = []
-        return [each.rule for each in files._epoch(*ranks, 2, None, ())]
+        return [each.rule for each in files._epoch(*ranks, 2, None, None)]
 
     assert found([1, 2, 3], [4, 5, 6], [7, 8]) == ["order-after-resume"]
     assert found([1, 2, 3], [4, 5, 6], [1, 2]) == []

@@ -41,6 +41,7 @@ class Epoch:
         self.makes_batches = loader.batch_sampler is not None
         self.is_iterable = not hasattr(loader.dataset, "__getitem__") or is_iterable(loader)
         self.is_endless = not self.is_iterable and not _has_length(loader)
+        self.has_all = _has_all(loader)
         self.drawn = array("q")  # indices, in the order of the sampler
         self.sizes = array("q")  # of the batches
         self.batches = 0
@@ -143,6 +144,19 @@ def _has_length(loader):
     except TypeError:
         return False
     return True
+
+
+def _has_all(loader):
+    """Whether an epoch of the loader has each sample of its dataset once, as PyTorch's own samplers
+    for one process see to."""
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+    sampler = loader.sampler
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    return type(sampler) is SequentialSampler
 
 
 _read = {}  # ordinal -> dataset, without those that are subsets of one
@@ -423,6 +437,7 @@ def finish_epoch(epoch):
         cut=epoch.is_cut,
         whole=epoch.is_whole,
         left=epoch.is_left,
+        has_all=epoch.has_all,
         steps=epoch.steps(),
         steps_before=epoch.steps_before,
         backwards=epoch.backwards(),

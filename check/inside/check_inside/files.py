@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import shutil
 import sys
 import time
@@ -80,6 +81,7 @@ def _observe_save(original, function, position, kind="save"):
             "function": function,
             "place": where,
             "keys": _keys(thing),
+            "counts": _counts(thing),
             "model": _holds_model(thing),
         }
         if path is not None and not path.startswith(_own):
@@ -94,6 +96,16 @@ def _observe_save(original, function, position, kind="save"):
 
 def _keys(thing):
     return [str(key) for key in thing][:40] if isinstance(thing, dict) else [type(thing).__name__]
+
+
+def _counts(thing):
+    """{key: number} of the epochs or steps that a checkpoint says were made."""
+    items = thing.items() if isinstance(thing, dict) else ()
+    return {
+        str(key): value
+        for key, value in items
+        if type(value) is int and re.search("epoch|step|iter", str(key))
+    }
 
 
 @guarded
@@ -168,7 +180,7 @@ def _before_safetensors_load(given):
 def _after_load(given, result):
     path = _path(next(iter(given.values())))
     if path is not None and not path.startswith(_own):
-        record("load", path=path, place=place())
+        record("load", path=path, place=place(), counts=_counts(result))
 
 
 def _observe_distributed(original, kind):
