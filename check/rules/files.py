@@ -147,6 +147,11 @@ def resumed(checked):
         if event["path"] not in others and _is_new(event["path"], killed, source)
     ]
     if not loads:
+        for event in again.any("load_failed"):
+            if _is_new(event["path"], killed, source):
+                text = f"torch.load fails, and the script goes on without it: {event['error']}"
+                yield Finding("resume-fails", where(event), text)
+                return
         yield NotChecked(
             "resuming",
             f"the run that was started again reads none of {', '.join(sorted(written)[:3])}: if it "

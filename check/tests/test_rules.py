@@ -440,6 +440,19 @@ def test_the_best_model_that_a_test_loads_at_the_end_is_no_restart(tmp_path):
         assert found.what == "resuming" and "best.pt" in found.why
 
 
+def test_checkpoint_whose_error_the_script_hides_is_not_resumed(tmp_path):
+    path = str(tmp_path / "copy" / "last.pt")
+    save = {"kind": "save", "function": "torch.save", "path": path, "model": True}
+    failed = {"kind": "load_failed", "path": path, "place": ["a.py", 3], "error": "Unpickling"}
+    step = {"kind": "step", "rounded": None, "parameters": [0]}
+    runs = {}
+    for name, events in {"killed": [step, save], "resumed": [failed, step]}.items():
+        runs[name] = Run(name, tmp_path, tmp_path / "copy", 0, "", 0.0)
+        runs[name].ranks = [Rank(0, 1, events, folder=tmp_path)]
+    (found,) = resumed(Checked(Options([], tmp_path / "source"), runs, {}, "torchrun"))
+    assert found.rule == "resume-fails" and "Unpickling" in found.observed
+
+
 def test_resumed_run_that_fails_for_want_of_a_file_of_the_user_is_not_checked(tmp_path):
     step, error = {"kind": "step"}, {"kind": "exception", "error": "none", "waits": 0, "time": 0}
     runs = {}

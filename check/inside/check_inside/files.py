@@ -36,7 +36,7 @@ def install(name, module):
     """Observe saves and loads of torch, torch.distributed.checkpoint or safetensors."""
     if name == "torch":
         replace(module, "save", lambda original: _observe_save(original, "torch.save", 1))
-        replace(module, "load", passing_on(_before_torch_load, _after_load))
+        replace(module, "load", passing_on(_before_torch_load, _after_load, _load_failed))
         replace(pickle, "dump", lambda original: _observe_save(original, "pickle", 1, "dump"))
         replace(pickle, "load", passing_on(after=_after_load))
         numpy = sys.modules.get("numpy")
@@ -181,6 +181,15 @@ def _after_load(given, result):
     path = _path(next(iter(given.values())))
     if path is not None and not path.startswith(_own):
         record("load", path=path, place=place(), counts=_counts(result))
+
+
+def _load_failed(given, error):
+    path = _path(next(iter(given.values())))
+    if path is not None and not path.startswith(_own):
+        lines = str(error).splitlines()  # weights_only has many
+        line = next((line for line in lines if "Unpickler" in line), "".join(lines[:1]))
+        text = f"{type(error).__name__}: {line.strip()}"[:300]
+        record("load_failed", path=path, place=place(), error=text)
 
 
 def _observe_distributed(original, kind):

@@ -176,8 +176,9 @@ def replace(owner, name, make):
     return original
 
 
-def passing_on(before=None, after=None):
-    """For replace(): calls before(given) and after(given, result), and between them the original.
+def passing_on(before=None, after=None, failed=None):
+    """For replace(): calls before(given) and after(given, result), and between them the original;
+    failed(given, error) if it raises.
 
     given: its arguments by the names that its own signature has; `before` may change them. Other
     names are for `after` alone.
@@ -191,7 +192,12 @@ def passing_on(before=None, after=None):
             bound = signature.bind(*args, **kwargs)
             if before is not None:
                 before(bound.arguments)
-            result = original(*bound.args, **bound.kwargs)
+            try:
+                result = original(*bound.args, **bound.kwargs)
+            except Exception as error:
+                if failed is not None:
+                    failed(bound.arguments, error)
+                raise
             if after is not None:
                 after(bound.arguments, result)
             return result
