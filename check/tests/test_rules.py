@@ -26,7 +26,6 @@ from check.scenarios import Checked, Options
 from check.tests import sealed
 from check.tests.corpus import __main__ as corpus
 from check.tests.corpus.bugs import BUGS, CORRECT, changed
-from check.tests.corpus.page import log, page, verdict
 
 FOLDER = Path(__file__).resolve().parents[1]
 
@@ -122,40 +121,6 @@ def test_bugs_apply_and_all_rules_have_one():
         assert bug.finds in ADVICE and set(bug.also) <= set(ADVICE), bug.name
     planted = {bug.finds for bug in BUGS} | {rule for bug in BUGS for rule in bug.also}
     assert set(ADVICE) - planted <= NOT_PLANTED
-
-
-def test_page_counts_what_was_found():
-    """One bug that is found, one that is missed, and a correct script with a false alarm."""
-    script = script_named("tutorial")
-    found, missed = BY_NAME["no set_epoch"], BY_NAME["no all_reduce"]
-
-    def result(*rules):
-        findings = [[rule, 1, "observed"] for rule in rules]
-        return {"found": findings, "not_checked": [], "seconds": 9.0}
-
-    rows = [
-        (script.name, script, None, result("not-shuffled")),
-        (found.name, script, found, result(found.finds)),
-        (missed.name, script, missed, result()),
-        ("finetune", script_named("finetune"), None, {"skipped": "tensorboard"}),
-    ]
-    text = page(rows, ["torch 0"])
-    assert [verdict(*row) for row in rows] == [
-        "false alarm: not-shuffled",
-        "ok",
-        "missed metric-of-one-rank",
-        "not run",
-    ]
-    assert "| recall | 1 of 2 (50 %) bugs" in text
-    assert "| precision | 1 of 2 (50 %) errors" in text
-    assert "| `not-shuffled` | warning | none is planted | 1 |" in text
-    assert "| not run | 1 of 4 |" in text
-    assert [(row["rule"], row["reported"], row["seconds"]) for row in log(rows)] == [
-        ("", ["not-shuffled"], 9.0),
-        (found.finds, [found.finds], 9.0),
-        (missed.finds, [], 9.0),
-        ("", [], None),
-    ]
 
 
 def test_corpus_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """Measure what the check finds, and what it reports although it is right.
 
-    python -m check.tests.corpus [--only TEXT] [--results FILE] [--markdown FILE]
+    python -m check.tests.corpus [--only TEXT] [--results FILE]
 
 Checks each script of scripts/ as it is, which must yield notes at most, and with each bug of
 bugs.py, which must be reported by its rule. The exit code is 1 if a bug is missed, or if there is a
@@ -12,23 +12,20 @@ has ended: a case is checked again only if its script, or the code of the check,
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
 import time
 import zlib
-from importlib.metadata import version
 from pathlib import Path
 
+from check.advice import ADVICE
 from check.processes import Processes
 from check.rules import judge
 from check.scenarios import CannotRun, Options, run_all
 from check.tests.corpus.bugs import BUGS, CORRECT
-from check.tests.corpus.page import log, page, verdict
 
 CHECK = Path(__file__).parents[2]
 
@@ -101,14 +98,23 @@ def code_of_check():
     return crc
 
 
-def versions():
-    """The versions of Python, torch, and the packages that scripts of the corpus need."""
-    names = dict.fromkeys(name for script in CORRECT for name in script.needs)
-    found = [f"Python {platform.python_version()}", f"torch {version('torch')}"]
-    for name in names:
-        if importlib.util.find_spec(name):
-            found.append(f"{name} {version(name)}")
-    return [*found, f"{os.cpu_count()} CPU cores"]
+def rules_of(result):
+    """The rules that have reported something."""
+    return {rule for rule, _, _ in result.get("found", [])}
+
+
+def verdict(name, script, bug, result):
+    """ok, not run, could not run, or what is wrong with the result of a case."""
+    if "skipped" in result:
+        return "not run"
+    if "failed" in result:
+        return "could not run"
+    rules = rules_of(result)
+    if bug and bug.finds not in rules:
+        return f"missed {bug.finds}"
+    others = rules - {*script.notes, *([bug.finds, *bug.also] if bug else [])}
+    alarms = sorted(rule for rule in others if ADVICE[rule].severity != "note")
+    return f"false alarm: {', '.join(alarms)}" if alarms else "ok"
 
 
 def main():
@@ -118,9 +124,6 @@ def main():
     )
     parser.add_argument("--only", default="", help="only scripts and bugs whose name contains this")
     parser.add_argument("--results", type=Path, help="keep the results of each case in this file")
-    parser.add_argument(
-        "--markdown", type=Path, help="write the page of results here, and JSON beside it"
-    )
     args = parser.parse_args()
     with Processes() as processes:
         return check_corpus(args, processes)
@@ -149,10 +152,6 @@ def check_corpus(args, processes):
                 new.replace(args.results)
         rows.append((name, script, bug, results[name]))
         _tell(*rows[-1])
-    if args.markdown:
-        args.markdown.write_text(page(rows, versions()), encoding="utf-8")
-        text = json.dumps(log(rows), indent=1) + "\n"
-        args.markdown.with_suffix(".json").write_text(text, encoding="utf-8")
     wrong = sum(verdict(*row) not in ("ok", "not run") for row in rows)
     skipped = sum(verdict(*row) == "not run" for row in rows)
     print(f"{len(rows) - skipped} checks, {wrong} wrong; {skipped} not run")
@@ -162,7 +161,7 @@ def check_corpus(args, processes):
 def _tell(name, script, bug, result):
     """A line about a case, and what was found if it is not as it should be."""
     outcome = verdict(name, script, bug, result)
-    rules = ", ".join(sorted({rule for rule, _, _ in result.get("found", [])})) or "nothing"
+    rules = ", ".join(sorted(rules_of(result))) or "nothing"
     print(" | ".join([name, script.name, rules, str(result.get("seconds", "")), outcome]))
     if outcome != "ok":
         for rule, line, observed in result.get("found", []):
