@@ -34,9 +34,10 @@ IGNORED = shutil.ignore_patterns(".*", "__pycache__", "runs", "data", "figures")
 MORE = {
     "tasks/images/": ["tasks/test_images_task.py", "tasks/test_arrays.py"],
     "utils/batches.py": ["utils/test_data.py"],
-    "utils/checkpoint.py": ["utils/test_guards.py", "utils/test_preemption.py"],
+    "utils/checkpoint.py": ["utils/test_guards.py", "utils/test_preemption.py", "test_edits.py"],
     "utils/distributed.py": ["utils/test_metrics.py", "utils/test_reports.py"],
     "utils/errors.py": ["utils/test_reports.py", "utils/test_distributed.py"],
+    "utils/options/": ["utils/test_step_log.py"],
     "utils/guards/": ["utils/test_guards.py", "utils/test_checkpoint.py"],
     "utils/seeds.py": ["utils/test_data.py"],
     "utils/signals.py": ["utils/test_preemption.py", "utils/test_data.py"],
