@@ -109,7 +109,10 @@ class Processes:
     def host_store(self):
         """Start a process that hosts a store, which ends with the processes that use it. Returns
         it, and its port."""
-        pid, port = _ask(self._prepared[0], "store")
+        answer = _ask(self._prepared[0], "store")
+        if answer is None:
+            raise CannotRun("no store for the ranks: see the error above")
+        pid, port = answer
         return Process(self._prepared[0], pid), port
 
     def end(self, processes):

@@ -2,7 +2,7 @@
 
 A request is a line of JSON, and so is its answer: what to run, answered by the id of the process;
 the id of a process, answered by its exit code, or by null while it runs; or "store", answered by
-the id of a process that hosts a store, and its port.
+the id of a process that hosts a store, and its port, or by null if it has failed.
 """
 
 import gc
@@ -46,11 +46,17 @@ def serve():
 def host_store():
     """Host a store as torchrun's agent has it, which outlives each rank."""
     os.setsid()
-    listener = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be on all interfaces
-    port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
-    kind, parent = sys.modules["torch"].distributed.TCPStore, os.getppid()
-    store = kind("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
-    print(json.dumps([os.getpid(), store.port]), flush=True)
+    answer, parent = None, os.getppid()
+    try:
+        listener = socket.create_server(
+            ("127.0.0.1", 0)
+        )  # PyTorch's own would be on all interfaces
+        port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
+        kind = sys.modules["torch"].distributed.TCPStore
+        store = kind("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
+        answer = os.getpid(), store.port
+    finally:
+        print(json.dumps(answer), flush=True)
     while os.getppid() == parent:  # until the check ends, or ends this process
         time.sleep(0.5)
 
