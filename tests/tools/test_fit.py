@@ -101,6 +101,7 @@ def test_script_of_a_stranger(own_script, tmp_path):
     assert "batch_size 64: fits" in text and "batch of 64 x 1024\n" in text
 
 
+@pytest.mark.slow
 def test_what_the_allowance_decides_is_said(own_script):
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.95, "--no-search"
     code, text, _ = fit(*options, "--", own_script)

@@ -23,14 +23,17 @@ def test_sums_of_a_resumed_epoch_are_on_the_cpu_when_steps_are_skipped(null_devi
     resume(null_device, "train_1gpu.py", tmp_path, max_skipped_steps=3)
 
 
+@pytest.mark.slow
 def test_offloaded_shards_and_buffers_are_on_two_devices_when_resumed(null_device, tmp_path):
     resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, optimizer="sgd", **RESNET)
 
 
+@pytest.mark.slow
 def test_gradients_of_offloaded_shards_are_on_the_cpu_when_steps_are_skipped(null_device, tmp_path):
     resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, max_skipped_steps=3)
 
 
+@pytest.mark.slow
 def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     """Neither for collectives, nor, unless they form a batch, for those of other pairs of ranks."""
     run = resume(null_device, "train_pp.py", tmp_path, nproc=2)
@@ -44,12 +47,9 @@ def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     assert {"broadcast"} in communicators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "optimizer"),
-    [
-        ("train_tp.py", "adamw"),
-        pytest.param("train_fsdp_tp.py", "sgd", marks=pytest.mark.slow),
-    ],
+    ("script", "optimizer"), [("train_tp.py", "adamw"), ("train_fsdp_tp.py", "sgd")]
 )
 def test_tensors_of_a_mesh_are_updated_together(script, optimizer, null_device, tmp_path):
     run = resume(null_device, script, tmp_path, optimizer=optimizer, max_skipped_steps=3)

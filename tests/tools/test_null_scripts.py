@@ -24,7 +24,7 @@ from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
 # The others are slow.
-OFTEN = ("train_1gpu.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
+OFTEN = ("train_ddp.py", "train_fsdp.py")
 
 
 def test_every_script_is_run_or_has_a_reason():
