@@ -92,7 +92,10 @@ def waits_for_disks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.rare] * (name != "gpt2")) for name in ARCHITECTURES],
+)
 def test_same_weights_as_without_the_page(architecture, project, tmp_path):
     """On one rank; and on two, killed within an epoch, and continued by three."""
     project.choose(architecture)

@@ -8,7 +8,7 @@ from lab.check_diff import pairs, row_of
 
 AGREE = [pair for pair in pairs() if pair.group == "agree"]
 # One of each way in which ranks divide a model or its data; the others take an hour.
-OFTEN = {"images: amp x2, float16", "text: accum x3", "text: fsdp_tp x4, dropout", "moe: ep x3"}
+OFTEN = {"images: amp x2, float16", "text: accum x3"}
 
 
 @pytest.fixture(scope="module")

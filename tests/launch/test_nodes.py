@@ -135,6 +135,7 @@ def test_both_sides_end_when_the_link_goes_down(tmp_path):
     assert re.search("rendezvous at node0:29500 .* 12 seconds: ", runs[1].stderr)
 
 
+@pytest.mark.rare
 def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
     """Two nodes, then one, then two: the same trajectory as one process, each sample once."""
     gate, out = Gate(tmp_path, 3), tmp_path / "run"
@@ -166,6 +167,7 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=ROUNDING)
 
 
+@pytest.mark.rare
 def test_wrong_interface_is_named(tmp_path):
     with hosts(2) as machines:
         command = c10d("train_ddp.py", machines[0], output_dir=tmp_path, **RUN | {"timeout": 4})

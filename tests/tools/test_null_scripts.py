@@ -142,7 +142,9 @@ def test_stream_that_does_not_wait_is_found(null_device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", COMPILED)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=[pytest.mark.rare] * (task != "text")) for task in COMPILED]
+)
 def test_compiled_task_has_no_break_and_as_many_kernels_as_published(task, null_device):
     found = measure_task(task, "default")
     assert found["breaks"] == []

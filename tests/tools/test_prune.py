@@ -97,7 +97,7 @@ def test_guards_are_named_by_their_modules(tmp_path):
     ("script", "names"),
     [
         *(pytest.param("train_ddp.py", name, marks=pytest.mark.rare) for name in WITHOUT),
-        ("train_1gpu.py", ",".join(WITHOUT)),
+        pytest.param("train_1gpu.py", ",".join(WITHOUT), marks=pytest.mark.rare),
         ("train_ddp.py", ",".join(WITHOUT)),
         pytest.param("train_fsdp.py", ",".join(WITHOUT), marks=pytest.mark.rare),
         pytest.param("train_ddp_amp.py", ",".join(WITHOUT), marks=pytest.mark.rare),

@@ -427,6 +427,7 @@ def test_clone_that_lacks_files_updates_nothing(clone, newer, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_clone_below_any_folder_with_any_line_ends_and_any_git(clone, tmp_path, monkeypatch):
     newer, folder = tmp_path / "images" / "tasks" / "clone", tmp_path / "copy"
     git(clone, "clone", "--quiet", "--shared", "--no-checkout", str(clone), str(newer))

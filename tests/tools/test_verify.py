@@ -13,8 +13,8 @@ import torch
 import tasks.text
 from tests.verifying import (
     CASES,
+    ROWS_OF_CI,
     ForkServer,
-    is_rare,
     parametrize,
     related,
     rows_of,
@@ -113,7 +113,7 @@ def rows(request, tmp_path_factory, server):
     return rows
 
 
-@parametrize(CASES, FAST_CASES, [name for name in CASES if is_rare(name)])
+@parametrize(CASES, FAST_CASES, CASES.keys() - ROWS_OF_CI)
 def test_case_passes(name, rows):
     case, row = CASES[name][1], rows[name]
     assert row.problem is None, row
