@@ -39,14 +39,13 @@ from utils.options.timing import NAMES
 from utils.reports import report_errors
 
 COUNTS = ("samples", "seconds")  # what rows hold besides the results of a task
-# The numbers that the rows of a file have, whatever the task. The numbers in WHOLE count something.
+# The numbers that the rows of a file have, whatever the task.
 NUMBERS = {
     "metrics.jsonl": ["epoch", "world_size", "lr"]
     + [f"{split}_{name}" for split in ("train", "val") for name in ("loss", *COUNTS)],
     "steps.jsonl": ["epoch", "samples", "loss", "lr", "samples_per_second"],
 }
 LINES = {"solid": "training", "dashed": "validation", "cross": "skipped step"}
-WHOLE = ("epoch", "world_size")
 
 
 class Run(NamedTuple):
@@ -92,7 +91,7 @@ def read_run(folder, name):
         notes.append("still running")
         if not rows:
             notes.append("still in its first epoch: no validation yet")
-    elif epochs.isdecimal() and len(rows) < int(epochs[:9]):
+    elif epochs.isdecimal() and len(rows) < int(epochs):
         notes.append(f"stopped after {len(rows)} of {epochs} epochs")
     return Run(name, rows, steps, settings, read_best(folder), notes)
 
@@ -112,45 +111,21 @@ def read_rows(path):
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line, parse_int=_number)
-        except (ValueError, RecursionError):
+            row = json.loads(line)
+        except ValueError:
             if number == len(lines):
                 return rows, False
             raise UserError(f"line {number} of {path} is not JSON: remove it") from None
-        known = row if isinstance(row, dict) else {}
         for name in NUMBERS[path.name]:
-            value = known.get(name)
-            is_count = isinstance(value, int) and value >= 0
-            if not is_number(value) or (name in WHOLE and not is_count):
+            if not is_number(row.get(name)):
                 raise UserError(f"line {number} of {path} has no number {name!r}: remove it")
-        rows.append({name: value for name, value in row.items() if is_usable(name, value)})
+        rows.append(row)
     return rows, True
-
-
-def _number(digits):
-    return int(digits) if len(digits) < 16 else float(digits)
 
 
 def is_number(value):
     """Whether a value of a row is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_usable(name, value):
-    """Whether a value of a row is what its name promises; of any other name, a number or text."""
-    if name == "skipped_steps":
-        return isinstance(value, list) and all(isinstance(step, int) for step in value)
-    if name == "time" and not is_number(value):
-        is_dict = isinstance(value, dict)
-        lists = [ranks for key, ranks in value.items() if key != "total"] if is_dict else []
-        are_lists = all(isinstance(ranks, list) and ranks for ranks in lists)
-        if not lists or not are_lists or len({len(ranks) for ranks in lists}) > 1:
-            return False
-        numbers = [seconds for ranks in lists for seconds in ranks]
-        return all(is_number(seconds) and math.isfinite(seconds) for seconds in numbers)
-    if name.startswith(("train_", "val_")):
-        return is_number(value)
-    return is_number(value) or isinstance(value, str)
 
 
 def ratio(a, b):
@@ -159,21 +134,17 @@ def ratio(a, b):
 
 
 def read_settings(path):
-    """The settings in a config.yaml as texts, {} if there is none. Values that are not scalars do
-    not count: aliases within aliases would fill the memory."""
+    """The settings in a config.yaml as texts, {} if there is none."""
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # as text
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    scalars = [pair for pair in pairs if all(isinstance(n, yaml.ScalarNode) for n in pair)]
-    return {key.value: value.value for key, value in scalars}
 
 
 def read_best(folder):
-    """The epoch of best.pt, or None. Executes nothing that the file may hold."""
+    """The epoch of best.pt, or None."""
     with suppress(Exception):  # no such file, or a damaged one
         saved = torch.load(folder / "best.pt", "cpu", weights_only=True, mmap=True)
         return int(saved["epoch"]) - 1  # it holds the epoch to continue with
@@ -216,7 +187,7 @@ class Axis:
     def __init__(self, run):
         self.run, self.starts = run, [(0.0, 0.0)]
         batch = run.settings.get("global_batch_size", "")
-        self.batch = int(batch[:9]) if batch.isdecimal() else 0
+        self.batch = int(batch) if batch.isdecimal() else 0
         for row in run.rows:
             samples, seconds = self.starts[-1]
             self.starts.append((samples + row["train_samples"], seconds + row["train_seconds"]))
