@@ -1003,6 +1003,34 @@ if __name__ == "__main__":
 """
 
 
+VALIDATES_WITHIN = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = TensorDataset(torch.arange(64.0).reshape(16, 4))
+loader = DataLoader(data, 4, shuffle=True)
+for epoch in range(2):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for (x,) in DataLoader(data, 4, sampler=DistributedSampler(data), num_workers=1):
+                model(x)
+"""
+
+
+@pytest.mark.slow
+def test_order_of_a_validation_within_an_epoch_is_not_that_of_the_training(tmp_path):
+    rules, _, _ = found_in(tmp_path, VALIDATES_WITHIN)
+    assert "same-samples" in rules and "no-set-epoch" not in rules
+
+
 @pytest.mark.slow
 def test_script_that_spawns_only_where_there_are_several_gpus(tmp_path):
     rules, _, not_checked = found_in(tmp_path, SPAWNS)

@@ -161,7 +161,8 @@ def _has_all(loader):
 
 _read = {}  # ordinal -> dataset, without those that are subsets of one
 _epochs = 0
-_orders = []  # of samplers that were iterated since a loader has started
+_orders = []  # of samplers that are iterated while a loader starts
+_is_starting = False
 
 
 def install(name, torch):
@@ -174,10 +175,15 @@ def install(name, torch):
     def make_iter(original):
         def __iter__(self):
             STATE.datasets(self.dataset)  # before loader processes are forked, which then know it
+            global _is_starting
             _orders.clear()
             for epoch in [epoch for epoch in STATE.active if epoch.loader == STATE.loaders(self)]:
                 finish_epoch(epoch)  # that was left by `break`, or after a number of next()
-            iterator = original(self)
+            _is_starting = True
+            try:
+                iterator = original(self)  # with workers, it reads the sampler now
+            finally:
+                _is_starting = False
             iterator._check_epoch = begin(self, iterator)
             return iterator
 
@@ -266,9 +272,10 @@ def install(name, torch):
         def __iter__(self):
             indices = list(original(self))
             order = [STATE.samplers(self), self.shuffle, zlib.crc32(array("q", indices).tobytes())]
-            _orders.append(order)
-            for epoch in STATE.active[-1:]:
-                epoch.orders.append(order)
+            if _is_starting:
+                _orders.append(order)
+            elif STATE.active:
+                STATE.active[-1].orders.append(order)
             return iter(indices)
 
         return __iter__
