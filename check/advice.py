@@ -104,8 +104,9 @@ ADVICE = {
     ),
     "mean-of-means": Advice(
         "warning",
-        "The ranks' shares weigh the same although they hold different numbers of targets, or a "
-        "rank does something that the others do not.",
+        "The ranks' shares weigh the same although they hold different numbers of targets; or a "
+        "loss over outputs that are gathered has gradients for a rank's own alone; or a rank does "
+        "something that the others do not.",
         "count = torch.tensor(float(number_of_targets))\n"
         "dist.all_reduce(count)\n"
         "loss = loss_sum * world_size / count",
