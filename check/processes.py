@@ -71,11 +71,11 @@ class Processes:
     """
 
     def __init__(self, environment=None):
+        if importlib.util.find_spec("torch") is None:
+            raise CannotRun(NO_TORCH)
         self._mark = uuid.uuid4().hex
         self._temporary = tempfile.TemporaryDirectory(prefix="check-", ignore_cleanup_errors=True)
         self.temporary = os.path.realpath(self._temporary.name)  # of the script
-        if importlib.util.find_spec("torch") is None:
-            raise CannotRun(NO_TORCH)
         environment = with_observers(os.environ | (environment or {}))
         environment["TMPDIR"] = self.temporary
         self._prepared = [

@@ -308,10 +308,12 @@ class Start:
         started = time.monotonic()
         # Ranks that somebody starts by hand have no agent, and neither has one process alone.
         has_agent = launch == "torchrun" and world > 1 and not options.by_hand
-        stores, port = [], _free_port()
+        stores = []
         if has_agent:
             store, port = self.processes.host_store()
-            stores = [store]
+            stores.append(store)
+        else:
+            port = _free_port()
         if launch == "torchrun":
             ranks = [_torchrun_environment(rank, world, port, has_agent) for rank in range(world)]
         else:

@@ -48,9 +48,8 @@ def host_store():
     os.setsid()
     answer, parent = None, os.getppid()
     try:
-        listener = socket.create_server(
-            ("127.0.0.1", 0)
-        )  # PyTorch's own would be on all interfaces
+        # PyTorch's own would be on all interfaces.
+        listener = socket.create_server(("127.0.0.1", 0))
         port, options = listener.getsockname()[1], {"is_master": True, "wait_for_workers": False}
         kind = sys.modules["torch"].distributed.TCPStore
         store = kind("127.0.0.1", port, master_listen_fd=listener.detach(), **options)

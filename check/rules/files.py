@@ -289,7 +289,7 @@ def _uninterrupted(checked):
     return next(iter(run.ranks), None) if run else None
 
 
-def _lost(before, after, index, place, whole=None):
+def _lost(before, after, index, place, uninterrupted=None):
     old, new = before.steps[index], after.steps[0]
     is_lost = old["state"] != new["state"] and old["state"][0] > 0
     if is_lost:
@@ -309,7 +309,7 @@ def _lost(before, after, index, place, whole=None):
             f"scale and growth count were {old['scaler']}; after the load they are {new['scaler']}",
         )
     yield from _lost_average(before, after, index, place)
-    yield from _epoch(before, after, index, place, whole)
+    yield from _epoch(before, after, index, place, uninterrupted)
 
 
 def _lost_buffers(old, new, place):

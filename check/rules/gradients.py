@@ -65,7 +65,9 @@ def scale(checked):
                 "that depends on the number of processes",
             )
             return
-        if not step["sharded"] and not all(_equal(theirs, other) for other in others):
+        if not step["sharded"] and not all(
+            _equal(theirs, other, event["sizes"]) for other in others
+        ):
             yield NotChecked(what, "the ranks do not average their gradients")
             return
         rates[optimizer] = (*_compare(theirs, ours), step)
@@ -127,10 +129,15 @@ def _start_differently(ranks):
     return ranks[0].steps[0]["parameters"] != ranks[1].steps[0]["parameters"]
 
 
-def _equal(first, second):
-    largest = max(map(abs, first), default=0.0)
-    pairs = zip(first, second, strict=True)
-    return all(abs(a - b) <= 1e-6 * (1 + largest) for a, b in pairs)
+def _equal(first, second, sizes):
+    """Whether two gradients are the same but for rounding, in each parameter of these sizes."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    for start, end in itertools.pairwise(ends):
+        ours, theirs = first[start:end], second[start:end]
+        limit = 1e-6 * (1 + max(map(abs, ours), default=0.0))
+        if not all(abs(a - b) <= limit for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True
 
 
 def _compare(ours, reference):
@@ -320,7 +327,7 @@ def own_gradients(checked):
         half = len(numbers[0]) // 2  # its own, and those of the step
         step = numbers[0][half:]
         step_of = next(s for s in ranks[0].steps if s["step"] == ours["step"])
-        if not all(_equal(step, each[half:]) for each in numbers[1:]):
+        if not all(_equal(step, each[half:], [half]) for each in numbers[1:]):
             return
         order = _clips_before_averaging(ranks[0], step_of)
         means = [sum(own) / len(numbers) for own in zip(*numbers, strict=True)][:half]

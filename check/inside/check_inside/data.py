@@ -174,8 +174,8 @@ def install(name, torch):
 
     def make_iter(original):
         def __iter__(self):
-            STATE.datasets(self.dataset)  # before loader processes are forked, which then know it
             global _is_starting
+            STATE.datasets(self.dataset)  # before loader processes are forked, which then know it
             _orders.clear()
             for epoch in [epoch for epoch in STATE.active if epoch.loader == STATE.loaders(self)]:
                 finish_epoch(epoch)  # that was left by `break`, or after a number of next()

@@ -202,7 +202,7 @@ def gradients_of(optimizer, parameters):
     file = f"gradients-{optimizer}-rank{rank}"
     write_numbers(file, torch.cat(parts))
     initial = [checksum(_whole(parameter)) for parameter in parameters]
-    sizes = [parameter.numel() for parameter in parameters]
+    sizes = [len(part) for part in parts]
     record("gradients", optimizer=optimizer, file=file, sizes=sizes, initial=initial)
 
 

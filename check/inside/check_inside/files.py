@@ -177,15 +177,21 @@ def _before_safetensors_load(given):
         given.pop("device", None)
 
 
-def _after_load(given, result):
+def _path_of_load(given):
+    """The path of what is loaded; None if it is no file, or one of the check itself."""
     path = _path(next(iter(given.values())))
-    if path is not None and not path.startswith(_own):
+    return None if path is None or path.startswith(_own) else path
+
+
+def _after_load(given, result):
+    path = _path_of_load(given)
+    if path is not None:
         record("load", path=path, place=place(), counts=_counts(result))
 
 
 def _load_failed(given, error):
-    path = _path(next(iter(given.values())))
-    if path is not None and not path.startswith(_own):
+    path = _path_of_load(given)
+    if path is not None:
         lines = str(error).splitlines()  # weights_only has many
         line = next((line for line in lines if "Unpickler" in line), "".join(lines[:1]))
         text = f"{type(error).__name__}: {line.strip()}"[:300]
