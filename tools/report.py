@@ -136,7 +136,8 @@ def ratio(a, b):
 def read_settings(path):
     """The settings in a config.yaml as texts, {} if there is none."""
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # as text
+        text = path.read_text(encoding="utf-8")  # empty, if the disk was full
+        return yaml.load(text, yaml.BaseLoader) or {}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.forked import fork_script
+from tools.lib.page import write_file
 from tools.report import (
     curves,
     main,
@@ -225,6 +227,11 @@ def test_broken_rows_are_one_line(full, tmp_path, capfd):
     assert "has no number 'epoch'" in error_of("steps.jsonl", "{}\n")
 
 
+def test_settings_that_a_full_disk_has_lost(full):
+    (full / "config.yaml").write_text("")
+    assert "full" in report([read_run(full, "full")])
+
+
 def test_missing_run_is_an_error(tmp_path, capfd):
     write(tmp_path / "new", [], epochs=3)
     for folder, text in ((tmp_path, "no run in"), (tmp_path / "new", "first epoch")):
@@ -253,6 +260,16 @@ def test_line_that_is_being_written_is_left_out(full):
         file.write('{"epoch": 2, "tr')
     run = read_run(full, "full")
     assert len(run.rows) == 2 and "metrics.jsonl is incomplete" in run.notes[0]
+
+
+def test_output_that_is_no_ordinary_file(tmp_path):
+    """A device stays one, and a link leads to the file."""
+    write_file(Path("/dev/null"), "text")
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "link.html").symlink_to("page.html")
+    write_file(tmp_path / "link.html", "text")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "page.html").read_text() == "text"
 
 
 def test_other_errors_are_one_line(full, tmp_path, capfd, monkeypatch):

@@ -153,11 +153,14 @@ def save_picture(drawn, path):
 
 def write_file(path, contents):
     """Replace a file as a whole. contents: text or bytes. Raises UserError if it fails."""
-    path = Path(path)
+    path = Path(path).resolve()  # the file that a link leads to
     temporary = path.with_name(f".{path.name}.tmp")
     if isinstance(contents, str):
         contents = contents.encode(errors="replace")
     try:
+        if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an error
+            path.write_bytes(contents)
+            return
         temporary.write_bytes(contents)
         os.replace(temporary, path)
     except OSError as error:
