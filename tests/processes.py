@@ -128,12 +128,13 @@ def run_ranks(function, world_size, *args, local_world_size=None, timeout=60, li
     returned, end = {}, time.monotonic() + limit
     try:
         while len(returned) < world_size:
-            with suppress(queue.Empty):
+            try:
                 returned.update([results.get(timeout=1)])
-                continue
-            if any(rank.exitcode for rank in ranks) or time.monotonic() > end:
-                codes = [CRASHES.get(rank.exitcode, rank.exitcode) for rank in ranks]
-                raise AssertionError(f"no result from a rank; the exit codes: {codes}")
+            except queue.Empty:
+                if any(rank.exitcode for rank in ranks) or time.monotonic() > end:
+                    codes = [CRASHES.get(rank.exitcode, rank.exitcode) for rank in ranks]
+                    text = f"no result from a rank; the exit codes: {codes}"
+                    raise AssertionError(text) from None
     finally:
         for _ in ranks:
             done.release()  # an Event would wait for ranks that have been killed

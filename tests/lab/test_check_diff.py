@@ -7,7 +7,7 @@ from check.processes import Processes
 from lab.check_diff import pairs, row_of
 
 AGREE = [pair for pair in pairs() if pair.group == "agree"]
-# One of each way in which ranks divide a model or its data; the others take an hour.
+# In CI; the others take an hour.
 OFTEN = {"images: amp x2, float16", "text: accum x3"}
 
 
