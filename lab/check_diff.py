@@ -289,70 +289,52 @@ def write(path, rows):
     rows = [by_name[pair.name] for pair in pairs() if pair.name in by_name]
     log.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     agree = [row for row in rows if row["group"] == "agree"]
-    equal = sum(row["verdict"] == "right" for row in agree)
-    counted = [row for row in rows if row["group"] != "agree"]
-    counts = Counter(row["verdict"] for row in counted)
+    bugs = [row for row in rows if row["group"] != "agree"]
+    right = [row for row in bugs if row["verdict"] == "right"]
+    stages = Counter(row["stage"] for row in right)
+    verdicts = Counter(row["verdict"] for row in bugs)
     page = PAGE.format(
         versions=f"Python {platform.python_version()}, torch {torch.__version__}",
-        equal=equal,
+        equal=sum(row["verdict"] == "right" for row in agree),
         agree=len(agree),
         compared=sum(row.get("compared", 0) for row in agree),
-        bugs=len(counted),
-        said=", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]),
-        table=markdown_table(
-            ["bug", "verdict", "step", "named", "expected"],
-            [_cells(row) for row in counted],
+        partly=sum(bool(row.get("skipped")) for row in agree),
+        bugs=len(bugs),
+        said=", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name]),
+        stages=markdown_table(
+            ["stage", "bugs"], [[stage, str(count)] for stage, count in stages.most_common()]
         ),
-        pairs=markdown_table(
-            ["case", "verdict", "compared", "not compared"],
-            [
-                [row["name"], row["verdict"], str(row.get("compared", "")), _left_out(row)]
-                for row in agree
-            ],
+        others=markdown_table(
+            ["bug", "verdict", "named", "expected", "why"],
+            [_cells(row) for row in bugs if row["verdict"] != "right"],
         ),
     )
     path.write_text(page, encoding="utf-8")
 
 
 def _cells(row):
-    """The cells of a bug: what was named, and what should be if it was not."""
-    named = f"**{row['stage']}**: {row['text']}" if row.get("stage") else ""
-    stages, word = row["expected"]
-    expected = (
-        "" if row["verdict"] == "right" else ", ".join([" or ".join(stages), word]).rstrip(", ")
-    )
-    why = WHY.get(row["name"], row.get("error", ""))
-    if row["verdict"] != "right" and why:
-        expected += f". {why}"
-    cells = [row["name"], row["verdict"], str(row.get("step") or ""), named[:300], expected[:400]]
+    """The cells of a bug that was not named as expected."""
+    stages, place = row["expected"]
+    expected = " or ".join(stages) + (f": {place}" if place else "")
+    why = WHY.get(row["name"], row.get("error", ""))[:200]
+    cells = [row["name"], row["verdict"], row.get("stage", ""), expected, why]
     return [cell.replace("|", "\\|") for cell in cells]
 
 
-def _left_out(row):
-    return "; ".join(row.get("skipped", [])).replace("|", "\\|")
-
-
 VERDICTS = ("right", "misnamed", "missed", "refused", "could not run", "not run")
-WHY = {
-    "tutorial: a schedule of each rank (tutorial)": "The rates part only after ten epochs",
-    "tutorial: mean by a method (tutorial)": "True: a step has two batches in B, which comes first",
-    "tutorial: buffers of each rank (tutorial)": "True: A does not have this layer",
-    "slices: the whole batch on each rank (by_slices)": "Each rank computes all "
-    "gradients, and the numbers are the same",
-    "windows: loss not divided (nanogpt_like)": "On two ranks, each has one micro-batch: "
-    "the bug has no effect",
-    "own files: the same noise on all ranks (own_files)": "The seed also decides the order of the "
-    "samples, which comes first",
-}
+WHY = {"tutorial: buffers of each rank (tutorial)": "True: A does not have this layer"}
 PAGE = """# What `check diff` names
 
 `python -m lab.check_diff --markdown lab/results/diff.md`, {versions}, two CPU
 cores. `--only TEXT` replaces some of the rows; the others are of earlier calls, and what has not
-been run has no row. [diff.json](diff.json) has all of them.
+been run has no row. [diff.json](diff.json) has what was named in each pair.
 
-- {equal} of {agree} pairs that agree in `make verify` are equal, in {compared} comparisons.
+- {equal} of {agree} pairs that agree in `make verify` are equal, in {compared} comparisons. In
+  {partly} of them, padding or outputs that one rank holds a part of are not compared.
 - Of {bugs} bugs that change training: {said}.
 
+The bugs of `make verify` are compared with the reference of their row, mostly on one process; those
+of the check's corpus, whose script is in brackets, with the same script on as many processes.
 *Right*: the stage, and the place or factor where the bug has one, are those that were expected.
 Most expectations were written down before the first run. Corrected afterwards were the expectations
 of samples-repeated-to-fill-up (the learning rate differs before the samples do), of weights that
@@ -360,16 +342,13 @@ are changed outside the optimizer (now a separate stage), and, for the corpus, w
 are named before or after clipping. *Refused*: the script itself ends with an error. Bugs that
 change only what is measured, saved or resumed are left out.
 
-## Bugs
+## Named as expected
 
-The bugs of `make verify` are compared with the reference of their row, mostly on one process; the
-bugs of the check's corpus, whose script is in brackets, with the same script on as many processes.
+{stages}
 
-{table}
+## Not named as expected
 
-## Pairs that agree
-
-{pairs}
+{others}
 """
 
 
