@@ -23,7 +23,6 @@ from check.rules.files import resumed, writers
 from check.rules.gradients import left_over, scale
 from check.rules.models import failures, parameters, start
 from check.scenarios import Checked, Options
-from check.tests import sealed
 from check.tests.corpus import __main__ as corpus
 from check.tests.corpus.bugs import BUGS, CORRECT, changed
 
@@ -733,20 +732,6 @@ def test_more_than_two_processes(tmp_path):
     code, stdout, _ = run_check(tmp_path, "--processes", "3", "--json", "-")
     (found,) = [f for f in json.loads(stdout)["findings"] if f["rule"] == "gradient-scale"]
     assert code == 1 and "0.333" in found["observed"]
-
-
-def test_sealed_list_names_rules_and_has_two_mutants_of_each_repository():
-    entries = {entry["repository"]: entry for _, entry, _ in sealed.cases()}
-    assert len(entries) == 20
-    rules = set(ADVICE)
-    for entry in entries.values():
-        assert len(entry["mutants"]) == 2
-        assert set(entry["expected"] + entry["notes"]) <= rules
-        assert all(set(mutant["expected"]) <= rules for mutant in entry["mutants"])
-    name, entry, mutant = list(sealed.cases())[1]
-    rows = sealed.page({name: {"found": [], "seconds": 3.0}}).splitlines()
-    assert len(rows) == 2 + 60 and sum("not run" in row for row in rows) == 59
-    assert sealed.verdict(entry, mutant, {"found": []}) == "missed"
 
 
 TWO_DIMENSIONS = """
