@@ -449,6 +449,6 @@ if __name__ == "__main__":
         # An error that all ranks have is printed once: torchrun stops the other ranks first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(15)
+            time.sleep(30)
         sys.exit(traceback.format_exc())  # unlike `raise`, ends the loader's processes
     dist.destroy_process_group()

@@ -487,7 +487,7 @@ if __name__ == "__main__":
         # An error that all ranks have is printed once: torchrun stops the other ranks first.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(15)
+            time.sleep(30)
         sys.exit(traceback.format_exc())  # unlike `raise`, ends the loader's processes
     dist.destroy_process_group()
     os._exit(0)  # threads of gloo may abort a process that shuts down (pytorch/pytorch#190489)
