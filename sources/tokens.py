@@ -8,7 +8,6 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,8 @@ from utils.errors import UserError
 
 # Megatron-LM's index, FILE.idx beside FILE.bin, begins with MAGIC, a version, a code of the type,
 # and the numbers of sequences and of bounds. Then come the lengths of the sequences (int32), their
-# places in bytes (int64), and the bounds (int64): the first sequence of each document, and the end.
+# places in bytes (int64), which are not read here, and the bounds (int64): the first sequence of
+# each document, and the end.
 MAGIC = b"MMIDIDX\x00\x00"
 HEAD = struct.Struct("<9sQBQQ")
 KINDS = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -41,9 +41,8 @@ class TokenFiles(Dataset[Tensor]):
     theirs, such as "uint16", unless a file FILE.idx of Megatron-LM says it. limit: no token is as
     large, such as the size of the vocabulary.
 
-    Raises UserError if a file cannot be read, is empty, is not a multiple of the dtype's size, does
-    not fit its FILE.idx, or, as far as parts of it tell, has tokens of another type or above the
-    limit.
+    Raises UserError if a file is empty, is not a multiple of the dtype's size, does not fit its
+    FILE.idx, or, as far as parts of it tell, has tokens of another type or above the limit.
     """
 
     def __init__(
@@ -120,11 +119,7 @@ class TokenFiles(Dataset[Tensor]):
 
     def _map(self, number):
         if number not in self.maps:
-            path = self.paths[number]
-            try:
-                self.maps[number] = numpy.memmap(path, self.dtypes[number], mode="r")
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}") from None
+            self.maps[number] = numpy.memmap(self.paths[number], self.dtypes[number], mode="r")
         return self.maps[number]
 
 
@@ -148,11 +143,10 @@ class TokenDocuments(TokenFiles):
 
 
 class Index(NamedTuple):
-    """The type of the tokens, and what FILE.idx holds after its head, mapped: see MAGIC."""
+    """What FILE.idx holds, mapped: see MAGIC."""
 
     dtype: numpy.dtype[Any]
     lengths: Any
-    places: Any
     bounds: Any
 
 
@@ -176,35 +170,27 @@ def _read_index(path):
     index = Path(path).with_suffix(".idx")
     if not index.exists():
         return None
-    try:
-        data, size = numpy.memmap(index, numpy.uint8, mode="r"), Path(path).stat().st_size
-    except ValueError:  # it is empty
-        data, size = numpy.empty(0, numpy.uint8), 0
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
-    if len(data) < HEAD.size or data[: len(MAGIC)].tobytes() != MAGIC:
+    with open(index, "rb") as file:
+        head = file.read(HEAD.size).ljust(HEAD.size)
+    magic, version, code, sequences, documents = HEAD.unpack(head)
+    if magic != MAGIC or version != 1 or code not in KINDS:
         raise UserError(f"{index} is not an index of Megatron-LM: remove it, or write it again")
-    _, version, code, sequences, documents = HEAD.unpack(data[: HEAD.size].tobytes())
-    if version != 1 or code not in KINDS:
-        raise UserError(f"{index} has version {version} and type {code}, which are not known here")
-    ends = numpy.cumsum([HEAD.size, 4 * sequences, 8 * sequences, 8 * documents])
-    if len(data) != ends[-1] or not sequences or documents < 2:
+    end = HEAD.size + 12 * sequences  # of the lengths and the places
+    if index.stat().st_size != end + 8 * documents:
         raise UserError(
-            f"{index} has {len(data)} bytes, where {sequences} sequences and {documents} bounds of "
-            f"documents take {ends[-1]}: it is cut off, or of a multimodal dataset"
+            f"{index} has not the bytes that its {sequences} sequences and {documents} bounds of "
+            f"documents take: it is cut off, or of a multimodal dataset"
         )
-    columns = zip(pairwise(ends), ("<i4", "<i8", "<i8"), strict=True)
-    lengths, places, bounds = (data[first:stop].view(kind) for (first, stop), kind in columns)
-    found = Index(numpy.dtype(KINDS[code]), lengths, places, bounds)
-    told = int(lengths.sum(dtype=numpy.int64)) * found.dtype.itemsize
-    last = places[-1] + lengths[-1] * found.dtype.itemsize
-    is_whole = places[0] == 0 and last == size and [*bounds[[0, -1]]] == [0, sequences]
-    if told != size or not is_whole:
+    lengths = numpy.memmap(index, "<i4", "r", HEAD.size, (sequences,))
+    bounds = numpy.memmap(index, "<i8", "r", end, (documents,))
+    dtype, size = numpy.dtype(KINDS[code]), Path(path).stat().st_size
+    told = int(lengths.sum(dtype=numpy.int64)) * dtype.itemsize
+    if told != size:
         raise UserError(
             f"{index} tells of {told} bytes in {path}, which has {size}: one of them is cut off or "
             f"of a different dataset"
         )
-    return found
+    return Index(dtype, lengths, bounds)
 
 
 def _bounds_of(path):
@@ -212,11 +198,7 @@ def _bounds_of(path):
     index = _read_index(path)
     if index is None:
         raise UserError(f"there is no {Path(path).with_suffix('.idx')}, which tells of documents")
-    ends = numpy.append(index.places // index.dtype.itemsize, index.lengths.sum(dtype=numpy.int64))
-    is_sorted = (index.lengths >= 0).all() and (numpy.diff(index.bounds) >= 0).all()
-    if not is_sorted or (numpy.diff(ends) != index.lengths).any():
-        raise UserError(f"{Path(path).with_suffix('.idx')} is damaged: its documents overlap")
-    return ends[index.bounds]
+    return numpy.append(0, index.lengths.cumsum(dtype=numpy.int64))[index.bounds]
 
 
 def _dtype_of(path, dtype):
@@ -225,15 +207,10 @@ def _dtype_of(path, dtype):
 
 
 def _length_of(path, dtype):
-    try:
-        size = Path(path).stat().st_size
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if size % dtype.itemsize:
+    size = Path(path).stat().st_size
+    if not size or size % dtype.itemsize:
         raise UserError(
             f"{path} has {size} bytes, which {dtype} tokens do not fill: it is cut off, or its "
             f"tokens are of another type"
         )
-    if size < 2 * dtype.itemsize:
-        raise UserError(f"{path} holds nothing to predict: two tokens are needed")
     return size // dtype.itemsize
