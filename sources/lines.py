@@ -17,7 +17,7 @@ def scan_json_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> P
             value = parse_json(os.pread(file.fileno(), size, offset))
             if field.name:
                 integer = field.of(value.get(field.name)) if isinstance(value, dict) else None
-        except (ValueError, RecursionError) as error:  # also of half a surrogate pair in a text
+        except ValueError as error:  # also of half a surrogate pair in a text
             left_out.add(f"at offset {offset}", f"no JSON in UTF-8: {error}")
             continue
         if integer is None:
@@ -27,7 +27,7 @@ def scan_json_lines(file: BinaryIO, field: IndexedField, left_out: LeftOut) -> P
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of a line. Raises ValueError or RecursionError."""
+    """The value of a line. Raises ValueError."""
     return json.loads(_decode(data))  # of bytes, it would guess the encoding
 
 

@@ -70,9 +70,9 @@ def _scan_parquet(file, field, left_out):
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
-            if field.name and names.count(field.name) != 1:
-                found = f"{names.count(field.name)} columns {field.name!r} of {', '.join(names)}"
-                left_out.add("in its schema", found, table.metadata.num_rows)
+            if field.name and field.name not in names:
+                reason = f"no column {field.name!r}, only {', '.join(names)}"
+                left_out.add("in its schema", reason, table.metadata.num_rows)
                 return
             for group in range(table.num_row_groups):
                 yield from _scan_group(table, group, field, left_out)

@@ -135,7 +135,7 @@ class Shards(SmallSamples):
         data = self._read(shard, offset, size)
         try:
             return self.format.parse(data)
-        except (ValueError, RecursionError, tarfile.TarError) as error:
+        except (ValueError, tarfile.TarError) as error:
             raise UserError(
                 f"{self.paths[shard]} is damaged at offset {offset} ({error}): restore it"
             ) from None

@@ -67,14 +67,12 @@ def _integer_of(file, key, members, field):
     parts = {}
     for member in members:
         _, extension = _split_name(member.name)
-        if member.islnk() or member.issym():
+        if not member.isreg():
             raise ValueError(
-                f"{member.name} is a link, and has no data: archive with tar --hard-dereference -h"
+                f"{member.name} is a link, or no file: archive with tar --hard-dereference -h"
             )
         if member.issparse():
             raise ValueError(f"{member.name} is stored with holes: archive without tar -S")
-        if not member.isreg():
-            raise ValueError(f"{member.name} is not a file")
         if extension in parts:
             raise ValueError(f"{member.name} is there twice")
         parts[extension] = member
