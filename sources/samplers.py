@@ -49,13 +49,7 @@ class DistributedSamplerWrapper(Sampler[int]):
             self.sampler.set_epoch(self.epoch)
         with SampleSeeds(self.seed, self.epoch) as seeds:
             seeds.seed(0)
-            try:
-                indices = numpy.fromiter(map(operator.index, self.sampler), numpy.int64)
-            except TypeError as error:
-                raise UserError(
-                    f"the {type(self.sampler).__name__} must yield indices, one at a time, not "
-                    f"batches of them ({error}): of a BatchSampler, pass the sampler in it"
-                ) from error
+            indices = numpy.fromiter(map(operator.index, self.sampler), numpy.int64)
         if len(indices) != len(self.sampler):
             raise UserError(
                 f"the {type(self.sampler).__name__} has yielded {len(indices)} indices, but its "
@@ -92,10 +86,6 @@ class ShardOrder(Sampler[int]):
     def __init__(
         self, shard_sizes: Sequence[int], interleave: int = 16, buffer: int = 10_000
     ) -> None:
-        if min(interleave, buffer) < 1:
-            raise UserError(
-                f"interleave is {interleave}, buffer is {buffer}: both must be 1 at least"
-            )
         self.sizes = numpy.asarray(shard_sizes)
         self.interleave, self.buffer = interleave, buffer
 

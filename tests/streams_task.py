@@ -57,15 +57,6 @@ class HuggingFace:
         return stream.shuffle(seed=7, buffer_size=10)
 
 
-class DividedHuggingFace:
-    """The same, divided as its documentation says."""
-
-    def __new__(cls, rows):
-        from datasets.distributed import split_dataset_by_node
-
-        return split_dataset_by_node(HuggingFace(rows), dist.get_rank(), dist.get_world_size())
-
-
 def to_pair(sample):
     inputs = torch.tensor(sample["row"] if isinstance(sample, dict) else sample)
     return inputs + torch.rand(4) / 10, inputs.sum(0, keepdim=True)
