@@ -4,11 +4,11 @@ import re
 import shutil
 
 import pytest
-import torch
 
 from tests.forked import ROUNDING, fork_script, killed_at, largest_difference, same_bits
 from tests.namespaces import c10d, finish, hosts, needs_namespaces
-from tests.recipes import RUN, applied, run_to_end
+from tests.recipes import RUN, apply, run_to_end
+from tools.lib.edits import changed
 from tools.lib.ladder import ROOT
 from tools.verify.run import project_with_task
 from utils.checkpoint import read_checkpoint
@@ -19,33 +19,29 @@ SETTLED = "rebuild_ddp_buckets(model)  # a resumed run then sums gradients in th
 RESUMED = {"save_steps": 2}
 SLOW, RARE = pytest.mark.slow, pytest.mark.rare
 
+IMPORTED, _, REGISTER = IN_BF16.splitlines()
+CHANGES = {
+    "plain": [],
+    "bf16": [
+        ("import torch\n", f"import torch\n{IMPORTED}\n"),
+        (SETTLED, f"{SETTLED}    {REGISTER}\n"),
+    ],
+    "PowerSGD": [],  # the page's diff
+    "local steps": [
+        ("\n\ndef train_one_epoch", f"\n\n{LOCAL_STEPS}\n\ndef train_one_epoch"),
+        ("outputs = model(inputs)", "outputs = local_forward(model, inputs)"),
+        ("scheduler.step()\n", "scheduler.step()\n        average(model, optimizer, loader)\n"),
+    ],
+}
 
-def edited(path, *replacements):
-    """Replace pieces of code in a file, each of which must be there once. Returns the path."""
-    text = path.read_text()
-    for code, instead in replacements:
-        assert text.count(code) == 1, code
-        text = text.replace(code, instead)
-    path.write_text(text)
-    return path
 
-
-def script_with(change, folder):
-    """The path of a copy of train_ddp.py: "plain", or with one of the page's changes."""
+def script_with(change, folder, more=()):
+    """The path of a copy of train_ddp.py with one of the page's changes, and maybe more."""
+    folder = project_with_task("images", folder)
     if change == "PowerSGD":
-        return applied(PAGE.stem, folder) / "train_ddp.py"
-    script = project_with_task("images", folder) / "train_ddp.py"
-    if change == "bf16":
-        imported, _, register = IN_BF16.splitlines()
-        edited(script, ("import torch\n", f"import torch\n{imported}\n"))
-        edited(script, (SETTLED, f"{SETTLED}    {register}\n"))
-    if change == "local steps":
-        edited(script, ("\n\ndef train_one_epoch", f"\n\n{LOCAL_STEPS}\n\ndef train_one_epoch"))
-        edited(script, ("outputs = model(inputs)", "outputs = local_forward(model, inputs)"))
-        edited(
-            script,
-            ("scheduler.step()\n", "scheduler.step()\n        average(model, optimizer, loader)\n"),
-        )
+        assert not apply(PAGE.stem, folder)
+    script = folder / "train_ddp.py"
+    script.write_text(changed(script.read_text(), [*CHANGES[change], *more], script))
     return script
 
 
@@ -79,25 +75,6 @@ def test_power_sgd_resumes_within_an_epoch(nproc, power_sgd, tmp_path):
     assert run.stderr == ""
     assert largest_difference(end["model"], two) < ROUNDING
     assert nproc == 3 or same_bits(end["model"], two)
-
-
-@SLOW
-@pytest.mark.parametrize(
-    "part", ["error_dict", *(pytest.param(p, marks=RARE) for p in ("q_memory_dict", "iter"))]
-)
-def test_power_sgd_needs_its_state(part, power_sgd, tmp_path):
-    """A resumed run that lacks a part of the state reaches different weights."""
-    script, two, killed = power_sgd
-    shutil.copytree(killed, tmp_path / "run")
-    checkpoint = read_checkpoint(killed / "last.pt")
-    state = checkpoint["power_sgd"]
-    if part == "iter":
-        state["iter"] = 0
-    else:
-        state[part] = {bucket: torch.zeros_like(t) for bucket, t in state[part].items()}
-    torch.save(checkpoint, tmp_path / "run" / "last.pt")
-    _, end = run_to_end(script, 2, tmp_path / "run", **RESUMED)
-    assert largest_difference(end["model"], two) > 1e-6
 
 
 @SLOW
@@ -137,7 +114,6 @@ COUNTED = [  # the bytes that train_one_epoch() sends
     ("train_result = train_one_epoch(", "before = sent()\n        train_result = train_one_epoch("),
     ("val_result = ", 'train_result["sent"] = sent() - before\n        val_result = '),
 ]
-CHANGES = ("plain", "bf16", "PowerSGD", "local steps")
 STEPS = 24  # per epoch
 
 
@@ -150,7 +126,7 @@ def test_bytes_and_seconds(tmp_path):
     flags |= {"synthetic_samples": 32 * STEPS, "epochs": 2, "lr": 0.02}
     sent = {}
     for change in CHANGES:
-        script = edited(script_with(change, tmp_path / change), *COUNTED)
+        script = script_with(change, tmp_path / change, COUNTED)
         output = tmp_path / f"{change} run"
         with hosts(2) as machines:
             for machine in machines:
