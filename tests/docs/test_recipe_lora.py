@@ -5,6 +5,7 @@ import torch
 
 from tests.forked import ROUNDING, killed_at, largest_difference
 from tests.recipes import TEXT, applied, import_new, run_text_to_end, with_task
+from tools.lib.edits import changed
 from tools.lib.ladder import ROOT
 from utils.checkpoint import read_checkpoint
 
@@ -23,11 +24,11 @@ class Project:
         script = with_task(self.folder / script, "tasks.text")
         return run_text_to_end(script, nproc, output_dir, before, **flags)
 
-    def model(self, *adapters):
-        model = self.text.GPT(*SIZES).double()
-        if adapters:
-            self.lora.add_lora(model, ("query", "value"), *adapters)
-        return model
+    def model(self, rank=0):
+        model = self.text.GPT(*SIZES)
+        if rank:
+            self.lora.add_lora(model, ("query", "value"), rank)
+        return model.double()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_only_adapters_are_trained(project, base, one):
 
 def test_adapters_change_nothing_at_first(project):
     inputs = torch.randint(256, (3, 20))
-    model, adapted = project.model(), project.model(4).double()
+    model, adapted = project.model(), project.model(4)
     adapted.load_state_dict(model.state_dict(), strict=False)
     assert torch.equal(model(inputs), adapted(inputs))
     assert adapted.blocks[0].attention.key.bias is None
@@ -73,13 +74,13 @@ def test_adapters_change_nothing_at_first(project):
 def test_merged_model(project, base, one, tmp_path):
     page = (ROOT / "docs" / "recipes" / "lora.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
-    files = {"runs/train_ddp/best.pt": tmp_path / "best.pt", "merged.pt": tmp_path / "merged.pt"}
+    changes = [
+        ("runs/train_ddp/best.pt", str(tmp_path / "best.pt")),
+        ('"merged.pt"', repr(str(tmp_path / "merged.pt"))),
+    ]
     torch.save(one, tmp_path / "best.pt")
-    for name, path in files.items():
-        assert code.count(f'"{name}"') == 1
-        code = code.replace(f'"{name}"', repr(str(path)))
-    exec(code, {})
-    plain, adapted = project.model(), project.model(8).double()
+    exec(changed(code, changes, "lora.md"), {})
+    plain, adapted = project.model(), project.model(8)
     plain.load_state_dict(read_checkpoint(tmp_path / "merged.pt")["model"])
     adapted.load_state_dict(one["model"])
     inputs = torch.randint(256, (3, 20))
@@ -89,17 +90,16 @@ def test_merged_model(project, base, one, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "legs",
+    ("script", "nproc", "flags"),
     [
-        [("train_ddp.py", 2, {}), ("train_ddp.py", 3, {})],
-        [("train_fsdp.py", 2, {}), ("train_fsdp.py", 3, {})],
-        [("train_ddp_accum.py", 2, {"micro_batches": 3})] * 2,
+        ("train_ddp.py", 3, {}),
+        ("train_fsdp.py", 3, {}),
+        ("train_ddp_accum.py", 2, {"micro_batches": 3}),
     ],
-    ids=lambda legs: legs[0][0],
 )
-def test_killed_and_resumed(legs, project, base, one, tmp_path):
-    for (script, nproc, flags), before in zip(legs, (killed_at(1, 3), None), strict=True):
-        flags = {"base": base, "save_steps": 2} | flags
-        run, end = project.train(script, nproc, tmp_path / "run", before, **flags)
-        assert run.stderr == ""
+def test_killed_and_resumed(script, nproc, flags, project, base, one, tmp_path):
+    flags = flags | {"base": base, "save_steps": 2}
+    killed, _ = project.train(script, 2, tmp_path / "run", killed_at(1, 3), **flags)
+    run, end = project.train(script, nproc, tmp_path / "run", **flags)
+    assert killed.stderr == run.stderr == ""
     assert largest_difference(end["model"], one["model"]) < ROUNDING
