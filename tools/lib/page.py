@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import warnings
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -135,19 +134,14 @@ def figure(drawn, caption):
 
 
 def save_picture(drawn, path):
-    """Write a drawing as a picture on white, in the format that the name of the file ends with.
-    Raises UserError if it fails."""
+    """Write a drawing as a picture on white, in the format that the name of the file ends with."""
     from matplotlib import rc_context
 
     file = io.BytesIO()
     kind = Path(path).suffix.removeprefix(".") or "png"
     fixed = {"metadata": {"Date": None}} if kind == "svg" else {}
-    settings = {"svg.hashsalt": "", "svg.fonttype": "path"}
-    try:
-        with rc_context(settings), warnings.catch_warnings(action="ignore"):  # of missing glyphs
-            drawn.savefig(file, format=kind, dpi=120, facecolor="white", **fixed)
-    except ValueError as error:
-        raise UserError(f"cannot draw {path}: {error}") from None
+    with rc_context({"svg.hashsalt": "", "svg.fonttype": "path"}):
+        drawn.savefig(file, format=kind, dpi=120, facecolor="white", **fixed)
     write_file(path, file.getvalue())
 
 
@@ -156,7 +150,7 @@ def write_file(path, contents):
     path = Path(path).resolve()  # the file that a link leads to
     temporary = path.with_name(f".{path.name}.tmp")
     if isinstance(contents, str):
-        contents = contents.encode(errors="replace")
+        contents = contents.encode()
     try:
         if path.exists() and not path.is_file():  # such as /dev/stdout; a folder is an error
             path.write_bytes(contents)
