@@ -29,6 +29,19 @@ def refused(*arguments, project=ROOT, code=1):
     return done.stderr
 
 
+def write(files, folder):
+    """Write {path: bytes}."""
+    for path, contents in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(contents)
+
+
+def contents_of(folder):
+    """{path: bytes} of all files in a folder, but for compiled ones."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path: path.read_bytes() for path in paths}
+
+
 def run_alone(folder, script, flags):
     """Run a script as the only process of a job. Returns the CompletedProcess."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

@@ -44,10 +44,8 @@ from tools.lib.update import (
     python_files,
     read,
     read_record,
-    read_source,
     require_resolved,
     text_of_record,
-    with_line_feeds,
     write_files,
 )
 
@@ -120,17 +118,17 @@ def with_packages(files):
         path = file.relative_to(ROOT)
         for package in path.parents[:-1]:
             result.setdefault(package / "__init__.py", b"")
-        result[path] = read_source(file)
+        result[path] = file.read_bytes()
     return result
 
 
 def contents(files, task="images"):
     """{path below the destination: bytes} of a copy of the project's files."""
-    result = {Path("utils") / "LICENSE": read_source(ROOT / "LICENSE")}
+    result = {Path("utils") / "LICENSE": (ROOT / "LICENSE").read_bytes()}
     if task == "images":
         for config in (ROOT / "configs").glob("*.yaml"):
             if config.name not in NOT_TO_COPY:
-                result[config.relative_to(ROOT)] = read_source(config)
+                result[config.relative_to(ROOT)] = config.read_bytes()
     result |= with_packages(files)
     script = files[0].relative_to(ROOT)
     result[script] = with_task(files[0], task).encode()
@@ -200,15 +198,11 @@ def parse_arguments():
     )
     if unknown := sorted(set(args.without) - GUARDS.keys()):
         parser.error(f"cannot leave out {', '.join(unknown)}: choose from {', '.join(GUARDS)}")
-    if both := sorted(set(args.without) & set(args.options)):
-        parser.error(f"--with and --without contradict each other: {', '.join(both)}")
     number = 0 if args.update else 1 if args.recipe else 2
-    if len(args.paths) != number or (args.update and args.recipe):
+    if len(args.paths) != number:
         parser.error("pass SCRIPT and DEST, or --update DEST, or --recipe NAME DEST")
     if args.update is None and (args.dry_run or args.diff or args.commit is not None):
         parser.error("--dry-run, --diff and --from are for --update")
-    if args.update is not None and (args.task or args.force):
-        parser.error("--task and --force are not for --update")
     if number == 2:
         script, args.destination = args.paths
         if script.parent.name == "one_file":
@@ -246,8 +240,6 @@ def make_copy(args):
     folder = args.destination
     if folder.resolve() == ROOT:
         raise CannotUpdate(f"{folder} is this clone: name a different folder")
-    if folder.is_file():
-        raise CannotUpdate(f"{folder} is a file: name a folder")
     record = read_record(folder) or new_record(head())
     if record["commit"] != head():
         raise CannotUpdate(
@@ -278,7 +270,6 @@ def make_copy(args):
     require_nothing_hidden(folder, new)
     sums = {path: checksum(text) for path, text in new.items()}
     present = {path: read(folder / path) for path in new}
-    present = {path: text and with_line_feeds(text) for path, text in present.items()}
     changed = [path for path, text in new.items() if present[path] != text]
     differ = [path for path in changed if present[path] is not None]
     edited = [path for path in differ if record["files"].get(path) == sums[path]]  # by the owner
@@ -366,10 +357,6 @@ def update(args):
     """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that use
     what is gone; otherwise 0."""
     folder, new_commit = args.update, resolve("HEAD")
-    if not folder.is_dir():
-        raise CannotUpdate(f"there is no folder {folder}")
-    if folder.resolve() == ROOT:
-        raise CannotUpdate(f"{folder} is this clone: git pull updates it")
     try:
         record = read_record(folder)
     except CannotUpdate:
@@ -391,11 +378,6 @@ def update(args):
     wanted = set(args.options) - kept
     scripts = {moved.get(script, script): task for script, task in record["scripts"].items()}
     for script, task in scripts.items():
-        if script not in RUNGS:
-            raise CannotUpdate(
-                f"{script} is no longer a script of the project: remove it from the scripts and "
-                f"the files in {folder / RECORD}, and keep yours"
-            )
         every |= options_and_commands(ROOT / script, task)
     choose(wanted, every)
     chosen = {*every} if args.all else options_of(record, every, moved) | wanted
@@ -459,7 +441,7 @@ def change(folder, name, undo):
 
     def text_of(path):
         found = read(folder / path)
-        return found and with_line_feeds(found).decode()
+        return found and found.decode()
 
     texts = recipes.apply(name, record["scripts"], text_of, undo)
     written = {path: text.encode() for path, text in texts.items() if text is not None}

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from lab.edits import FUNCTION, IMPORT, LOOP, before
+from tests.copies import contents_of, write
 from tests.docs.test_own_task import blocks
 from tools.copy import texts
 from tools.lib.edits import changed
@@ -29,15 +30,11 @@ def evaluate(model, *rest):
 @pytest.fixture(params=["train_ddp.py"])
 def own(tmp_path, request):
     """A copy of a script in a folder of its own, which trains the task of docs/own-task.md."""
-    script = tmp_path / "own" / request.param
-    for path, text in texts({script.name: "images"}, []).items():
-        (script.parent / path).parent.mkdir(parents=True, exist_ok=True)
-        (script.parent / path).write_bytes(text)
-    text = script.read_text().replace("import tasks.images as task", "import my_task as task")
-    script.write_text(text)
-    code = next(block for block in blocks("python") if "class BrightSpot" in block)
-    script.with_name("my_task.py").write_text(code)
-    return script
+    folder = tmp_path / "own"
+    write(texts({request.param: "own"}, []), folder)
+    (code,) = [block for block in blocks("python") if "class BrightSpot" in block]
+    (folder / "my_task.py").write_text(code)
+    return folder / request.param
 
 
 def verify(script, *arguments):
@@ -50,11 +47,10 @@ def verify(script, *arguments):
 @pytest.mark.slow
 @pytest.mark.rare
 def test_own_task_trains_the_same_weights(own):
-    before = sorted(path for path in own.parent.rglob("*") if "__pycache__" not in path.parts)
+    before = contents_of(own.parent)
     code, text = verify(own, "--", *SETTINGS)
     assert code == 0 and "7 of 7 cases passed" in text and "no rows" not in text, text
-    after = sorted(path for path in own.parent.rglob("*") if "__pycache__" not in path.parts)
-    assert after == before
+    assert contents_of(own.parent) == before
 
 
 @pytest.mark.slow

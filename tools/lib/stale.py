@@ -5,13 +5,7 @@ and `now`, the project's before and after, without what is left out of the copy.
 """
 
 import ast
-import re
 from functools import cache
-
-# A conflict, as git merge-file marks it: the owner's lines, and all lines behind them.
-CONFLICT = re.compile(
-    rb"^<<<<<<< yours\r?\n(.*?)(^\|\|\|\|\|\|\| .*?^>>>>>>> new [^\n]*\n)", re.M | re.S
-)
 
 
 def stale_imports(after, then, now, moved):
@@ -32,9 +26,7 @@ def stale_imports(after, then, now, moved):
                 place = f"{moved[old]} now" if old in moved else "gone, or left out"
                 lines.append(f"{path} imports {old}, which is {place}: change the import")
             elif name in _names(then[old]) - known:
-                places = [place for place, text in now.items() if name in _defined(text)]
-                remedy = f"{places[0]} has it" if len(places) == 1 else "change that"
-                lines.append(f"{path} imports {name}, which {new} no longer has: {remedy}")
+                lines.append(f"{path} imports {name}, which {new} no longer has: change that")
     return lines
 
 
@@ -136,21 +128,13 @@ def _names(text):
 
 
 @cache
-def _defined(text):
-    """The names of the functions and classes of a Python file."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return {node.name for node in _parsed(text).body if isinstance(node, kinds)}
-
-
-@cache
 def _nodes(text):
     """All nodes of the syntax tree of a text."""
     return list(ast.walk(_parsed(text)))
 
 
 def _parsed(text):
-    """The syntax tree, of the owner's lines where there are conflicts; empty if it fails."""
-    text = CONFLICT.sub(lambda match: b"\n" + match[1] + b"\n" * match[2].count(b"\n"), text)
+    """The syntax tree; empty if it fails, as of a file with conflicts: the next update reads it."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError):

@@ -6,7 +6,6 @@ with the version that was copied. Nothing is written before all of this has been
 """
 
 import difflib
-import glob
 import hashlib
 import io
 import json
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,6 @@ from tools.lib import history
 from tools.lib.ladder import RUNGS
 
 RECORD = "copied.json"
-LEFT_OVER = 60  # seconds; an older temporary file was left by an update that was killed
 OWN = "own"  # in place of a task: the user's module
 FOLDERS = ("utils", "tasks", "sources", "tools", "configs")  # of a copy, besides the scripts
 SOURCES = {"utils/LICENSE": "LICENSE"}  # {path in a copy: path in the project}, where they differ
@@ -70,21 +67,17 @@ def new_record(commit):
 
 
 def read_record(folder):
-    """The record of a copy as a dict, or None. Raises CannotUpdate if it is damaged."""
+    """The record of a copy as a dict, or None. Raises CannotUpdate if it is not JSON, as where git
+    has marked conflicts in it."""
     path = Path(folder) / RECORD
     try:
-        record = {"without": [], "since": None} | json.loads(path.read_text(encoding="utf-8"))
-        if record.keys() != new_record(None).keys():
-            raise ValueError("it has other entries")
-        if not isinstance(record["files"], dict) or not isinstance(record["scripts"], dict):
-            raise ValueError("its entries are of other types")
+        return {"without": [], "since": None} | json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, OSError) as error:
+    except ValueError as error:
         raise CannotUpdate(
             f"{path} cannot be read ({error}): pass --update {folder} --from COMMIT"
         ) from None
-    return record
 
 
 def text_of_record(commit, since, scripts, options, guards, sums):
@@ -99,7 +92,6 @@ def write_files(folder, files):
     """Write {path in a folder: bytes}. If that fails for one of them, as on a full disk, nothing
     has changed: raises CannotUpdate. Nor has it after Ctrl-C."""
     targets = {(folder / path).resolve(): contents for path, contents in files.items()}
-    require_no_folders(targets)
     before = {target: read(target) for target in targets}
     ending = f".{os.getpid()}.copying"
     written = {target: target.with_name(f".{target.name}{ending}") for target in targets}
@@ -107,9 +99,6 @@ def write_files(folder, files):
     try:
         for target, contents in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
-            for old in target.parent.glob(f".{glob.escape(target.name)}.*.copying"):
-                if time.time() - old.stat().st_mtime > LEFT_OVER:
-                    old.unlink()
             written[target].write_bytes(contents)
             if before[target] is not None:
                 shutil.copymode(target, written[target])
@@ -132,13 +121,6 @@ def write_files(folder, files):
         ) from None
 
 
-def require_no_folders(paths):
-    """Raise CannotUpdate if one of the paths of files is a folder."""
-    for path in paths:
-        if path.is_dir():
-            raise CannotUpdate(f"{path} is a folder, where a file belongs: rename it")
-
-
 def merge(mine, base, theirs, names, path=""):
     """(merged bytes, the number of conflicts). names: of the three versions, for the markers.
     path: of the file, for an error."""
@@ -159,7 +141,7 @@ def require_resolved(folder, paths):
     """Raise CannotUpdate if files of a copy still have conflicts that merge() has marked."""
     marked = re.compile(rb"^<<<<<<< yours$.*^>>>>>>> new ", re.MULTILINE | re.DOTALL)
     texts = {path: read(Path(folder) / path) or b"" for path in sorted(paths)}
-    left = [path for path, text in texts.items() if marked.search(with_line_feeds(text))]
+    left = [path for path, text in texts.items() if marked.search(text)]
     if left:
         raise CannotUpdate(
             f"resolve the conflicts in {', '.join(left)} first: <<<<<<< yours ... >>>>>>> new"
@@ -224,12 +206,11 @@ def plan(folder, base, new, moved, labels):
         path = moved.get(old_path, old_path)
         path = path if path in new else old_path
         reached.add(path)
-        mine_on_disk = read(folder / old_path)
-        if mine_on_disk is None:
+        mine = read(folder / old_path)
+        if mine is None:
             if path in new and new[path] != old:
                 changes.append(Change(path, "deleted by you: not restored"))
             continue
-        mine = with_line_feeds(mine_on_disk)
         if path not in new:
             kind = "removed" if mine == old else "kept, although it is gone"
             changes.append(Change(old_path, kind))
@@ -249,11 +230,8 @@ def plan(folder, base, new, moved, labels):
             names = ("yours", f"copied ({labels[0]})", f"new ({labels[1]})")
             contents, conflicts = merge(mine, old, new[path], names, folder / old_path)
             kind = "conflict" if conflicts else "merged"
-        if 2 * mine_on_disk.count(b"\r\n") > mine_on_disk.count(b"\n"):  # written on Windows
-            contents = contents.replace(b"\n", b"\r\n")
-        if place or contents != mine_on_disk:
+        if place or contents != mine:
             changes.append(Change(path, kind, contents, conflicts, place))
-    require_no_folders(folder / path for path in [*base, *new])
     for path in sorted(new.keys() - reached):
         mine = read(folder / path)
         if mine is None:
@@ -266,16 +244,6 @@ def plan(folder, base, new, moved, labels):
 def read(path):
     """The bytes of a file, or None if there is none."""
     return path.read_bytes() if path.is_file() else None
-
-
-def with_line_feeds(contents):
-    """The bytes of a file with line ends as the project has them: git and editors change them."""
-    return contents.replace(b"\r\n", b"\n")
-
-
-def read_source(path):
-    """The bytes of a file that exists, with_line_feeds()."""
-    return with_line_feeds(path.read_bytes())
 
 
 def apply(folder, changes, record):

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,9 +221,7 @@ def write_overlay(script, like, task, folder):
     (folder / like).write_text(text, encoding="utf-8")
     left_out = {}
     if like == "train_ddp.py":
-        record = update.new_record(None)
-        with suppress(update.CannotUpdate):  # it is damaged
-            record = update.read_record(script.parent) or record
+        record = update.read_record(script.parent) or update.new_record(None)
         ours = {name: (ROOT / name).read_bytes() for name in (like, ACCUMULATED)}
         merged = merge(text, without(ours, record["without"]), like, ACCUMULATED)
         if merged is None:
