@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.lib.closure import closure, default_command, loaded, options, purpose, size, total
+from tools.lib.closure import closure, loaded, options, purpose, size, total
 from tools.lib.ladder import LADDER, RESULTS, ROOT
 
 FILES = {
@@ -51,11 +51,6 @@ def test_code_lines_leave_out_comments_docstrings_and_blank_lines(project):
     (project / "text.py").write_text('name = f"{a:{b}} and {f(c)!r}" f"{d}"\n')
     assert size(project / "text.py") == (1, 4)  # also where Python 3.12 splits these strings
     assert total([project / "train.py", project / "utils" / "base.py"]) == (3, 9)
-
-
-def test_default_command_is_that_of_the_docstring():
-    assert default_command(ROOT / "train_ddp.py") == []
-    assert default_command(ROOT / "train_tp.py") == ["--model", "vit_tiny"]
 
 
 # The others import nothing that it does not import, but for their own modules.
