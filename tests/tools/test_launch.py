@@ -20,14 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from tests.forked import FORK
 from tests.processes import SMALL
 from tools import launch as launch_module
-from tools.launch import (
-    error_files,
-    refuse_missing,
-    reports,
-    root_cause,
-    stop_by_signals,
-    watch_rendezvous,
-)
+from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
 from tools.lib.ladder import ROOT
 from tools.lib.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
@@ -49,8 +42,6 @@ def cannot_save(*_):
 def main():
     if mode == "user":
         raise UserError("the folder data/ is empty: pass --data-dir")
-    if mode == "bug":
-        raise ValueError("not a number")
     if mode == "abort":
         write_error_file("stopped by SIGTERM after epoch 1, and saved", "stopped")
         os.abort()
@@ -94,19 +85,13 @@ def launch(tmp_path_factory):
     return start
 
 
-@pytest.mark.parametrize(
-    ("mode", "last"),
-    [
-        ("user", "error (rank 0): the folder data/ is empty: pass --data-dir"),
-        pytest.param("bug", "ValueError: not a number", marks=pytest.mark.slow),
-    ],
-)
-def test_error_of_a_rank_is_the_last_line(mode, last, launch):
-    process = launch(mode)
+def test_error_of_a_rank_is_the_last_line(launch):
+    process = launch("user")
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert error.strip().splitlines()[-1] == last
-    assert error.count("Traceback") == (mode == "bug")  # the script's own, none of torchrun's
+    last = error.strip().splitlines()[-1]
+    assert last == "error (rank 0): the folder data/ is empty: pass --data-dir"
+    assert "Traceback" not in error
 
 
 def test_exit_code_of_a_rank_that_cannot_report():
@@ -129,35 +114,20 @@ def test_run_that_is_saved_may_abort_in_its_teardown(launch):
     assert process.returncode == 75
 
 
-@pytest.mark.parametrize(
-    ("number", "nproc", "receiver"),
-    [
-        pytest.param(signal.SIGHUP, 2, "a rank", marks=pytest.mark.slow),
-        (signal.SIGUSR1, 1, "the launcher"),
-    ],
-)
-def test_exit_code_tells_saved_from_killed(number, nproc, receiver, tmp_path):
-    """The signal goes to one process alone: a rank, whose launcher sees it end with 75, or the
-    launcher, which passes it on, and which more signals do not keep from waiting for the save."""
+def test_launcher_passes_a_signal_on_and_waits_for_the_save(tmp_path):
+    """Although more signals follow. The exit code says that the run is saved."""
     flags = SMALL | {"epochs": 10**6, "output_dir": tmp_path / "run"}
     flags |= {"image_size": 8, "synthetic_samples": 24, "save_steps": 1}
-    command = [sys.executable, "-m", "tools.launch", "--standalone", f"--nproc_per_node={nproc}"]
+    command = [sys.executable, "-m", "tools.launch", "--standalone", "--nproc_per_node=1"]
     command += ["train_ddp.py", *flag_list(flags)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "last.pt").exists():
         assert process.poll() is None
         time.sleep(0.1)
-    os.kill(children_of(process)[-1] if receiver == "a rank" else process.pid, number)
-    if receiver == "the launcher":
-        for _ in range(5):
-            time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    for _ in range(5):
+        time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
     assert error.count("stopped by a signal after epoch") == 1 and "Traceback" not in error
@@ -216,39 +186,15 @@ def test_launcher_heeds_a_second_request_and_no_more(monkeypatch):
     signal.raise_signal(signal.SIGUSR1)  # ignored: the exit code is known
 
 
-def test_reports_are_those_of_this_run_whatever_the_clock_says(tmp_path):
-    """A run in the user's --log-dir, whose clock has been set back since, or is a server's."""
+def test_reports_are_those_of_this_run(tmp_path):
+    """Also in a --log-dir with the reports of earlier ones."""
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "error.json").touch()
     old = error_files(tmp_path)
     (tmp_path / "new").mkdir()
     report = {"message": {"message": "saved\n", "extraInfo": {"outcome": "stopped"}}}
     (tmp_path / "new" / "error.json").write_text(json.dumps(report))
-    os.utime(tmp_path / "new" / "error.json", (1, 1))
     assert reports(tmp_path, old) == {"stopped": "saved"}
-
-
-def test_number_of_processes_is_checked(monkeypatch, capfd):
-    for nproc in ("0", "many"):
-        monkeypatch.setattr(sys, "argv", ["launch", f"--nproc_per_node={nproc}", "train_ddp.py"])
-        with pytest.raises(SystemExit, match="2"):
-            launch_module.main()
-        error = capfd.readouterr().err
-        assert error.startswith(f"error: --nproc_per_node={nproc}: ") and error.count("\n") == 1
-
-
-def test_missing_script_or_task_is_one_line(tmp_path, monkeypatch, capfd):
-    script = tmp_path / "train.py"
-    monkeypatch.setattr(sys, "argv", ["launch", "--standalone", str(script)])
-    for missing in ("train.py", "my_task.py"):
-        with pytest.raises(SystemExit, match="2"):
-            launch_module.main()
-        error = capfd.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
-        assert str(script) in error and missing in error
-        script.write_text("import torch\nimport my_task as task  # your own\n")
-    (tmp_path / "my_task").mkdir()  # a package
-    refuse_missing(script)
 
 
 @pytest.mark.parametrize(
@@ -307,21 +253,13 @@ def test_rendezvous_that_fails_is_one_line(error, pattern, monkeypatch, capfd):
     assert re.search(pattern, output)
 
 
-class Exit(Exception):
-    """Stands for the end of the process."""
-
-
 def test_lost_rendezvous_ends_the_process(monkeypatch, capfd):
-    def leave(code):
-        raise Exit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     server = socket.create_server(("127.0.0.1", 0))
-    closing = threading.Timer(0.5, server.close)
-    closing.start()
+    threading.Timer(0.5, server.close).start()
     endpoint = f"127.0.0.1:{server.getsockname()[1]}"
     start = time.monotonic()
-    with pytest.raises(Exit, match="1"):
+    with pytest.raises(SystemExit, match="1"):
         watch_rendezvous(endpoint, patience=0.6)
     assert time.monotonic() - start > 1  # not while it was reachable
     assert f"the rendezvous at {endpoint} has been unreachable" in capfd.readouterr().err
@@ -332,7 +270,6 @@ def test_lost_rendezvous_ends_the_process(monkeypatch, capfd):
     [
         (["--nnodes=1:4", "--rdzv_backend=c10d", "--rdzv_endpoint=host:1"], True),
         (["--nnodes=2", "--master_addr=host"], False),
-        (["--standalone"], False),
     ],
 )
 def test_rendezvous_over_several_nodes_is_watched(arguments, watched, monkeypatch):
