@@ -38,8 +38,8 @@ def test_every_script_is_run_or_has_a_reason():
 def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)
-    assert list(map(report.cause, run.step.get("wait", ()))) == []
-    assert not [name for name in run.step["copy"] if "pageable" in name]
+    assert "wait" not in run.step, run.step["wait"]
+    assert "pageable" not in " ".join(run.step["copy"])
     published = json.loads(RESULT.read_text())
     if published["torch"] == torch.__version__:
         assert counts_of(run.step) == published["scripts"][script], (
@@ -48,22 +48,12 @@ def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tm
         )
 
 
-def test_wait_in_a_step_is_found(null_device, tmp_path):
-    line = "meter.update(loss_sum, outputs, targets)"
-    copy = planted(tmp_path, "train_1gpu.py", line, f"{line}; loss.item()")
-    run = null_device.run(copy, output_dir=tmp_path / "run", **SETTINGS)
-    ((call, place),) = map(report.cause, run.step["wait"])
-    number = 1 + copy.read_text().partition("; loss.item()")[0].count("\n")
-    assert (call, place) == ("cudaStreamSynchronize", f"{copy}:{number}")
-
-
 RESNET = {"model": "resnet20"}
 OPTIONS = {
     "1gpu, options": (
         "train_1gpu.py",
         {"num_workers": 1, "loader": "workers", "log_steps": 5, "timing": True, "audit": True},
     ),
-    "1gpu, deterministic": ("train_1gpu.py", {"deterministic": True, "clip_norm": 1.0}),
     "graph, bfloat16": ("train_1gpu_graph.py", {"amp_dtype": "bfloat16", "clip_norm": 1.0}),
     "ddp, BatchNorm": ("train_ddp.py", RESNET),
     "ddp, skipped steps": ("train_ddp.py", {"max_skipped_steps": 3}),
@@ -84,15 +74,16 @@ def test_options(name, null_device, tmp_path):
     run = null_device.run(script, nproc, arguments=arguments, **flags)
     assert run.code == 0, run.stderr
     assert report.differences(run.reports) == []
-    waits = [place for _, place in map(report.cause, run.step.get("wait", ()))]
-    assert not [place for place in waits if WAITS_FOR.get(name, "nobody") not in place]
+    for wait in run.step.get("wait", ()):
+        _, place = report.cause(wait)
+        assert WAITS_FOR.get(name, "nobody") in place
 
 
 @pytest.mark.slow
 def test_files_of_each_rank(null_device, tmp_path):
     flags = {"save_sharded": True, "optimizer": "adamw"}
     run = stop_and_resume(null_device, "train_fsdp.py", tmp_path, 2, **flags)
-    assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
+    assert "wait" not in run.step, run.step["wait"]
 
 
 @pytest.mark.slow
@@ -106,7 +97,7 @@ def test_one_file(name, null_device, tmp_path):
     run = null_device.run(copy, 2, variables=variables, epochs=3, **flags)
     assert report.differences(run.reports) == []
     assert "barrier()" not in run.stderr  # warns that no GPU has been named for it
-    assert "wait" not in run.step, list(map(report.cause, run.step["wait"]))
+    assert "wait" not in run.step, run.step["wait"]
 
 
 # As TORCH_CUDA_SANITIZER=1 does when torch is imported, which it has been before the fork.
