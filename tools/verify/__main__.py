@@ -37,7 +37,8 @@ def parse_arguments():
     parser.add_argument("--task", choices=SUITES, default="images", help="what the scripts train")
     parser.add_argument("--script", metavar="PATH", type=Path, help="your copy of a script")
     parser.add_argument("--like", metavar="SCRIPT", help="whose cases to run, if the names differ")
-    parser.add_argument("--plant", metavar="BUG", help="a classic bug, or list")
+    names = ["list", *(bug.name for bug in PLANTS)]
+    parser.add_argument("--plant", choices=names, metavar="BUG", help="a classic bug, or list")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains TEXT")
     parser.add_argument("--matrix", action="store_true", help="each script resumes the run of each")
     parser.add_argument("--device", default="cpu", help="of all processes, such as cuda:0")
@@ -50,8 +51,6 @@ def parse_arguments():
     bug = next((bug for bug in PLANTS if bug.name == args.plant), None)
     args.suite = SUITES[bug.task if bug else args.task]
     args.cases, args.scripts, args.own = args.suite.cases, {}, None
-    if args.script and args.plant:
-        parser.error("--plant changes the project's scripts, not yours: pass one of the two")
     if args.script:
         name, path = args.like or args.script.name, args.script.resolve()
         args.cases, args.scripts = cases_of(args.suite, name), {name: path}
@@ -75,8 +74,6 @@ def parse_arguments():
             "flags behind -- are for a script of yours (--script): the project's cases have their "
             "own settings"
         )
-    if args.plant and args.plant not in ["list", *(bug.name for bug in PLANTS)]:
-        parser.error(f"there is no bug named {args.plant}: see --plant list")
     return args
 
 
