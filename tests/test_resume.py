@@ -62,13 +62,6 @@ def test_run_resumes_from_the_end_of_an_epoch(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_resumes_from_a_save_by_the_clock(tmp_path):
-    """Due after the first step, saved after the second."""
-    flags = {"save_steps": 0, "save_minutes": 1e-9, "epochs": 1}
-    assert_resumes(tmp_path, "train_ddp.py", 2, (0, 3), 2, **flags)
-
-
-@pytest.mark.slow
 def test_run_moves_between_scripts_and_world_sizes(tmp_path):
     """One run, continued by one script after the other, always from within an epoch."""
     flags = FIVE_STEPS | {"dtype": "float64", "epochs": 3}
@@ -126,28 +119,6 @@ def test_nothing_left_to_do(finished):
     run = fork_script("train_1gpu.py", output_dir=finished, **FIVE_STEPS)
     assert run.code == 0 and "nothing left to do" in run.stdout
     assert (finished / "last.pt").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_schedule_continues_when_the_number_of_steps_per_epoch_changes(tmp_path):
-    """A batch size per process, on one process and then on two: half as many steps per epoch."""
-    flags = FIVE_STEPS | {"output_dir": tmp_path / "run", "epochs": 4, "allow_config_change": True}
-    flags |= {"lr_schedule": "linear", "warmup_epochs": 0, "save_steps": 0}
-    fork_script("train_ddp.py", 1, killed_at(2, 1), global_batch_size=6, **flags)
-    run = fork_script("train_ddp.py", 2, global_batch_size=12, **flags)
-    assert run.code == 0, run.stderr
-    peak = run.rows[0]["lr"] / 0.75
-    assert [row["lr"] / peak for row in run.rows] == pytest.approx([0.75, 0.5, 0.25, 0.0])
-
-
-@pytest.mark.slow
-def test_another_model_is_refused_even_when_changes_are_allowed(tmp_path):
-    """FSDP's loading would leave tensors that the file does not have as they are."""
-    flags = FIVE_STEPS | {"output_dir": tmp_path / "run"}
-    fork_script("train_1gpu.py", model="resnet20_gn", epochs=1, **flags)
-    run = fork_script("train_fsdp.py", 2, model="resnet20", allow_config_change=True, **flags)
-    assert run.code == 1 and run.stderr.count("error") == 1, run.stderr
-    assert "different model" in run.stderr and "bn1.num_batches_tracked" in run.stderr
 
 
 def test_default_run_prints_no_warning(tmp_path):

@@ -1,5 +1,7 @@
 """One trajectory: every script, on any number of ranks, trains the same weights (in float64)."""
 
+from functools import cache
+
 import pytest
 from torch import nn
 from torchvision.models.resnet import BasicBlock
@@ -11,9 +13,12 @@ from utils.checkpoint import read_checkpoint
 # 54 samples make four global batches of 12 and leave 6; 13 validation samples divide unevenly.
 # About half of the steps are clipped: if all were, a loss that is divided twice would not show.
 SETTINGS = {"dtype": "float64", "synthetic_samples": 54, "clip_norm": 5.8}
-# Micro-batches change a BatchNorm's statistics.
-GROUPNORM = {"model": "resnet20_gn", "lr": 0.05, "clip_norm": 4.5}
-VIT = {"model": "vit_tiny", "lr": 0.1, "clip_norm": 2.4}
+MODELS = {
+    "resnet20": {},
+    "resnet20_gn": {"lr": 0.05, "clip_norm": 4.5},  # micro-batches change BatchNorm's statistics
+    "vit_tiny": {"lr": 0.1, "clip_norm": 2.4},
+}
+ZERO_BUBBLE = {"schedule": "InterleavedZeroBubble", "micro_batches": 6}
 
 
 def slow(*values):
@@ -28,12 +33,15 @@ def train(folder, script, nproc=None, before=None, **flags):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """What train_1gpu.py reaches, with BatchNorm and with GroupNorm."""
-    return [
-        train(tmp_path_factory.mktemp("reference"), "train_1gpu.py", **flags)
-        for flags in ({}, GROUPNORM)
-    ]
+def reference_of(tmp_path_factory):
+    """A function: what train_1gpu.py reaches with one of MODELS."""
+
+    @cache
+    def reference_of(model):
+        folder = tmp_path_factory.mktemp(model)
+        return train(folder, "train_1gpu.py", model=model, **MODELS[model])
+
+    return reference_of
 
 
 def assert_same_curve(ours, theirs, tolerance=ROUNDING):
@@ -50,53 +58,32 @@ def assert_same_curve(ours, theirs, tolerance=ROUNDING):
 
 
 @pytest.mark.parametrize(
-    ("script", "nproc", "flags"),
+    ("script", "nproc", "model", "flags"),
     [
-        ("train_dp.py", None, {}),
-        ("train_1gpu_graph.py", None, {}),
-        ("train_mp.py", None, {"devices": "cpu,cpu,cpu"}),
-        ("train_ddp.py", 1, {}),
-        ("train_ddp.py", 2, {}),
-        ("train_ddp.py", 3, {"loader": "workers", "num_workers": 1}),
-        slow("train_ddp_spawn.py", 2, {}),
-        slow("train_ddp_amp.py", 2, {}),  # autocast leaves float64 as it is
-        slow("train_ddp_mp.py", 2, {}),
-        ("train_fsdp.py", 2, {}),
-        slow("train_fsdp.py", 3, {"save_sharded": True}),
-        slow("train_fsdp.py", 4, {"fsdp_size": 2}),
+        ("train_dp.py", None, "resnet20", {}),
+        ("train_1gpu_graph.py", None, "resnet20", {}),
+        ("train_mp.py", None, "resnet20", {"devices": "cpu,cpu,cpu"}),
+        ("train_mp.py", None, "resnet20_gn", {"micro_batches": 3}),
+        ("train_ddp.py", 1, "resnet20", {}),
+        ("train_ddp.py", 2, "resnet20", {}),
+        ("train_ddp.py", 3, "resnet20", {"loader": "workers", "num_workers": 1}),
+        slow("train_ddp_spawn.py", 2, "resnet20", {}),
+        slow("train_ddp_amp.py", 2, "resnet20", {}),  # autocast leaves float64 as it is
+        ("train_ddp_accum.py", 2, "resnet20_gn", {"micro_batches": 4}),  # of 2, 2, 1, 1 samples
+        slow("train_ddp_mp.py", 2, "resnet20", {}),
+        ("train_fsdp.py", 2, "resnet20", {}),
+        slow("train_fsdp.py", 3, "resnet20", {"save_sharded": True}),
+        slow("train_fsdp.py", 4, "resnet20", {"fsdp_size": 2}),
+        slow("train_tp.py", 2, "vit_tiny", {}),
+        slow("train_pp.py", 2, "vit_tiny", {}),
+        slow("train_pp.py", 2, "resnet20_gn", {"micro_batches": 3}),
+        slow("train_pp.py", 3, "vit_tiny", ZERO_BUBBLE),
     ],
     ids=lambda value: str(value).removeprefix("train_"),
 )
-def test_script_trains_the_same_weights(script, nproc, flags, references, tmp_path):
-    assert_same_curve(train(tmp_path, script, nproc, **flags), references[0])
-
-
-@pytest.mark.parametrize(
-    ("script", "nproc", "count"),
-    [
-        ("train_ddp_accum.py", 2, 4),  # of 2, 2, 1 and 1 samples
-        ("train_mp.py", None, 3),
-        slow("train_pp.py", 2, 3),
-    ],
-)
-def test_micro_batches_train_the_same_weights(script, nproc, count, references, tmp_path):
-    flags = GROUPNORM | {"micro_batches": count}
-    assert_same_curve(train(tmp_path, script, nproc, **flags), references[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "nproc", "flags"),
-    [
-        ("train_tp.py", 2, {}),
-        ("train_pp.py", 2, {}),
-        ("train_pp.py", 3, {"schedule": "InterleavedZeroBubble", "micro_batches": 6}),
-    ],
-    ids=lambda value: str(value).removeprefix("train_"),
-)
-def test_transformer_trains_the_same_weights(script, nproc, flags, tmp_path):
-    reference = train(tmp_path / "1gpu", "train_1gpu.py", **VIT)
-    assert_same_curve(train(tmp_path, script, nproc, **VIT | flags), reference)
+def test_script_trains_the_same_weights(script, nproc, model, flags, reference_of, tmp_path):
+    ours = train(tmp_path, script, nproc, model=model, **MODELS[model] | flags)
+    assert_same_curve(ours, reference_of(model))
 
 
 def build_small_model():
@@ -130,8 +117,8 @@ def test_compiled_model_trains_the_same_weights(tmp_path):
     assert_same_curve(ours, reference)
 
 
-def test_another_setting_is_another_curve(references, tmp_path):
+def test_another_setting_is_another_curve(reference_of, tmp_path):
     """The comparison above notices a difference that it should notice."""
     ours = train(tmp_path, "train_ddp.py", 2, sync_bn=False)
     with pytest.raises(AssertionError):
-        assert_same_curve(ours, references[0])
+        assert_same_curve(ours, reference_of("resnet20"))
