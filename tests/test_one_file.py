@@ -61,8 +61,8 @@ def test_line_that_cannot_be_written_ends_nothing(script, monkeypatch):
         os.close(full)
 
 
-def run(script, folder, old="", new="", stops="", **flags):
-    """Run a copy of a script on two ranks, with one place changed. Returns its Run.
+def start(script, folder, old="", new="", stops="", **flags):
+    """Popen of a copy of a script on two ranks, with one place changed.
 
     stops: the signal that one rank and its loader processes receive, as from torchrun.
     """
@@ -72,7 +72,12 @@ def run(script, folder, old="", new="", stops="", **flags):
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, "READS": folder / "reads"}
     environment |= {"STOPS": stops} if stops else {}
     flags = {"checkpoint": folder / "checkpoint.pt", "global_batch": GLOBAL_BATCH} | flags
-    return finish_run(start_run(copy, 2, flags, environment), folder)
+    return start_run(copy, 2, flags, environment)
+
+
+def run(script, folder, *change, **options):
+    """The Run of what start() starts."""
+    return finish_run(start(script, folder, *change, **options), folder)
 
 
 @pytest.mark.slow
@@ -140,11 +145,7 @@ def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ALIKE)
 def test_killed_launcher_ends_the_ranks(script, tmp_path):
-    copy = tmp_path / script.name
-    copy.write_text(one_file.with_task(script))
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT, "READS": tmp_path / "reads"}
-    flags = {"checkpoint": tmp_path / "checkpoint.pt", "global_batch": 18, "epochs": 10**6}
-    process = start_run(copy, 2, flags, environment)
+    process = start(script, tmp_path, epochs=10**6)
     try:
         assert process.stdout.readline().startswith("epoch 0: ")
         process.kill()
