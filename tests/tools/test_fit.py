@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +39,7 @@ for step in range(args.steps):
     model(inputs).sum().backward()
     optimizer.step()
 """
-WIDTH, PARAMETERS = 1024, 4 * 1024 * 1024 + 4 * 1024 + 4 * 1024 + 1
+PARAMETERS = 4 * 1024 * 1024 + 4 * 1024 + 4 * 1024 + 1
 
 
 @pytest.fixture
@@ -60,18 +59,15 @@ def fit(*words, **variables):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_init", [True, pytest.param(False, marks=pytest.mark.rare)])
-def test_project_with_packages_and_classes_of_the_same_names(with_init, own_script, tmp_path):
-    for package in ("utils", "utils/guards", "tasks", "sources", "tools", "lab"):
+def test_project_with_packages_and_classes_of_the_same_names(own_script, tmp_path):
+    for package in ("utils", "utils/guards", "tasks", "tools"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "theirs.py").touch()
-        if with_init:
-            (tmp_path / package / "__init__.py").touch()
     classes = {"checkpoint": "Checkpointer", "metrics": "Meter", "guards/finite": "RefuseNonFinite"}
     for module, name in classes.items():
         (tmp_path / "utils" / f"{module}.py").write_text(f"class {name}:\n    pass\n")
     own_script.write_text(
-        "import tasks.theirs, sources.theirs, tools.theirs, lab.theirs\n"
+        "import tasks.theirs, tools.theirs\n"
         "import utils.checkpoint, utils.metrics, utils.guards.finite  # before torch\n" + OWN
     )
     command = [sys.executable, ROOT / "tools" / "fit", "--no-search", "--gpus=2", own_script.name]
@@ -94,10 +90,7 @@ def test_script_of_a_stranger(own_script, tmp_path):
     assert answer["parts"]["parameters"] == pytest.approx(4 * PARAMETERS, rel=0.001)
     reduced = [row for row in answer["collectives"] if row["kind"] == "all-reduce"]
     assert sum(row["sent"] for row in reduced) == 4 * PARAMETERS  # 2 * (2 - 1) / 2 of it
-    largest = answer["largest"]
-    assert largest["per_replica"] > 1000 and largest["next"] - largest["per_replica"] <= 1 + (
-        largest["per_replica"] // search.EXACT
-    )
+    assert answer["largest"]["per_replica"] > 1000
     assert "batch_size 64: fits" in text and "batch of 64 x 1024\n" in text
 
 
@@ -110,26 +103,24 @@ def test_what_the_allowance_decides_is_said(own_script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpus", "width", "runs", "facts"),
-    [
-        (3, WIDTH, 1, "three ranks are too many"),
-        # Then once more, with the whole memory.
-        pytest.param(2, 30000, 2, "out of memory", marks=pytest.mark.rare),
-    ],
-)
-def test_what_stops_it_is_said(gpus, width, runs, facts, own_script):
-    options = "--gpus", gpus, "--memory", 20, "--no-search"
-    code, text, errors = fit(*options, "--", own_script, "--width", width)
-    assert code == 1 and errors.count("\n") == errors.count("running ") == runs
-    assert facts in text.partition("Not known:")[0]
-    assert "Traceback" not in text
+def test_what_stops_it_is_said(own_script):
+    options = "--gpus", 3, "--no-search"
+    code, text, errors = fit(*options, "--", own_script)
+    assert code == 1 and errors.count("\n") == 1
+    assert "three ranks are too many" in text and "Traceback" not in text
 
 
 @pytest.mark.slow
-def test_bad_calls_are_refused_in_a_line():
-    code, _, errors = fit("no_such_script.py")
-    assert code == 1 and "no_such_script.py" in errors and errors.count("\n") == 1
+@pytest.mark.rare
+def test_memory_that_is_not_enough_is_said(own_script):
+    options = "--gpus", 2, "--memory", 20, "--no-search"
+    code, text, errors = fit(*options, "--", own_script, "--width", 30000)
+    assert code == 1 and errors.count("running ") == 2  # once more, with the whole memory
+    assert "out of memory" in text.partition("Not known:")[0]
+
+
+@pytest.mark.slow
+def test_machine_without_a_compiler_is_refused_in_a_line():
     code, _, errors = fit("train_ddp.py", CXX="no-such-compiler")
     assert code == 1 and "no-such-compiler" in errors and errors.count("\n") == 1
 
@@ -139,7 +130,6 @@ def ended(code, error, reports=()):
 
 
 def test_reason_is_what_the_script_has_said_last():
-    assert ended(2, "usage: ...\nunrecognized arguments: --no-such-flag").reason.endswith("-flag")
     late = "[rank0]:[W1127 15:53:49.97 ProcessGroupNCCL.cpp:1641] Warning: WARNING: destroy_process"
     assert ended(1, f"ValueError: why\n{late}_group() was not called").reason == "ValueError: why"
     one_step = {"steps": [{}], "end": {}}
@@ -150,13 +140,12 @@ def test_reason_is_what_the_script_has_said_last():
 def test_lack_of_this_machines_memory_is_not_that_of_the_gpu():
     report = {"steps": [], "end": {"memory": {"no address space": [1, 2**40]}}}
     out = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 GiB."
-    long = f"{out} GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. Of the {out}"
-    assert ended(1, long).outcome == OUT_OF_MEMORY and ended(1, long).reason.endswith("is free.")
+    assert ended(1, out).outcome == OUT_OF_MEMORY
     result = ended(1, out, [report])
     assert result.outcome == STOPPED and "ulimit -v" in result.reason
     result = ended(1, "RuntimeError: DefaultCPUAllocator: can't allocate memory")
-    assert result.outcome == STOPPED and "memory" in result.reason
-    assert "memory" in ended(-signal.SIGKILL, "").reason
+    assert result.outcome == STOPPED and "this machine's memory" in result.reason
+    assert "this machine's memory" in ended(-signal.SIGKILL, "").reason
 
 
 def test_run_that_fills_the_hosts_memory_is_ended(monkeypatch):
@@ -204,19 +193,19 @@ def test_search_ends_where_the_script_refuses():
     assert searched(0, 1)[0]["per_replica"] == 0
 
 
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-def test_checkpointing_is_that_of_the_recipe(script, tmp_path):
+def test_checkpointing_is_that_of_the_recipe(tmp_path):
+    """Which names these two scripts; the others have the lines that it changes, too."""
     folder = applied("activation-checkpointing", tmp_path / "copy")
-    assert candidates.text_of(ROOT / script, "", True) == (folder / script).read_text()
+    for script in ("train_ddp.py", "train_fsdp.py"):
+        assert candidates.text_of(ROOT / script, "", True) == (folder / script).read_text()
+    for script in ("train_1gpu.py", "train_ddp_amp.py"):
+        assert "use_reentrant=False" in candidates.text_of(ROOT / script, "", True)
 
 
-def test_every_script_can_be_given_checkpointing_and_a_task():
+def test_every_script_can_be_given_a_task():
     for script in RUNGS:
         text = candidates.text_of(ROOT / script, "my_task", False)
         assert "import my_task as task" in text, script
-    for candidate in [*candidates.candidates(1, 8, 64), *candidates.candidates(64, 8, 640)]:
-        text = candidates.text_of(ROOT / candidate.script, "", candidate.recomputes)
-        assert ("use_reentrant=False" in text) == candidate.recomputes
 
 
 def test_settings_of_a_script_are_not_passed_to_a_different_one():
@@ -228,7 +217,6 @@ def test_settings_of_a_script_are_not_passed_to_a_different_one():
     assert candidates.arguments_for(tp, "train_fsdp.py", given) == expected
     assert candidates.value_of(given, "fsdp_dtype") == "bfloat16"
     assert candidates.value_of(given, "fsdp_size") == "4"
-    assert candidates.value_of([], "fsdp_size") is None
 
 
 def test_bytes_sent_are_those_of_a_ring():
@@ -253,11 +241,8 @@ def test_memory_is_told_by_kind_and_module(script, null_device, tmp_path):
     flags = FLAGS | {"optimizer": "adamw", "image_size": 32, "output_dir": tmp_path / "run"}
     run = null_device.run(script, arguments=arguments, variables={"NULL_FIT": "1"}, **flags)
     assert run.code == 0, run.stderr
-    memory = run.reports[0]["memory"]
-    assert [step["peak"] > 0 for step in memory["steps"]] == [True, True]
-    last = memory["steps"][1]
+    _, last = run.reports[0]["memory"]["steps"]
     assert KINDS[script] <= last["parts"].keys()
     assert sum(last["parts"].values()) == pytest.approx(last["peak"], abs=2**20)  # unsplit blocks
     assert last["module"] and last["phase"] in ("forward", "backward")
     assert last["operations"]["float32"] > last["of_convolutions"] > 0  # a layer cuts patches
-    assert SimpleNamespace(**memory["held"]).parameters > 0

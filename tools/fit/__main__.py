@@ -138,8 +138,8 @@ def parse(words):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("script", nargs="?", help="what to run; or the first word after --")
-    parser.add_argument("--gpus", type=_positive, nargs="+", default=[8], help="how many (8)")
-    parser.add_argument("--node", type=_positive, default=8, help="GPUs of a node (8)")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8], help="how many (8)")
+    parser.add_argument("--node", type=int, default=8, help="GPUs of a node (8)")
     parser.add_argument("--memory", type=float, default=80.0, help="GiB of a GPU (80)")
     help = "GiB of it that PyTorch's allocator cannot have (5 %% of it)"
     parser.add_argument("--allowance", type=float, help=help)
@@ -149,7 +149,7 @@ def parse(words):
     parser.add_argument("--no-search", action="store_true", help="not the largest batch")
     parser.add_argument("--no-candidates", action="store_true", help="only this script")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds per run (600)")
-    parser.add_argument("--jobs", type=_positive, help="runs at a time (cores, at most 4)")
+    parser.add_argument("--jobs", type=int, help="runs at a time (cores, at most 4)")
     parser.add_argument("--json", metavar="FILE", help="write what is found")
     args = parser.parse_args(own)
     if args.script is None:
@@ -159,18 +159,9 @@ def parse(words):
     return args, Path(args.script), after
 
 
-def _positive(word):
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
 def main():
     end_runs_on_sigterm()
     args, script, arguments = parse(sys.argv[1:])
-    if not script.is_file():
-        sys.exit(f"error: there is no script {script}")
     if script.name in candidates.NOT_ALONE:
         sys.exit(f"error: {script.name}: {candidates.NOT_ALONE[script.name]}")
     try:
