@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -113,10 +112,6 @@ def remove_leftovers():
             remove(tag)
 
 
-def end_session(number, frame):
-    pytest.exit(f"ended by {signal.Signals(number).name}", returncode=128 + number)
-
-
 @contextmanager
 def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
     """Yield `count` Hosts that are connected by a switch; remove them, with all their processes.
@@ -129,10 +124,6 @@ def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
     machines = [
         Host(names[i], f"{tag}-{i}", f"10.77.0.{i + 1}", folder / f"hosts{i}") for i in range(count)
     ]
-    # As after Ctrl-C, the fixtures are torn down. Python's default ends the process at once.
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number in before:
-        signal.signal(number, end_session)
     try:
         folder.mkdir()
         ip("netns", "add", switch)
@@ -155,8 +146,6 @@ def hosts(count, names=("node0", "node1", "node2"), loopback_names=False):
         yield machines
     finally:
         remove(tag)
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def torchrun(script, *arguments, launcher="tools.launch", **flags):

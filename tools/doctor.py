@@ -192,11 +192,7 @@ def check_names(several_nodes):
 
 def check_rendezvous(endpoint):
     """Findings about the rendezvous at HOST:PORT, which this machine may be."""
-    try:
-        host, port = parse_rendezvous_endpoint(endpoint, 29400)  # as torchrun does
-    except ValueError as error:
-        yield Finding("FAILED", "--rendezvous must be HOST:PORT", str(error))
-        return
+    host, port = parse_rendezvous_endpoint(endpoint, 29400)  # as torchrun does
     endpoint = f"{host}:{port}"
     try:
         family, address = resolve(host, port)

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 import torch
@@ -62,23 +61,10 @@ def test_cores_that_the_ranks_of_a_node_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
-    for cores, level in ((1, "warning"), (15, "warning"), (16, "ok")):
+    for cores, level in ((15, "warning"), (16, "ok")):
         monkeypatch.setattr(tools.doctor, "cores_per_rank", lambda cores=cores: cores)
         (finding,) = [f for f in tools.doctor.check_software() if "cores for 8 GPUs" in f.text]
         assert finding.level == level
-        assert level == "ok" or "--cpus-per-task" in finding.advice
-
-
-def test_transports_of_all_ranks_are_reported(tmp_path, monkeypatch):
-    """As on two nodes of one GPU each, of which one has no InfiniBand."""
-    rank1 = Counter({(1, 0, "NET/Socket"): 2}), "other node", False
-    monkeypatch.setattr(tools.doctor.dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(tools.doctor, "all_gather_object", lambda own: [own, rank1])
-    (tmp_path / "log").mkdir()
-    text = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0\n"
-    (tmp_path / "log" / "h.1").write_text(text)
-    (finding,) = tools.doctor.check_transports(tmp_path / "log")
-    assert finding == ("ok", "NCCL sends through NET/Socket (channels: 3)", "")
 
 
 def test_debug_level_that_crashes_is_reported(monkeypatch, capfd):
@@ -94,22 +80,16 @@ def test_rendezvous_on_this_machine():
         port = server.getsockname()[1]
         (finding,) = check_rendezvous(f"127.0.0.1:{port}")
         assert finding.level == "FAILED" and f"port {port} is in use" in finding.text
-    for address in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
-        (finding,) = check_rendezvous(f"{address}:{port}")
-        assert finding.level == "ok" and "port is free" in finding.text
+    (finding,) = check_rendezvous(f"127.0.0.1:{port}")
+    assert finding.level == "ok" and "port is free" in finding.text
+    if socket.has_dualstack_ipv6():
+        (finding,) = check_rendezvous(f"[::1]:{port}")
+        assert finding.level == "ok"
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "text"),
-    [
-        ("no-such-host.invalid", "no-such-host.invalid does not resolve"),  # torchrun has a port
-        ("no-such-host.invalid:port", "must be HOST:PORT: The port number"),
-        (":29500", "must be HOST:PORT: The hostname"),
-    ],
-)
-def test_rendezvous_that_cannot_be_is_one_line(endpoint, text):
-    (finding,) = check_rendezvous(endpoint)
-    assert finding.level == "FAILED" and text in str(finding) and "\n" not in str(finding)
+def test_rendezvous_whose_name_does_not_resolve():
+    (finding,) = check_rendezvous("no-such-host.invalid")  # as for torchrun, without a port
+    assert finding.level == "FAILED" and "no-such-host.invalid does not resolve" in finding.text
 
 
 def test_host_name_that_other_nodes_cannot_use(monkeypatch):
@@ -126,15 +106,13 @@ def test_host_name_that_other_nodes_cannot_use(monkeypatch):
 
 
 def test_slow_link_is_named():
-    ranks = [
-        (f"rank {i} on node{i}", [((i + 1) % 3, 4.0 * GB), ((i + 2) % 3, 4.0 * GB)])
-        for i in range(3)
-    ]
-    assert [finding.level for finding in slow_links(ranks)] == ["ok"]
-    ranks[2][1][0] = (0, 0.5 * GB)
-    (finding,) = slow_links(ranks)
+    places, fast, slow = ("rank 0 on node0", "rank 1 on node1"), 4.0 * GB, 0.5 * GB
+    (finding,) = slow_links([(places[0], [(1, fast)]), (places[1], [(0, fast)])])
+    assert finding.level == "ok"
+    links = [(0, slow), (0, fast)]
+    (finding,) = slow_links([(places[0], [(1, fast)]), (places[1], links)])
     assert finding.level == "warning"
-    assert "rank 0 on node0 to rank 2 on node2: 0.50 GB/s" in finding.advice
+    assert "rank 0 on node0 to rank 1 on node1: 0.50 GB/s" in finding.advice
     assert finding.advice.count("GB/s") == 1
 
 
@@ -147,16 +125,11 @@ def test_two_nodes(tmp_path):
     def run(machines, *options):
         command = [sys.executable, "-m", "tools.launch", "--nnodes=2", "--nproc_per_node=1"]
         command += [f"--master_addr={machines[0].address}", "--master_port=29500"]
-        command = [
-            [*command, f"--node_rank={rank}", "-m", "tools.doctor", "--output-dir", tmp_path]
-            for rank in range(2)
-        ]
-        return finish(
-            [
-                machine.start([*arguments, "--device=cpu", *options])
-                for machine, arguments in zip(machines, command, strict=True)
-            ]
-        )
+        what = ["-m", "tools.doctor", "--output-dir", tmp_path, "--device=cpu", *options]
+        processes = []
+        for rank, machine in enumerate(machines):
+            processes.append(machine.start([*command, f"--node_rank={rank}", *what]))
+        return finish(processes)
 
     with hosts(2) as machines:
         runs = run(machines)

@@ -60,13 +60,9 @@ def check_compiler():
     found = [name for name in chosen[:1] or names if shutil.which(name)]
     if found:
         yield Finding("ok", f"--compile can use {found[0]}")
-        return
-    if chosen:
-        text, advice = f"{variable}={chosen[0]} is not a program", "correct or unset it"
     else:
-        text = f"no {language} compiler for --compile"
         advice = f"install gcc (apt-get install build-essential), or set {variable}"
-    yield Finding("warning", text, advice)
+        yield Finding("warning", f"no {language} compiler for --compile", advice)
 
 
 # GPUs of one machine
