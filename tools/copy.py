@@ -357,6 +357,8 @@ def update(args):
     """Merge this clone's commit into a copy. Returns 1 if there are conflicts, or files that use
     what is gone; otherwise 0."""
     folder, new_commit = args.update, resolve("HEAD")
+    if not folder.is_dir():
+        raise CannotUpdate(f"there is no folder {folder}")
     try:
         record = read_record(folder)
     except CannotUpdate:

@@ -13,12 +13,14 @@ for a minute gives up, whereas torchrun would never end.
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,6 +36,7 @@ from utils.signals import SECONDS_OF_ONE_REQUEST, SIGNALS
 
 PATIENCE = 60.0  # seconds without the rendezvous; a collective usually times out later
 OUT_OF_MEMORY = "; if nothing else sent it, memory was exhausted: see  dmesg | tail"
+TASK = re.compile(r"^import ([\w.]+) as task\b", re.MULTILINE)
 NEVER_SENT = "SIGURG"  # in place of the signals that torchrun would handle itself
 
 
@@ -123,8 +126,26 @@ def explain_rendezvous(args, error):
     )
 
 
+def refuse_missing(script):
+    """Exit if the script, or the task that it imports, does not exist. Each rank would report that,
+    with a traceback."""
+    path, text = Path(script), ""
+    if not path.is_file():
+        text = f"there is no script {script} in {Path.cwd()}"
+    elif found := TASK.search(path.read_text(encoding="utf-8", errors="replace")):
+        name = found[1]
+        if not PathFinder.find_spec(name.partition(".")[0], [str(path.parent), *sys.path]):
+            text = f"{script} imports the task {name}, and there is no {name}.py in {path.parent}: "
+            text += "write it (docs/own-task.md), or change that line"
+    if text:
+        say(f"error: {text}", sys.stderr)
+        sys.exit(2)
+
+
 def main():
     args = parse_args(None)
+    if not (args.module or args.no_python):
+        refuse_missing(args.training_script)
     if args.rdzv_backend == "c10d" and args.nnodes != "1":
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         threading.Thread(target=watch_rendezvous, args=(args.rdzv_endpoint,), daemon=True).start()

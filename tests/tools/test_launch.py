@@ -20,7 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from tests.forked import FORK
 from tests.processes import SMALL
 from tools import launch as launch_module
-from tools.launch import error_files, reports, root_cause, stop_by_signals, watch_rendezvous
+from tools.launch import (
+    error_files,
+    refuse_missing,
+    reports,
+    root_cause,
+    stop_by_signals,
+    watch_rendezvous,
+)
 from tools.lib.ladder import ROOT
 from tools.lib.runs import end_runs_on_sigterm, family, finish_run, flag_list, start_run
 
@@ -195,6 +202,19 @@ def test_reports_are_those_of_this_run(tmp_path):
     report = {"message": {"message": "saved\n", "extraInfo": {"outcome": "stopped"}}}
     (tmp_path / "new" / "error.json").write_text(json.dumps(report))
     assert reports(tmp_path, old) == {"stopped": "saved"}
+
+
+def test_missing_script_or_task_is_one_line(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    for missing in ("train.py", "my_task.py"):
+        with pytest.raises(SystemExit, match="2"):
+            refuse_missing(script)
+        error = capfd.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert str(script) in error and missing in error
+        script.write_text("import torch\nimport my_task as task  # your own\n")
+    (tmp_path / "my_task").mkdir()  # a package
+    refuse_missing(script)
 
 
 @pytest.mark.parametrize(
