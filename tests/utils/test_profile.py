@@ -41,13 +41,6 @@ def test_run_that_ends_before_the_last_of_these_steps(tmp_path):
     assert trace(tmp_path, 0).count("Optimizer.step#SGD.step") == 2
 
 
-@pytest.mark.slow
-def test_run_that_ends_before_the_first_of_these_steps(tmp_path):
-    run = fork_script("train_1gpu.py", None, output_dir=tmp_path, profile="17:18", **FLAGS)
-    assert run.code == 0 and "the run had 16 steps" in run.stdout
-    assert not (tmp_path / "profile").exists()
-
-
 @pytest.mark.parametrize("steps", ["10", "1:5", "9:8"])
 def test_wrong_steps_are_an_error(steps):
     with pytest.raises(ConfigError, match=f"--profile {steps}"):

@@ -47,13 +47,9 @@ def test_rows_cover_the_steps_since_the_last_one(straight, tmp_path):
     assert singles[-1]["lr"] == straight.rows[-1]["lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("train_ddp.py", {}),
-        pytest.param("train_tp.py", {}, marks=pytest.mark.slow),
-        pytest.param("train_pp.py", {"micro_batches": 3}, marks=pytest.mark.slow),
-    ],
+    ("script", "flags"), [("train_tp.py", {}), ("train_pp.py", {"micro_batches": 3})]
 )
 def test_rows_are_those_of_one_process(script, flags, straight, tmp_path):
     run = fork_script(script, 2, output_dir=tmp_path / "run", **FLAGS, **flags)
@@ -70,17 +66,3 @@ def test_resumed_run_neither_repeats_nor_loses_rows(straight, tmp_path):
     run = fork_script("train_ddp.py", 2, **flags)
     assert run.code == 0, run.stderr
     assert facts(log(tmp_path / "run")) == facts(log(straight.output_dir))
-
-
-@pytest.mark.slow
-def test_option_may_be_left_out_for_a_while(straight, tmp_path):
-    """The rows before that stay; the first one after it is of the whole epoch so far."""
-    flags = FLAGS | {"output_dir": tmp_path / "run"}
-    assert fork_script("train_1gpu.py", None, killed_at(0, 3), **flags).code == -9
-    without = flags | {"log_steps": 0}
-    assert fork_script("train_1gpu.py", None, killed_at(1, 3), **without).code == -9
-    assert fork_script("train_1gpu.py", **flags).code == 0
-    rows = log(tmp_path / "run")
-    assert [(row["epoch"], row["step"]) for row in rows] == [(0, 2), (1, 4)]
-    pair = log(straight.output_dir)[2:]
-    assert rows[1]["loss"] == pytest.approx((pair[0]["loss"] + pair[1]["loss"]) / 2)

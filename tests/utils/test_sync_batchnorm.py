@@ -3,31 +3,34 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.processes import run_ranks
+from utils.distributed import all_reduce, dp_rank, set_data_parallel_group
 from utils.errors import UserError
 from utils.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 SHARES = [slice(0, 2), slice(2, 5), slice(5, 9)]  # unequal
 IMAGES, VECTORS = (9, 5, 4, 3), (9, 5)
-CASES = [  # shape, dtype, whether the weight and the bias are trained, options, tolerance
-    (IMAGES, torch.float64, (True, True), {}, 1e-9),
-    (IMAGES, torch.float64, (False, True), {}, 1e-9),
-    (IMAGES, torch.float64, (True, False), {}, 1e-9),
-    (VECTORS, torch.float64, (True, True), {}, 1e-9),
-    (IMAGES, torch.float64, (True, True), {"momentum": None}, 1e-9),
-    (IMAGES, torch.float64, (), {"affine": False}, 1e-9),
-    (IMAGES, torch.float64, (True, True), {"track_running_stats": False}, 1e-9),
-    (IMAGES, torch.float32, (True, True), {}, 1e-4),
-    (IMAGES, torch.bfloat16, (True, True), {}, 0.03),
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03}
+CASES = [
+    {},
+    {"layout": torch.channels_last},
+    {"shape": VECTORS},
+    {"dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+    {"trained": (True, False)},  # the weight, and not the bias
+    {"trained": (), "affine": False},
+    {"momentum": None},
+    {"track_running_stats": False},
 ]
 
 
-def make(shape=IMAGES, dtype=torch.float64, trained=(True, True), options=None):
+def make(shape=IMAGES, dtype=torch.float64, trained=(True, True), **options):
     kind = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
     torch.manual_seed(1)
-    module = kind(5, **options or {}).to(torch.promote_types(dtype, torch.float32))
+    module = kind(5, **options).to(torch.promote_types(dtype, torch.float32))
     for parameter, is_trained in zip(module.parameters(), trained, strict=True):
         nn.init.normal_(parameter).requires_grad_(is_trained)
     return module
@@ -54,32 +57,38 @@ def train(module, shape=IMAGES, dtype=torch.float64, share=slice(None), layout=N
     return [[tensor.detach().double() for tensor in group] for group in groups]
 
 
-def compare(ranks, alone, tolerance):
-    """Assert that ranks, which have returned what train() has, equal one process."""
-    for rank, (local, _, buffers) in enumerate(ranks):
-        expected = [tensor[SHARES[rank]] for tensor in alone[0]]
-        torch.testing.assert_close(local, expected, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(buffers, alone[2], rtol=tolerance, atol=tolerance)
-    summed = [sum(parts) for parts in zip(*(rank[1] for rank in ranks), strict=True)]
-    torch.testing.assert_close(summed, alone[1], rtol=tolerance, atol=10 * tolerance)
+def assert_equals_one_process(rank, layout=None, shape=IMAGES, dtype=torch.float64, **options):
+    share, tolerance = SHARES[rank], TOLERANCES[dtype]
+    module = convert_sync_batchnorm(make(shape, dtype, **options))
+    local, gradients, buffers = train(module, shape, dtype, share, layout)
+    whole, whole_gradients, whole_buffers = train(make(shape, dtype, **options), shape, dtype)
+    whole = [tensor[share] for tensor in whole]
+    torch.testing.assert_close(local, whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(buffers, whole_buffers, rtol=tolerance, atol=tolerance)
+    sums = [all_reduce(gradient) for gradient in gradients]
+    torch.testing.assert_close(sums, whole_gradients, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_ranks_equal_one_process_with_the_whole_batch():
     def body(rank):
-        found = []
-        for shape, dtype, trained, options, _ in CASES:
-            module = convert_sync_batchnorm(make(shape, dtype, trained, options))
-            found.append(train(module, shape, dtype, SHARES[rank]))
-        module = convert_sync_batchnorm(make())
-        found.append(train(module, share=SHARES[rank], layout=torch.channels_last))
-        return found
+        for case in CASES:
+            assert_equals_one_process(rank, **case)
 
-    *ranks_of_cases, ranks_of_layout = zip(*run_ranks(body, 3), strict=True)
-    for ranks, (shape, dtype, trained, options, tolerance) in zip(
-        ranks_of_cases, CASES, strict=True
-    ):
-        compare(ranks, train(make(shape, dtype, trained, options), shape, dtype), tolerance)
-    compare(ranks_of_layout, train(make()), 1e-9)
+    assert run_ranks(body, 3) == [None] * 3
+
+
+def test_ranks_that_share_a_replica_count_its_samples_once():
+    """The unbiased variance depends on their number."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        set_data_parallel_group(mesh.get_group("data"))
+        share = slice(0, 4) if dp_rank() == 0 else slice(4, 9)
+        return train(convert_sync_batchnorm(make()), share=share)
+
+    *_, expected = train(make())
+    for *_, buffers in run_ranks(body, 4):
+        torch.testing.assert_close(buffers, expected)
 
 
 def test_single_process_and_evaluation_are_those_of_batchnorm():
