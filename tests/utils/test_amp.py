@@ -1,13 +1,10 @@
 """Mixed precision: bfloat16 under autocast, float16 with a GradScaler."""
 
-import pytest
 import torch
 
 import tasks.images
 from tests.forked import assert_resumes, fork_script
 from utils.checkpoint import read_checkpoint
-from utils.config import Config, load_config
-from utils.rungs.amp import AmpSettings
 
 # Trains enough in five steps that the loss shows whether clipping saw a scaled gradient.
 SETTINGS = {"synthetic_samples": 60, "image_size": 8, "epochs": 1}
@@ -62,16 +59,6 @@ def test_evaluation_runs_in_the_precision_of_training(tmp_path):
     first = lines.index("training torch.bfloat16")
     assert set(lines[:first]) == {"evaluation torch.float32"}  # of check_task()
     assert set(lines[first:]) == {"training torch.bfloat16", "evaluation torch.bfloat16"}
-
-
-def test_settings(capfd):
-    assert load_config(Config, AmpSettings, []).autocast_dtype is torch.bfloat16
-    flags = ["--amp-dtype=float16"]
-    assert load_config(Config, AmpSettings, flags).autocast_dtype is torch.float16
-    with pytest.raises(SystemExit, match="2"):
-        load_config(Config, AmpSettings, [*flags, "--max-skipped-steps=1"])
-    error = capfd.readouterr().err
-    assert "--max-skipped-steps" in error and "bfloat16" in error
 
 
 def test_killed_and_resumed_run_matches_an_uninterrupted_one(tmp_path):
