@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from tests.accelerators import visible_accelerators
 from tests.forked import FORK
 from tests.processes import ROOT, is_alive, run_script, wait_until
+from tests.utils.test_checkpoint import in_fork
 from utils.config import Config, ConfigError, load_config
 from utils.distributed import init_distributed
 from utils.reports import report_errors
@@ -104,10 +105,7 @@ def test_run_that_is_saved_may_abort_in_its_teardown():
     aborted = mp.ProcessExitedException("", 0, 1, -signal.SIGABRT, "SIGABRT")
     ranks = SimpleNamespace(join=Mock(side_effect=aborted))
     ranks.processes = [SimpleNamespace(exitcode=code) for code in (-signal.SIGABRT, 75)]
-    launcher = FORK.Process(target=wait_for_ranks, args=(ranks,))
-    launcher.start()
-    launcher.join(30)
-    assert launcher.exitcode == 75
+    assert in_fork(lambda: wait_for_ranks(ranks)) == 75
 
 
 def test_killed_rank_ends_the_others(tmp_path):
@@ -132,7 +130,7 @@ def test_killed_launcher_ends_the_ranks(tmp_path):
     assert launcher.end() == (-signal.SIGKILL, "")
 
 
-def start_and_signal(tmp_path, number, handler, patience=30.0, group=False):
+def start_and_signal(tmp_path, number, handler, patience=30.0):
     """Exit code and stderr of a Launcher whose ranks handle the signal that it receives."""
 
     @report_errors
@@ -144,7 +142,8 @@ def start_and_signal(tmp_path, number, handler, patience=30.0, group=False):
 
     launcher = Launcher(tmp_path, body, patience=patience)
     wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 3)
-    (os.killpg if group else os.kill)(launcher.process.pid, number)
+    kill = os.killpg if number == signal.SIGINT else os.kill  # Ctrl-C reaches the whole group
+    kill(launcher.process.pid, number)
     return launcher.end()
 
 
@@ -153,7 +152,7 @@ def test_ctrl_c_ends_all_ranks(obeys, tmp_path):
     """A rank that does not react is killed when its time is up."""
     # As report_errors does: torch.multiprocessing takes a KeyboardInterrupt for a regular end.
     handler, patience = (lambda *_: sys.exit(1), 30) if obeys else (signal.SIG_IGN, 0.2)
-    code, text = start_and_signal(tmp_path, signal.SIGINT, handler, patience, group=True)
+    code, text = start_and_signal(tmp_path, signal.SIGINT, handler, patience)
     assert code == 130 and "Traceback" not in text
     assert text.count("interrupted") <= 1
 
