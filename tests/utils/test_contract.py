@@ -36,8 +36,8 @@ def counts(targets):
     return torch.tensor([len(targets), 2 * len(targets)])
 
 
-def make_loader(dataset, workers=0):
-    cfg = Config(global_batch_size=4, num_workers=workers)
+def make_loader(dataset):
+    cfg = Config(global_batch_size=4, num_workers=0)
     return build_loader(dataset, EpochSampler(dataset, 0), 4, CPU, cfg, train=True)
 
 
@@ -63,14 +63,11 @@ def test_sums_pass():
     [
         ({"loss": cross_entropy}, "loss .*sum"),
         ({"loss": lambda o, t: cross_entropy(o, t, reduction="none")}, r"loss\(\)"),
-        ({"loss": lambda o, t: 1.0}, r"loss\(\)"),
         ({"loss": lambda o, t: o[:, 0], "count": torch.ones_like}, r"loss\(\)"),
         ({"loss": lambda o, t: torch.stack([o.sum(), o.mean()]), "count": counts}, "loss .*sum"),
         ({"measure": lambda o, t: {"correct": 0, "mse": (o.sum(1) - 9).square().mean()}}, "mse"),
         ({"measure": lambda o, t: {"correct": 0, "count": o.sum()}}, r"measure\(\)"),
-        ({"measure": lambda o, t: None}, r"measure\(\)"),
         ({"summarize": lambda sums: {"loss": 1.0}}, "accuracy"),
-        ({"summarize": lambda sums: {"accuracy": 1.0}}, "loss"),
     ],
 )
 def test_what_is_no_sum_is_named(changes, found):
@@ -190,21 +187,6 @@ def test_model_without_weights_is_not_tried():
 # The samples
 
 
-def test_samples_are_read_in_a_loader_process():
-    class Counting(list):
-        reads = 0
-
-        def __getitem__(self, index):
-            self.reads += 1
-            return super().__getitem__(index)
-
-    dataset = Counting(PAIRS)
-    check_task(SimpleNamespace(**GOOD), nn.Linear(3, 4), make_loader(dataset, workers=2))
-    assert dataset.reads == 0
-    check(dataset)
-    assert dataset.reads > 0
-
-
 def numbers_of(dataset, monkeypatch, theirs=None):
     """Check a dataset on a rank 0 to which rank 1 sends these numbers, or the same ones. Returns
     the numbers that rank 0 sends."""
@@ -236,23 +218,18 @@ class First(nn.Linear):
         return super().forward(inputs[0])
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype", "is_named"),
-    [
-        (100_000_001, torch.float64, True),
-        (2**24, torch.float64, False),
-        (0.1, torch.float64, False),
-        (math.nan, torch.float64, False),
-        (100_000_001, torch.int64, False),
-    ],
-)
-def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(
-    value, dtype, is_named, capsys
-):
-    key = torch.tensor(value).to(dtype)
-    check([((inputs, key), label) for inputs, label in PAIRS], First(3, 4))
+def with_extra(extra):
+    """PAIRS, with a tensor that the model does not use."""
+    return [((inputs, extra), label) for inputs, label in PAIRS]
+
+
+def test_identifiers_that_the_dtype_of_the_run_cannot_hold_are_named(capsys):
+    for harmless in (2.0**24, 0.1, math.nan, 100_000_001):
+        check(with_extra(torch.tensor(harmless)), First(3, 4))
+    assert capsys.readouterr().err == ""
+    check(with_extra(torch.tensor(100_000_001.0, dtype=torch.float64)), First(3, 4))
     err = capsys.readouterr().err
-    assert ("100000001.0" in err and "100000000.0" in err) if is_named else not err
+    assert "100000001.0" in err and "100000000.0" in err
 
 
 class Sentences(list):
@@ -289,4 +266,4 @@ def test_samples_of_any_dtype_are_compared():
     extras = [torch.tensor([True, False]), torch.zeros(0, 4)]
     extras += [torch.tensor([1.0, torch.nan]), torch.tensor([1 + 2j])]
     for extra in extras:
-        check([((inputs, extra), label) for inputs, label in PAIRS], First(3, 4))
+        check(with_extra(extra), First(3, 4))

@@ -123,22 +123,18 @@ def pairs(count):
 
 def test_each_sample_is_evaluated_once():
     def body(rank):
-        results = []
         for count in (1, 2, 5, 11):
             model = Guess()
             result = evaluate(model, make_loader(pairs(count), 2), tasks.images)
-            results.append((result, model.calls))
-        return results
-
-    for results in run_ranks(body, 3):
-        for count, (result, calls) in zip((1, 2, 5, 11), results, strict=True):
             inputs, labels = torch.arange(count).double()[:, None], torch.arange(count) % 3
             outputs = torch.cat([inputs * 0, inputs, inputs * 0], 1)
             loss = cross_entropy(outputs, labels).item()
             assert result["samples"] == count
             assert result["loss"] == pytest.approx(loss, rel=ROUNDING)
             assert result["accuracy"] * count == (outputs.argmax(1) == labels).sum()
-            assert calls == -(-max(1, -(-count // 3)) // 2)  # on each rank
+            assert model.calls == -(-max(1, -(-count // 3)) // 2)  # on each rank
+
+    assert run_ranks(body, 3) == [None] * 3
 
 
 def test_evaluation_restores_the_mode_of_each_module():
@@ -261,38 +257,28 @@ def test_clock_counts_over_a_resume(clock):
     assert resumed.seconds == 0.0
 
 
-def test_epoch_resumes_on_any_number_of_ranks():
-    def resume(rank, states):
-        results = []
-        for task, state in zip((NUMBERS, TENSORS), states, strict=True):
-            meter = Meter(task, fake_loader())
-            meter.load_state_dict(state)
-            meter.loader.samples = 8 // dp_world_size()
-            assert meter.compute()["loss"] == 9 / 8  # if no batch of the epoch is left
-            meter.load_state_dict(state)
-            fill(meter, 5.0)
-            results.append((meter.state_dict(), meter.compute()))
-        return results
+@pytest.mark.parametrize("task", [NUMBERS, TENSORS], ids=["numbers", "tensors"])
+def test_epoch_resumes_on_any_number_of_ranks(task):
+    def save(rank):
+        meter = fill(Meter(task, fake_loader()), 1.0 + rank, 3.0)
+        state, result = meter.state_dict(), meter.compute()
+        assert (result["loss"], result["samples"]) == (9 / 8, 8)
+        return state
 
-    def save_and_resume(rank):
-        states = []
-        for task in (NUMBERS, TENSORS):
-            meter = fill(Meter(task, fake_loader()), 1.0 + rank, 3.0)
-            states.append(meter.state_dict())
-            result = meter.compute()
-            assert (result["loss"], result["samples"]) == (9 / 8, 8)
-        return states, resume(rank, states)
+    def resume(rank, state):
+        meter = Meter(task, fake_loader())
+        meter.load_state_dict(state)
+        assert meter.compute()["loss"] == 9 / 8  # if no batch of the epoch is left
+        meter.load_state_dict(state)
+        fill(meter, 5.0)
+        sums = [vector[-1] for vector, *_ in meter.state_dict()["ranks"]]
+        return sums, meter.compute()["loss"]
 
-    (states, results), (other_states, _) = run_ranks(save_and_resume, 2)
-    assert states == other_states
-    for state, result in results:
-        assert [vector[-1] for vector, _, _ in state["ranks"]] == [9.0, 10.0]  # each has its own
-        assert (result["loss"], result["samples"]) == (19 / 12, 12)
-    for _, result in resume(0, states):
-        assert result["loss"] == 14 / 10
-    for rank in run_ranks(resume, 3, states):
-        for _, result in rank:
-            assert result["loss"] == 24 / 14
+    state, same = run_ranks(save, 2)
+    assert state == same
+    assert run_ranks(resume, 1, state) == [([14.0], 14 / 10)]
+    assert run_ranks(resume, 2, state) == [([9.0, 10.0], 19 / 12)] * 2  # each has its own
+    assert run_ranks(resume, 3, state) == [([14.0, 5.0, 5.0], 24 / 14)] * 3
 
 
 def test_ranks_that_share_a_replica_count_its_samples_once():
@@ -368,22 +354,16 @@ def test_first_of_equal_epochs_is_the_best(tmp_path, capsys):
     assert "epoch 1" in error and "7.0000" in error
 
 
-def test_nan_and_inf_are_never_the_best(tmp_path):
-    metrics, highest, lowest = make_logger(tmp_path), [], []
-    for epoch, error in enumerate((math.nan, 2.0, math.inf, -math.inf, 3.0, 1.0)):
-        metrics.rows.append({"epoch": epoch, "val_error": error})
-        highest.append(metrics.best("error", max))
-        lowest.append(metrics.best("error", min))
-        assert metrics.is_best("error", max) == (epoch in (1, 4))
-    assert highest == [-1, 1, 1, 1, 4, 4]
-    assert lowest == [-1, 1, 1, 1, 1, 5]
-
-
-def test_epoch_without_an_evaluation_is_never_the_best(tmp_path, capsys):
-    metrics = make_logger(tmp_path, epochs=3)
-    for epoch, val in enumerate(({}, RESULT, {})):
+def test_epoch_without_a_finite_metric_is_never_the_best(tmp_path, capsys):
+    metrics, highest, lowest = make_logger(tmp_path, epochs=7), [], []
+    for epoch, error in enumerate((None, math.nan, 2.0, math.inf, -math.inf, 3.0, None)):
+        val = {} if error is None else {"error": error}
         metrics.log(epoch, RESULT, val, lr=0.1)
-        assert metrics.is_best("loss", min) == (epoch == 1)
-    assert ["val_loss" in row for row in rows_of(tmp_path)] == [False, True, False]
-    *_, last, best = capsys.readouterr().out.splitlines()
-    assert "val" not in last and "epoch 1" in best
+        if metrics.is_best("error", max):
+            highest.append(epoch)
+        if metrics.is_best("error", min):
+            lowest.append(epoch)
+    assert (highest, lowest) == ([2, 5], [2])
+    assert "val_error" not in rows_of(tmp_path)[0]
+    first, *_, best_of_max, best_of_min = capsys.readouterr().out.splitlines()
+    assert "val" not in first and "epoch 5" in best_of_max and "epoch 2" in best_of_min

@@ -95,7 +95,6 @@ def rates(scheduler, steps):
         ({"lr_schedule": "constant", "warmup_epochs": 0}, [1.0] * 8),
         ({"lr_schedule": "linear"}, [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]),
         ({"lr_schedule": "cosine"}, [0.25, 0.5, 0.75, 1, 1, 0.854, 0.5, 0.146]),
-        ({"lr_schedule": "cosine", "warmup_epochs": 4}, [n / 16 for n in range(1, 9)]),
         (
             {"lr_schedule": "step", "warmup_epochs": 0.5, "epochs": 3},
             [0.5, 1, 1, 1, *[0.1] * 4, *[0.01] * 4],

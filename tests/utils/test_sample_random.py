@@ -53,11 +53,7 @@ def test_micro_batches_have_the_numbers_of_the_batch():
             assert torch.equal(uniform("draw", (2, 4, 5), CPU), numbers.split(2)[number])
 
 
-def test_numbers_are_uniform_and_normal():
-    numbers = draw(torch.arange(20_000), shape=(50,))
-    assert numbers.min() >= 0 and numbers.max() < 1
-    counts = torch.histc(numbers, 100)
-    assert (counts / counts.mean() - 1).abs().max() < 0.05  # 5 standard deviations
+def test_numbers_are_normal():
     numbers = draw(torch.arange(20_000), shape=(50,), function=normal)
     assert abs(numbers.mean()) < 0.005 and abs(numbers.std() - 1) < 0.005
     assert abs((numbers**4).mean() - 3) < 0.05
@@ -150,9 +146,7 @@ def test_recomputed_activations_drop_the_same_elements():
     ("kind", "shape"),
     [
         (nn.Dropout, (200, 30)),
-        (nn.Dropout1d, (200, 30, 4)),
         (nn.Dropout2d, (200, 30, 4, 4)),
-        (nn.Dropout3d, (200, 30, 4, 4, 2)),
     ],
 )
 def test_dropout_is_that_of_pytorch(kind, shape):
@@ -190,50 +184,33 @@ def test_stochastic_depth_is_that_of_torchvision():
     start_batch(0, 1, torch.arange(200))
     rows = layer.train()(values).flatten(1)
     assert rows.unique().tolist() == pytest.approx([0, 1.25])  # as torchvision scales them
-    assert (rows.amin(1) == rows.amax(1)).all() and abs(
-        (rows[:, 0] == 0).float().mean() - 0.2
-    ) < 0.1
+    assert (rows.amin(1) == rows.amax(1)).all()
     assert layer.eval()(values) is values
     with pytest.raises(UserError, match=r"StochasticDepth.* random numbers .*dropout to 0"):
         convert_dropout(ops.StochasticDepth(0.2, "batch"))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.MultiheadAttention(4, 2, dropout=0.1),
-        nn.LSTM(2, 2, 2, dropout=0.1),
-        nn.RReLU(),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)
-def test_layers_that_cannot_be_given_their_numbers_are_refused(layer):
-    with pytest.raises(UserError, match=r"^0.*, a \w+, draws random numbers .*dropout"):
-        convert_dropout(nn.Sequential(layer))
-    assert convert_dropout(nn.Sequential(nn.MultiheadAttention(4, 2)))
+def test_layers_that_cannot_be_given_their_numbers_are_refused():
+    for layer in (nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2, 2, dropout=0.1)):
+        with pytest.raises(UserError, match=r"^0.*, a \w+, draws random numbers .*dropout"):
+            convert_dropout(nn.Sequential(layer))
+    convert_dropout(nn.Sequential(nn.MultiheadAttention(4, 2)))
 
 
-def with_dropout_as_a_call():
-    class Model(nn.Module):
-        def forward(self, x):
-            return nn.functional.dropout(x, 0.5, self.training)
+class Calling(nn.Module):
+    """Has its dropout as a call, in a graph of torch.fx."""
 
-    return torch.fx.symbolic_trace(Model())
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, self.training)
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        lambda: torch.compile(nn.Dropout(), backend="eager"),
-        lambda: torch.jit.trace(nn.Dropout(), torch.ones(2, 2), check_trace=False),
-        with_dropout_as_a_call,
-    ],
-    ids=["torch.compile", "TorchScript", "fx"],
-)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_model_that_has_been_compiled_with_its_dropout_is_refused(compiled):
-    with pytest.raises(UserError, match=r"^0, a .* compiled .*convert_dropout\(\) first"):
-        convert_dropout(nn.Sequential(compiled()))
+def test_model_that_has_been_compiled_with_its_dropout_is_refused():
+    compiled, traced = torch.compile(nn.Dropout()), torch.fx.symbolic_trace(Calling())
+    scripted = torch.jit.trace(nn.Dropout(), torch.ones(2, 2), check_trace=False)
+    for module in (compiled, traced, scripted):
+        with pytest.raises(UserError, match=r"^0, a .* compiled .*convert_dropout\(\) first"):
+            convert_dropout(nn.Sequential(module))
     graph = convert_dropout(torch.fx.symbolic_trace(nn.Sequential(nn.Dropout())))
     assert isinstance(graph.get_submodule("0"), Dropout)  # a graph of modules can be converted
 
