@@ -121,6 +121,7 @@ def test_checkpoint_that_only_one_node_sees(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("script", ALIKE)
 def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
     number = "SIGTERM" if "ddp" in script.name else "SIGHUP"
@@ -155,6 +156,7 @@ def test_killed_launcher_ends_the_ranks(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_fsdp_refuses_a_parameter_without_a_gradient(tmp_path):
     """FSDP would mix up the gradients of parameters that only some ranks use."""
     line = "    model = build_model()"

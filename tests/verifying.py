@@ -128,24 +128,15 @@ def kill_session(leader):
 # train every script with images, without interruption and with one.
 IN_CI = """
 images: ddp x2
-images: amp x2, float16
-images: pp x3, ResNet
-images: killed, resumed x2
 images: shards killed, resumed x3
 images: terms killed, resumed x3
-images: one_file ddp x1
 images: one_file ddp, resumed x3
 images: one_file fsdp, resumed x1
-text: accum x2
-text: ddp_mp x2, micro-batches
 text: fsdp_tp x4, 2 x 2
-text: mixture killed, resumed x3
 text: killed, resumed by pp x2
 text: cp killed, resumed by fsdp x3
-text: muon killed, resumed by tp x2
 text: stochastic depth killed, resumed by ddp x3
 moe: ep killed, resumed by tp x2
-moe: ep sharded killed, resumed x2
 diffusion: killed, resumed x3
 """
 ROWS_OF_CI = set(IN_CI.strip().splitlines())

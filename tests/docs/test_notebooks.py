@@ -49,6 +49,7 @@ def notebook():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_cells_of_the_page(notebook, tmp_path):
     function, start, *readers = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     notebook.run(function)

@@ -30,7 +30,6 @@ RUNS = {  # script: (task, ranks of the null device, flags)
     "train_fsdp_tp.py": ("tasks.text", 4, {"fsdp_size": 2}),
     "train_tp.py": ("tasks.images", 2, {}),
 }
-OFTEN = ("train_ddp_amp.py", "train_fsdp_tp.py")
 
 
 def copy_of(script, task, folder):
@@ -81,9 +80,8 @@ def held_on_null_device(device, script, ranks, folder, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.rare] * (name not in OFTEN)) for name in RUNS]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("script", RUNS)
 def test_ranks_on_cpus_hold_as_much(script, null_device, tmp_path):
     task, ranks, flags = RUNS[script]
     settings = settings_of(task, tmp_path) | flags
@@ -107,6 +105,7 @@ def test_formulas_hold_for_ranks_that_no_machine_has(fsdp_size, null_device, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_peak_is_the_one_that_others_have_measured(null_device):
     """Llama 3.1 8B on 8 H100s, as in lab/results/fit.md: within 10 %."""
     gpus, _, measured = PUBLISHED[0]

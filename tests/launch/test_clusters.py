@@ -101,6 +101,7 @@ def test_command_trains_on_two_nodes(words, tmp_path):
 
 @needs_namespaces
 @pytest.mark.slow
+@pytest.mark.rare
 def test_doctor_command_runs(tmp_path):
     ((*_, module, rendezvous, endpoint, _, _),) = published("python -m tools.doctor")
     with hosts(1) as (host,):

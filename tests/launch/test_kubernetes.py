@@ -149,6 +149,7 @@ def test_build_context_holds_only_what_is_copied():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @needs_namespaces
 def test_pods_train(tmp_path):
     """The image's entry point with the manifest's arguments and variables, on smaller data."""

@@ -82,11 +82,8 @@ def test_own_script_yields_no_alarm_and_is_checked(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [own.TOGETHER[0], pytest.param(own.TOGETHER[3], marks=pytest.mark.rare)],
-    ids=lambda names: names[0],
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("names", [own.TOGETHER[0], own.TOGETHER[3]], ids=lambda names: names[0])
 def test_finds_bugs_in_own_scripts(names):
     row = own.row_of(OWN[", ".join(names)], check)
     assert {own.FINDS[name] for name in names if name in own.FINDS} <= set(row["rules"]), row

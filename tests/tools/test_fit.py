@@ -59,6 +59,7 @@ def fit(*words, **variables):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_project_with_packages_and_classes_of_the_same_names(own_script, tmp_path):
     for package in ("utils", "utils/guards", "tasks", "tools"):
         (tmp_path / package).mkdir()

@@ -155,6 +155,7 @@ def stopped(process, number):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_save_that_fails_after_a_signal_is_reported(launch):
     """It looks like the report of a run that is saved and stopped, or interrupted: neither is."""
     code, error = stopped(launch("unsaved", nproc=1), signal.SIGTERM)
@@ -164,6 +165,7 @@ def test_save_that_fails_after_a_signal_is_reported(launch):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_hangup_does_nothing_under_nohup(launch):
     process = launch("sleep", nproc=1, hangup=signal.SIG_IGN)
     assert process.stdout.readline().startswith("rank 0")

@@ -24,6 +24,7 @@ def test_sums_of_a_resumed_epoch_are_on_the_cpu_when_steps_are_skipped(null_devi
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_offloaded_shards_and_buffers_are_on_two_devices_when_resumed(null_device, tmp_path):
     resume(null_device, "train_fsdp.py", tmp_path, fsdp_offload=True, optimizer="sgd", **RESNET)
 
@@ -34,6 +35,7 @@ def test_gradients_of_offloaded_shards_are_on_the_cpu_when_steps_are_skipped(nul
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_messages_of_a_pipeline_do_not_wait_for_others(null_device, tmp_path):
     """Neither for collectives, nor, unless they form a batch, for those of other pairs of ranks."""
     run = resume(null_device, "train_pp.py", tmp_path, nproc=2)

@@ -23,18 +23,23 @@ from tools.null import report
 from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
-# The others are slow.
 OFTEN = ("train_ddp.py", "train_fsdp.py")
+IN_CI = ("train_1gpu_graph.py", "train_tp.py", "train_pp.py", "ddp, BatchNorm", "amp, bfloat16")
+
+
+def marked(names):
+    """Test parameters: what is not in OFTEN is slow; what is not in IN_CI either is rare."""
+    marks = {name: [pytest.mark.slow] * (name not in OFTEN) for name in names}
+    for name in marks.keys() - {*OFTEN, *IN_CI}:
+        marks[name].append(pytest.mark.rare)
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 def test_every_script_is_run_or_has_a_reason():
     assert RUNS.keys() | LEFT_OUT.keys() == set(RUNGS) and not RUNS.keys() & LEFT_OUT.keys()
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(script, marks=[pytest.mark.slow] * (script not in OFTEN)) for script in RUNS],
-)
+@pytest.mark.parametrize("script", marked(RUNS))
 def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)
@@ -65,8 +70,7 @@ OPTIONS = {
 WAITS_FOR = {"ddp, skipped steps": "options/skipped_steps.py"}  # the step before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", marked(OPTIONS))
 def test_options(name, null_device, tmp_path):
     script, flags = OPTIONS[name]
     nproc, arguments, own = RUNS[script]
@@ -80,6 +84,7 @@ def test_options(name, null_device, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_files_of_each_rank(null_device, tmp_path):
     flags = {"save_sharded": True, "optimizer": "adamw"}
     run = stop_and_resume(null_device, "train_fsdp.py", tmp_path, 2, **flags)
@@ -87,6 +92,7 @@ def test_files_of_each_rank(null_device, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp.py"])
 def test_one_file(name, null_device, tmp_path):
     copy = tmp_path / name
@@ -133,9 +139,8 @@ def test_stream_that_does_not_wait_is_found(null_device, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", [pytest.param(task, marks=[pytest.mark.rare] * (task != "text")) for task in COMPILED]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("task", COMPILED)
 def test_compiled_task_has_no_break_and_as_many_kernels_as_published(task, null_device):
     found = measure_task(task, "default")
     assert found["breaks"] == []

@@ -387,6 +387,7 @@ def test_option_that_was_deleted_stays_so_until_it_is_named(clone, tmp_path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, newer, tmp_path):
     folder = tmp_path / "copy"
     copied("train_ddp.py", folder, "--plain", project=clone)
@@ -407,6 +408,7 @@ def test_what_is_left_out_stays_out_until_it_is_asked_for(clone, newer, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_option_that_has_moved_stays(clone, newer, tmp_path):
     folder = tmp_path / "copy"
     copied("train_1gpu.py", folder, "--task", "text", "--with", "text_folder", project=clone)
@@ -482,9 +484,8 @@ def test_copy_of_the_time_before_guards_is_updated_and_trains(clone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(c, marks=[pytest.mark.rare] * (c != "952ec81")) for c in PAST]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("name", PAST)
 def test_copy_of_the_past_is_updated_and_trains(name, clone, tmp_path):
     """Without a record: copies did not have one."""
     past, folder = tmp_path / "past", tmp_path / "copy"

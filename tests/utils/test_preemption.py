@@ -74,6 +74,7 @@ def test_signal_to_one_rank_stops_all_at_one_step(number, rank, at, saved, strai
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_signal_to_all_processes_of_a_job(tmp_path):
     """As from SLURM: to torchrun, which repeats it, the ranks, and their workers."""
     flags = {"output_dir": tmp_path / "run", "num_workers": 1, "save_steps": 2}

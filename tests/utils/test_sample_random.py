@@ -216,6 +216,7 @@ def test_model_that_has_been_compiled_with_its_dropout_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_compiled_model_drops_the_same_elements():
     def body():
         model = convert_dropout(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5))).train()
