@@ -155,8 +155,6 @@ def split_images(
             f"restore it, or start over with a different --output-dir"
         )
     train, val = (files.select([(name in chosen) == is_val for name in names]) for is_val in (0, 1))
-    if empty := train.empty_classes():
-        raise UserError(f"no images are left to train with in {empty}: add some")
     return train, val
 
 
