@@ -22,39 +22,46 @@ def test_bad_files_are_skipped_and_listed(tmp_path, capsys):
         build_datasets(config(tmp_path, "--loader=device"))
     cfg = config(tmp_path, "--on-bad-sample=skip")
     train, val = build_datasets(cfg)
-    assert (len(train), len(val), train.labels.tolist()) == (11, 12, [0] * 6 + [1] * 5)
+    assert train.labels.tolist() == [0] * 6 + [1] * 5
+    assert len(val) == 12
     out = capsys.readouterr().err
     assert "skipping 1 of 24 files" in out and "dog/3.jpg" in out
-    for path in (tmp_path / "val").rglob("*.jpg"):
+    for path in (tmp_path / "val" / "cat").glob("*.jpg"):
         break_file(path)
-    with pytest.raises(UserError, match=r"none .* in .*/val/cat, .*/val/dog "):
+    with pytest.raises(UserError, match=r"none .* in .*/val/cat "):
         build_datasets(cfg)
 
 
 def test_folder_is_decoded_once_until_a_file_changes(tmp_path, monkeypatch):
     cfg = config(folder(tmp_path), "--augment=none")
-    calls = []
-    monkeypatch.setattr(image_folder, "decode", lambda path: calls.append(path) or decode(path))
-    everything = torch.arange(12)
-    for expected in (12, 12):
+    decoded = []
+
+    def counted(path):
+        decoded.append(path)
+        return decode(path)
+
+    def read():
         train, _ = build_datasets(cfg)
-        images, labels = train.in_memory().get_batch(everything, 0, 0)
-        assert len(calls) == expected
-    assert torch.equal(images, train.get_batch(everything, 0, 0)[0])
-    assert torch.equal(labels, train.labels)
-    calls.clear()
+        images, labels = train.in_memory().get_batch(torch.arange(12), 0, 0)
+        count = len(decoded)
+        assert torch.equal(images, train.get_batch(torch.arange(12), 0, 0)[0])
+        assert torch.equal(labels, train.labels)
+        decoded.clear()
+        return count
+
+    monkeypatch.setattr(image_folder, "decode", counted)
+    assert read() == 12
+    assert read() == 0
     photo(tmp_path / "train" / "cat" / "0.jpg", (30, 30))
-    build_datasets(cfg)[0].in_memory()
-    assert len(calls) == 12
+    assert read() == 12
     for path in (tmp_path / ".cache").iterdir():  # a cache that was cut short is not used
         os.truncate(path, 100)
-    assert len(build_datasets(cfg)[0].in_memory()) == 12 and len(calls) == 24
+    assert read() == 12
 
 
 def test_cache_folder_can_be_moved_and_must_be_writable(tmp_path):
     folder(tmp_path / "images")
-    flags = [f"--cache-dir={tmp_path / 'c'}", "--loader=device"]
-    build_datasets(config(tmp_path / "images", *flags))
+    build_datasets(config(tmp_path / "images", f"--cache-dir={tmp_path}/c", "--loader=device"))
     assert len(list((tmp_path / "c").glob("decoded-*.u8"))) == 2
     assert not (tmp_path / "images" / ".cache").exists()
     (tmp_path / "file").touch()
@@ -75,12 +82,13 @@ def test_large_folders_are_checked_in_parallel(tmp_path):
 
 def test_what_killed_processes_left_is_removed(tmp_path):
     """In time: nodes may share the folder, and a different process may still write its file."""
-    old, young = (tmp_path / f"{name}.npy.{uuid.uuid4().hex}.tmp" for name in ("old", "young"))
+    old = tmp_path / f"old.npy.{uuid.uuid4().hex}.tmp"
+    young = tmp_path / f"young.npy.{uuid.uuid4().hex}.tmp"
     foreign = tmp_path / "download.tmp"
-    for path in (old, young, foreign):
-        path.touch()
+    young.touch()
     two_days_ago = time.time() - 2 * 86400
     for path in (old, foreign):
+        path.touch()
         os.utime(path, (two_days_ago, two_days_ago))
     write_atomically(tmp_path / "new", lambda file: file.write(b"x"), "")
-    assert sorted(tmp_path.iterdir()) == sorted([young, foreign, tmp_path / "new"])
+    assert set(tmp_path.iterdir()) == {young, foreign, tmp_path / "new"}
