@@ -84,12 +84,8 @@ def _classes(path, splits):
     low = min(int(shards.labels.min()) for shards in splits)
     high = max(int(shards.labels.max()) for shards in splits)
     names = [str(number) for number in range(high + 1)]
-    try:
-        names = path.read_text(encoding="utf-8-sig").splitlines()  # as Notepad writes it, too
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"cannot read {path}: {error}. It must be a text in UTF-8") from None
+    if path.exists():
+        names = path.read_text(encoding="utf-8").splitlines()
     if low < 0 or high >= len(names):
         raise UserError(f"the labels are from {low} to {high}, but there are {len(names)} classes")
     return names
