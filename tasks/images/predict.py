@@ -161,8 +161,6 @@ def main() -> int:
     form.add_argument("--json", action="store_true", help="print JSON instead of lines")
     form.add_argument("--csv", action="store_true", help="print CSV instead of lines")
     args = parser.parse_args()
-    if min(args.top_k, args.batch_size) < 1:
-        parser.error("--top-k and --batch-size must be at least 1")
     trained, paths = load_trained(args.checkpoint), find_files(args.images)
     device = select_device(args.device)
     workers = min(8, available_cores() // 2) if len(paths) > args.batch_size else 0
@@ -170,16 +168,11 @@ def main() -> int:
     top_k = min(args.top_k, len(trained.facts["classes"]))
     model, bad = trained.model.to(device), 0
     results = predict(model, trained.facts, paths, device, args.batch_size, top_k, workers)
-    try:
-        out = Json() if args.json else Csv(top_k) if args.csv else Table()
-        for path, result in results:
-            out.write(path, result)
-            bad += isinstance(result, BadImageError)
-        out.close()
-        sys.stdout.flush()
-    except BrokenPipeError:  # in  ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    out = Json() if args.json else Csv(top_k) if args.csv else Table()
+    for path, result in results:
+        out.write(path, result)
+        bad += isinstance(result, BadImageError)
+    out.close()
     if bad or not paths:
         print(f"{bad} of {len(paths)} images were not classified", file=sys.stderr)
     return bad == len(paths)

@@ -9,7 +9,6 @@ import torchvision
 from tasks.images import Settings
 from tasks.images.models import build_classifier, build_model
 from tasks.images.weights import head_of
-from tests.processes import run_ranks
 from utils.errors import UserError
 from utils.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
@@ -51,41 +50,23 @@ def test_vision_transformer_takes_the_image_size_of_the_config():
 
 
 def test_near_miss_of_a_model_is_named():
-    for name, close in (("ResNet-50", "resnet50"), ("vit-tiny", "vit_tiny")):
-        with pytest.raises(UserError, match=rf"no --model {name}: .* {close}\?$"):
-            make(name)
-    with pytest.raises(UserError, match="no --model my_net"):
-        make("my_net")
+    with pytest.raises(UserError, match=r"no --model ResNet-50: .* resnet50\?$"):
+        make("ResNet-50")
 
 
-def test_model_has_an_output_for_each_class_of_the_training_set():
-    train_set = SimpleNamespace(classes=["cat", "dog", "owl"])
-    model = build_model(Settings(model="resnet20"), train_set)
-    assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 3)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}  # the scripts convert it
+def test_weights_are_channels_last():
     weight = make("resnet18").conv1.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_weights_follow_from_the_global_seed_on_every_rank():
-    def body(rank):
-        torch.rand(rank)
-        torch.manual_seed(5)
-        return [p.sum().item() for p in make("resnet20").parameters()]
-
-    first, second = run_ranks(body, 2)
-    assert first == second
-    torch.manual_seed(6)
-    assert first != [p.sum().item() for p in make("resnet20").parameters()]
 
 
 def test_dropout_and_stochastic_depth_draw_by_sample():
     model = build_model(Settings(model="efficientnet_b0"), SimpleNamespace(classes=range(2)))
     own = torchvision.models.get_model("efficientnet_b0", num_classes=2)
-    assert [*model.state_dict()] == [*own.state_dict()]
+    assert list(model.state_dict()) == list(own.state_dict())
     origins = {type(module).__module__ for module in model.modules()}
     assert "utils.sample_random" in origins
-    assert not origins & {"torch.nn.modules.dropout", "torchvision.ops.stochastic_depth"}
+    assert "torch.nn.modules.dropout" not in origins
+    assert "torchvision.ops.stochastic_depth" not in origins
 
 
 def test_every_batchnorm_is_synchronized_under_its_name():
