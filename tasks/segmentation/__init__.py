@@ -57,8 +57,6 @@ class Settings(Config):
             raise ConfigError(f"image_size must be a multiple of 4, not {self.image_size}")
         if not 0 < self.val_fraction < 1:
             raise ConfigError(f"val_fraction must be between 0 and 1, not {self.val_fraction}")
-        if self.num_classes > IGNORED:
-            raise ConfigError(f"num_classes must be at most {IGNORED}, not {self.num_classes}")
         if self.dataset == "synthetic" and self.num_classes != len(SHAPES):
             raise ConfigError(
                 f"dataset=synthetic has {len(SHAPES)} classes, not {self.num_classes}: remove "

@@ -153,11 +153,12 @@ def check_classes(masks: Sequence[Path], num_classes: int) -> None:
 
     Raises UserError if they hold nothing but 0 and IGNORED: what most tools write for one class.
     """
-    expected, suspicious = set(range(num_classes)), {0, IGNORED}
-    seen = _numbers_in(masks[:: -(-len(masks) // ENOUGH)], expected.issubset)
-    if seen == suspicious:
-        seen = _numbers_in(masks, lambda seen: not seen <= suspicious)
-    if seen == suspicious:
+    expected, seen = set(range(num_classes)), set()
+    for path in masks[:: -(-len(masks) // ENOUGH)]:
+        if expected <= seen:
+            break
+        seen.update(numpy.unique(_open(path, MASK_MODES)[0]).tolist())
+    if seen == {0, IGNORED}:
         raise UserError(
             f"the {len(masks)} masks, such as {masks[0]}, hold only 0 and {IGNORED}, which means "
             f"no label: write 1 for the second class"
@@ -167,16 +168,6 @@ def check_classes(masks: Sequence[Path], num_classes: int) -> None:
             f"class {', '.join(map(str, missing))} of --num-classes {num_classes} occurs in none "
             f"of {min(len(masks), ENOUGH)} masks"
         )
-
-
-def _numbers_in(masks, is_enough):
-    """The numbers in masks, which are read until is_enough(the numbers so far)."""
-    seen = set()
-    for path in masks:
-        if is_enough(seen):
-            break
-        seen.update(numpy.unique(_open(path, MASK_MODES)[0]).tolist())
-    return seen
 
 
 def _open(path, modes):
