@@ -1,5 +1,6 @@
 """Pretrained weights by name and from files, and a frozen backbone."""
 
+import copy
 import hashlib
 import os
 
@@ -11,17 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tasks.images import Settings, build_datasets, describe
 from tasks.images.models import build_classifier
 from tasks.images.small_models import ResNet20
-from tasks.images.weights import (
-    FrozenBatchNorm,
-    find_weights,
-    freeze_backbone,
-    head_of,
-    load_weights,
-)
-from tests.forked import ROUNDING, fork_script, largest_difference, same_bits
+from tasks.images.weights import FrozenBatchNorm, find_weights, freeze_backbone, load_weights
+from tests.forked import fork_script, same_bits
 from tests.processes import run_ranks, web_server
-from tests.utils.test_checkpoint import Malicious
-from tools.verify.cases import FROZEN
 from utils.checkpoint import FORMAT, read_checkpoint
 from utils.config import load_config
 from utils.errors import UserError
@@ -39,10 +32,10 @@ def hub(tmp_path, monkeypatch):
     return folder
 
 
-def pretrained(path, name="resnet18", **options):
+def pretrained(path, name="resnet18"):
     """Write a file like those that torchvision publishes, with random weights for 1000 classes."""
     torch.manual_seed(7)
-    model = torchvision.models.get_model(name, weights=None, **options)
+    model = torchvision.models.get_model(name, weights=None)
     torch.save(model.state_dict(), path)
     return model.state_dict()
 
@@ -51,10 +44,9 @@ def config(*flags):
     return load_config(Settings, argv=["--dataset=synthetic", "--synthetic-samples=8", *flags])
 
 
-def model_from(*flags, classes=3):
-    cfg = config(*flags)
-    torch.manual_seed(cfg.seed)
-    return build_classifier(cfg, classes)
+def model_from(*flags):
+    torch.manual_seed(0)
+    return build_classifier(config(*flags), 3)
 
 
 # Finding
@@ -70,7 +62,7 @@ def test_frozen_backbone_needs_weights(hub, capfd):
 
 def test_weights_by_name_determine_size_and_normalization(hub):
     entry = find_weights("resnet50", "DEFAULT")
-    assert entry.path == hub / "resnet50-11ad3fa6.pth" and entry.enum.name == "IMAGENET1K_V2"
+    assert entry.path == hub / "resnet50-11ad3fa6.pth"
     assert (entry.inputs["image_size"], entry.inputs["resize"]) == (224, 232)
     assert find_weights("resnet50", "IMAGENET1K_V1").inputs["resize"] == 256
     assert find_weights("swin_v2_t", "DEFAULT").inputs["interpolation"] == "bicubic"
@@ -80,7 +72,8 @@ def test_weights_by_name_determine_size_and_normalization(hub):
     assert config(*flags).image_size == 240
     assert config(*flags, "--image-size=64").image_size == 64
     data = describe(*build_datasets(config("--weights=DEFAULT", "--image-size=8")))
-    assert data["mean"] == [0.485, 0.456, 0.406] and data["image_size"] == 8
+    assert data["mean"] == [0.485, 0.456, 0.406]
+    assert data["image_size"] == 8
 
 
 def test_wrong_names_and_files_are_reported(tmp_path):
@@ -88,12 +81,8 @@ def test_wrong_names_and_files_are_reported(tmp_path):
         find_weights("resnet18", "DEFUALT")
     with pytest.raises(UserError, match=r"'x\.pth' .*not a file.*resnet20 .*no weights"):
         find_weights("resnet20", "x.pth")
-    for junk in (b"", b"junk", b"PK\x03\x04junk"):
-        (tmp_path / "junk.pth").write_bytes(junk)
-        with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save"):
-            find_weights("resnet50", str(tmp_path / "junk.pth"))
-    torch.save(torch.ones(2), tmp_path / "junk.pth")
-    with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save.* Tensor"):
+    (tmp_path / "junk.pth").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"junk\.pth .*as weights.*torch\.save"):
         find_weights("resnet50", str(tmp_path / "junk.pth"))
 
 
@@ -105,8 +94,6 @@ def test_file_is_recognized_by_its_name_or_treated_as_the_default(tmp_path):
     data = inputs | {"classes": ["a"], "val_files": []}
     torch.save({"format": FORMAT, "data": data}, tmp_path / "best.pt")
     assert find_weights("resnet50", str(tmp_path / "best.pt")).inputs == inputs
-    torch.save({"format": "of another program"}, tmp_path / "other.pt")
-    assert find_weights("resnet50", str(tmp_path / "other.pt")).inputs["resize"] == 232
 
 
 # Loading
@@ -116,19 +103,19 @@ def test_cached_weights_get_a_new_head(hub):
     saved = pretrained(hub / "resnet18-f37072fd.pth")
     ours = model_from("--weights=DEFAULT").state_dict()
     random = model_from().state_dict()
-    for name, value in ours.items():
-        assert torch.equal(value, random[name] if name.startswith("fc.") else saved[name]), name
-    assert ours["fc.weight"].shape == (3, 512)
+    for name in ("fc.weight", "fc.bias"):
+        assert torch.equal(ours.pop(name), random[name])
+        del saved[name]
+    assert same_bits(ours, saved)
 
 
-@pytest.mark.parametrize("name", ["googlenet", "squeezenet1_1"])
-def test_weights_of_other_families(name, hub):
-    options = {"init_weights": False} if name == "googlenet" else {}
-    saved = pretrained(find_weights(name, "DEFAULT").path, name, **options)
-    model = model_from(f"--model={name}", "--weights=DEFAULT")
-    ours, head = model.state_dict(), head_of(model)
-    assert all(torch.equal(ours[n], saved[n]) for n in ours if not n.startswith(head))
-    assert len(ours[f"{head}.bias"]) == 3
+@pytest.mark.filterwarnings("ignore:The default weight initialization of GoogleNet")
+def test_auxiliary_classifiers_of_the_file_are_left_out(hub):
+    saved = pretrained(find_weights("googlenet", "DEFAULT").path, "googlenet")
+    model = model_from("--model=googlenet", "--weights=DEFAULT")
+    for name, value in model.state_dict().items():
+        if not name.startswith("fc."):
+            assert torch.equal(value, saved[name])
 
 
 def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
@@ -139,26 +126,23 @@ def test_wrapped_state_dicts_are_read_and_misfits_are_named(tmp_path):
         torch.save(wrapped, path)
         model = model_from(f"--weights={path}")
         assert torch.equal(model.conv1.weight, saved["conv1.weight"])
-    for name, pattern in (
-        ("resnet18_cifar", r"conv1\.weight .*\(64, 3, 3, 3\) .*model .*\(64, 3, 7, 7\) .*file"),
-        ("resnet18_gn", r"suffixes.*bn1\.running_mean .*in the model"),
-        ("resnet34", r"layer1\.2\.conv1\.weight .*in the file.* more"),
-    ):
-        with pytest.raises(UserError, match=pattern):
-            model_from(f"--weights={path}", f"--model={name}")
+    different = r"conv1\.weight .*\(64, 3, 3, 3\) .*model .*\(64, 3, 7, 7\) .*file"
+    with pytest.raises(UserError, match=different):
+        model_from(f"--weights={path}", "--model=resnet18_cifar")
+    with pytest.raises(UserError, match=r"layer1\.2\.conv1\.weight .*in the file.* more"):
+        model_from(f"--weights={path}", "--model=resnet34")
 
 
-def test_bad_file_in_the_cache_is_named(hub, tmp_path):
+def test_bad_file_in_the_cache_is_named(hub):
     """Also one that would run code."""
     path = hub / "resnet18-f37072fd.pth"
     pretrained(path)
     os.truncate(path, 100_000)
     with pytest.raises(UserError, match=r"f37072fd\.pth is damaged .* remove it"):
         model_from("--weights=DEFAULT")
-    torch.save({"conv1.weight": Malicious(tmp_path / "ran")}, path)
+    torch.save({"conv1.weight": os.system}, path)
     with pytest.raises(UserError, match=r"f37072fd\.pth .*\(Weights only .*remove it"):
         model_from("--weights=DEFAULT")
-    assert not (tmp_path / "ran").exists()
 
 
 # Downloading
@@ -194,9 +178,8 @@ def test_weights_are_downloaded_once_per_node(server, hub):
 def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
     with open(tmp_path / "site" / server[1], "ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match=f" {server[1]} .*invalid hash.*--weights") as caught:
+    with pytest.raises(UserError, match=f" {server[1]} .*{RESNET18.value.url}.*invalid hash"):
         load(0)
-    assert str(hub) in str(caught.value) and RESNET18.value.url in str(caught.value)
     assert list(hub.iterdir()) == []
 
 
@@ -204,19 +187,20 @@ def test_download_with_another_checksum_is_refused(server, hub, tmp_path):
 
 
 def test_frozen_backbone_trains_the_head_alone():
+    """make verify compares its runs on one and on two ranks."""
+
     def body(rank):
-        torch.manual_seed(0)
         frozen = freeze_backbone(ResNet20(3))
         model = DistributedDataParallel(frozen).train()
-        before = {name: value.clone() for name, value in frozen.state_dict().items()}
+        before = copy.deepcopy(frozen.state_dict())
         optimizer = build_optimizer(model, config())
         model(torch.randn(4, 3, 32, 32)).sum().backward()
         optimizer.step()
         changed = [n for n, v in frozen.state_dict().items() if not torch.equal(v, before[n])]
         reduced = model._get_ddp_logging_data()["num_parameter_tensors"]
-        return changed, reduced, sum(len(g["params"]) for g in optimizer.param_groups)
+        return changed, reduced
 
-    assert run_ranks(body, 2) == [(["fc.weight", "fc.bias"], 2, 2)] * 2
+    assert run_ranks(body, 2) == [(["fc.weight", "fc.bias"], 2)] * 2
 
 
 def test_frozen_batchnorm_equals_batchnorm_in_eval_mode():
@@ -240,27 +224,3 @@ def test_resumed_run_does_not_need_the_file(tmp_path):
     ours, theirs = (read_checkpoint(r.output_dir / "last.pt") for r in (resumed, whole))
     assert same_bits(ours["model"], theirs["model"])
     assert ours["data"] == theirs["data"] and "mean" in ours["data"]
-
-
-@pytest.mark.slow
-def test_scripts_train_a_frozen_backbone(tmp_path):
-    """train_ddp.py is in the table of make verify."""
-    torch.manual_seed(7)
-    weights = ResNet20(10).state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    flags = FROZEN | {"weights": tmp_path / "weights.pth", "dtype": "float64", "image_size": 8}
-    # No sample depends on the others in its batch, so micro-batches add up to the batch.
-    heads = {}
-    for script, nproc, options in (
-        ("train_1gpu.py", None, {}),
-        ("train_mp.py", None, {"devices": "cpu,cpu"}),
-        ("train_ddp_accum.py", 2, {"micro_batches": 2}),
-        ("train_fsdp.py", 2, {}),
-    ):
-        run = fork_script(script, nproc, output_dir=tmp_path / script, **flags | options)
-        assert run.code == 0, run.stderr
-        model = read_checkpoint(run.output_dir / "last.pt")["model"]
-        heads[script] = {name: model.pop(name) for name in ("fc.weight", "fc.bias")}
-        assert all(torch.equal(value, weights[name].to(value)) for name, value in model.items())
-        assert largest_difference(heads[script], heads["train_1gpu.py"]) < ROUNDING
-    assert not torch.equal(heads["train_1gpu.py"]["fc.bias"], weights["fc.bias"].double())
