@@ -3,13 +3,10 @@
 import json
 import random
 import statistics
-from html import escape
 from pathlib import Path
 
 from lab.bench.hooks import PARTS
 from tools.lib.markdown import markdown_table
-from tools.lib.page import INK, color_of, drawing, figure, page, table, write_file
-from utils.errors import UserError
 
 EPOCH = 50_000  # images: an epoch of CIFAR-10
 HEAD = ["row", "global batch", f"s / {EPOCH:,} images", "images/s", "speed-up", "efficiency"]
@@ -146,42 +143,13 @@ def finished(result):
     return f"\n{table}\n\n{notes(result)}"
 
 
-def bars(result):
-    """A drawing of the images/s of each row: medians and ranges."""
-    measured = [(name, medians(s, "images_per_second")) for name, s in result["rows"].items()]
-    drawn, axes = drawing(5.6, 0.8 + 0.3 * len(measured))
-    middles = [middle for _, (middle, _, _) in measured]
-    ranges = [[m - low for _, (m, low, _) in measured], [high - m for _, (m, _, high) in measured]]
-    names = [name for name, _ in measured]
-    axes[0, 0].barh(names, middles, xerr=ranges, color=color_of(0), ecolor=INK)
-    axes[0, 0].invert_yaxis()
-    axes[0, 0].set_xlabel("images/s")
-    return figure(drawn, "images/s: medians and ranges")
-
-
-def html(result):
-    """The page of a benchmark."""
-    rows = table(HEAD, table_rows(result))
-    absent = [f"{name} was not run: {reason}." for name, reason in result["absent"].items()]
-    absent = "".join(f"<p>{escape(text)}</p>" for text in absent)
-    drawn = f'<div class="grid">{bars(result)}</div>'  # readable on a narrow screen, too
-    body = f"{drawn}<h2>All figures</h2>{absent}{rows}"
-    return page("make bench", notes(result).replace("`", ""), body)
-
-
 def write_reports(result, folder):
-    """Write bench.json, bench.md and bench.html, which needs matplotlib."""
+    """Write bench.json and bench.md."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = markdown_table(HEAD, table_rows(result))
     (folder / "bench.json").write_text(json.dumps(result))
     (folder / "bench.md").write_text(f"{notes(result)}\n\n{rows}\n")
     print(f"\nwrote {folder}/bench.json, bench.md", flush=True)
-    try:
-        write_file(folder / "bench.html", html(result))
-    except UserError as error:
-        print(f"no bench.html: {error}", flush=True)
-    else:
-        print(f"wrote {folder}/bench.html", flush=True)
 
 
 def write_table(result, text, folder, name):

@@ -91,16 +91,13 @@ class Runner:
             "device": ranks[0]["device"],
         }
 
-    def epochs(self, row, count, module="lab.bench.epochs"):
+    def epochs(self, row, count):
         """One run of a row on one process, `count` epochs long. Returns, among others, the median
-        seconds of training alone and of whole epochs (lab/bench/epochs.py), without the first.
-
-        module: what times them.
-        """
+        seconds of training alone and of whole epochs (lab/bench/epochs.py), without the first."""
         flags, _ = self._settings(row)
         nproc = None if row.script in ONE_PROCESS else 1
         flags["epochs"] = count
-        run, results, _ = self._run(module, row.name, nproc, [row.script], flags)
+        run, results, _ = self._run("lab.bench.epochs", row.name, nproc, [row.script], flags)
         return {
             "train": statistics.median(metrics["train_seconds"] for metrics in run.rows[1:]),
             "whole": statistics.median(results[0]["seconds"][1:]),

@@ -35,18 +35,15 @@ ATTEMPTS = 2  # for a job that a call had to stop
 class Results:
     """Samples and errors of the jobs, kept in a file. Keys are "stage: name".
 
-    setup: what the results depend on. Raises UserError if the file is damaged, or was written with
-    a different setup.
+    setup: what the results depend on. Raises UserError if the file was written with a different
+    one.
     """
 
     def __init__(self, path, setup=None):
         self.path = path
         self.data = {"setup": setup, "samples": {}, "errors": {}, "stopped": {}}
         if path.exists():
-            try:
-                self.data |= json.loads(path.read_text())
-            except (TypeError, ValueError) as error:
-                raise UserError(f"{path} is damaged ({error}): remove it") from None
+            self.data |= json.loads(path.read_text())
         if self.data["setup"] != setup:
             raise UserError(
                 f"{path} has results of {self.data['setup']}, not {setup}: pass another --output"

@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 
 import torch
 
-from lab.bench import batched, peers
+from lab.bench import peers
 from lab.bench.peers import Contestant
 from lab.bench.report import EPOCH
 from lab.bench.rows import Row
@@ -101,10 +101,6 @@ class Jobs:
             rows = [row for row in rows if row[2].get("compile", "none") == "none"]
         for row in rows:
             yield self._speed(model, flags, *row)
-        if batched.is_available():
-            row = Row("float32 (TF32 convolutions), DDP, batched_grad_copy, eager", "train_ddp.py")
-            run = partial(self._epochs, flags, row, module="lab.bench.batched")
-            yield Job("speed", f"{model}: {row.name}", SECONDS["none"], run)
         yield from self._plain(model, flags)
         if not self.small:
             for row in more:
@@ -197,9 +193,9 @@ class Jobs:
             raise RuntimeError(f"{run.stdout}\n{run.stderr}")
         return {"seconds": run.seconds, "last_line": last_line(run.stdout)}
 
-    def _epochs(self, flags, row, limit, count=EPOCHS, module="lab.bench.epochs"):
+    def _epochs(self, flags, row, limit, count=EPOCHS):
         runner = Runner(flags, mkdtemp(dir=self.scratch), self.steps, limit)
-        return runner.epochs(row, 2 if self.small else count, module)
+        return runner.epochs(row, 2 if self.small else count)
 
     def _peer(self, flags, contestant, limit):
         if self.small:
@@ -258,10 +254,7 @@ def _extracted(archive, folder):
     target = folder / f"{archive.name}.extracted"
     if not target.exists():
         print(f"extracting {archive} to {target}", flush=True)
-        try:
-            with tarfile.open(archive) as file:
-                file.extractall(f"{target}.tmp", filter="data")
-        except tarfile.TarError as error:
-            raise UserError(f"--data {archive} is not a .tar archive ({error})") from None
+        with tarfile.open(archive) as file:
+            file.extractall(f"{target}.tmp", filter="data")
         os.replace(f"{target}.tmp", target)
     return target

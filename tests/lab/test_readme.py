@@ -43,11 +43,6 @@ def test_block_is_replaced_in_place():
     assert readme.generate(new) == new
 
 
-def test_unknown_block_is_an_error():
-    with pytest.raises(KeyError):
-        readme.generate("<!-- poem -->\n<!-- /poem -->")
-
-
 def test_traps_have_an_entry_per_bug():
     entries = readme.traps().split("\n## ")
     assert len(entries) == len(BUGS)
