@@ -42,27 +42,23 @@ def last_line(run):
 @pytest.mark.rare
 def test_output_disk_of_its_own_on_every_node(one_machine, tmp_path):
     """Rank 0 writes the run, wherever it is: nothing is needed on the other nodes' disks."""
-    folders = [tmp_path / name for name in ("run", "disk0", "disk1")]
-    for folder in folders:
+    out, *disks = tmp_path / "run", tmp_path / "disk0", tmp_path / "disk1"
+    for folder in (out, *disks):
         folder.mkdir()
     with hosts(2) as machines:
-        command = c10d("train_ddp.py", machines[0], output_dir=folders[0], **RUN)
-        processes = [
-            host.start(command, private=[(disk, folders[0])])
-            for host, disk in zip(machines, folders[1:], strict=True)
-        ]
-        assert_no_error(finish(processes))
-        (written,) = (disk for disk in folders[1:] if (disk / "last.pt").exists())
-        assert_same_weights(written, one_machine)
+        command = c10d("train_ddp.py", machines[0], output_dir=out, **RUN)
 
-        command += ["--epochs=3", "--allow-config-change"]
-        processes = [
-            host.start(command, private=[(disk, folders[0])])
-            for host, disk in zip(machines, folders[1:], strict=True)
-        ]
-        runs = finish(processes)
+        def train(*flags):
+            first = machines[0].start([*command, *flags], private=[(disks[0], out)])
+            second = machines[1].start([*command, *flags], private=[(disks[1], out)])
+            return finish([first, second])
+
+        assert_no_error(train())
+        (written,) = (disk for disk in disks if (disk / "last.pt").exists())
+        assert_same_weights(written, one_machine)
+        runs = train("--epochs=3", "--allow-config-change")
     assert all(run.code for run in runs)
-    assert any(str(folders[0]) in run.stderr and "share" in run.stderr for run in runs)
+    assert any(f"{out}" in run.stderr and "share" in run.stderr for run in runs)
 
 
 # Faults
@@ -157,14 +153,18 @@ def test_elastic_job_keeps_the_global_batch_and_every_sample(tmp_path):
     text = "".join(run.stdout for run in runs)
     assert "batch: 12 = 2 replicas x 6" in text and "batch: 12 = 1 replicas x 12" in text
     audit = [json.loads(line) for line in (out / "audit.jsonl").read_text().splitlines()]
-    counts = [(row["epoch"], row["samples"], row["repeated"]) for row in audit]
-    assert counts == [(epoch, 48, 0) for epoch in range(4)]
+    assert [row["epoch"] for row in audit] == [0, 1, 2, 3]
+    for row in audit:
+        assert row["samples"] == 48
+        assert row["repeated"] == 0
     single = fork_script("train_1gpu.py", output_dir=tmp_path / "one", **flags)
     assert single.code == 0, single.stderr
-    ours, theirs = (read_checkpoint(f / "last.pt")["model"] for f in (out, single.output_dir))
-    assert largest_difference(ours, theirs) < ROUNDING
-    losses = [[row["train_loss"] for row in rows] for rows in (runs[0].rows, single.rows)]
-    assert losses[0] == pytest.approx(losses[1], abs=ROUNDING)
+    model = read_checkpoint(out / "last.pt")["model"]
+    expected = read_checkpoint(single.output_dir / "last.pt")["model"]
+    assert largest_difference(model, expected) < ROUNDING
+    losses = [row["train_loss"] for row in runs[0].rows]
+    expected = [row["train_loss"] for row in single.rows]
+    assert losses == pytest.approx(expected, abs=ROUNDING)
 
 
 @pytest.mark.rare
