@@ -3,17 +3,14 @@
 import json
 
 import pytest
-import torch
 
-from lab.bench.held import install
 from lab.fit.__main__ import LLAMA, PUBLISHED
 from lab.memory import BYTES, share
-from tests.forked import fork_script
+from tests.lab.test_memory import run_measured
 from tools.fit.candidates import text_of
 from tools.fit.run import FITS, Job, Machine, run
 from tools.lib.ladder import ROOT
 from tools.verify.run import write_text
-from utils.checkpoint import Checkpointer
 
 BASE = {"epochs": 1, "global_batch_size": 12, "optimizer": "adamw", "lr": 0.001}
 TASKS = {
@@ -48,28 +45,6 @@ def settings_of(task, folder, samples=48):
     return settings
 
 
-def held_on_cpus(script, ranks, folder, settings):
-    """What rank 0 of a real run holds: {kind: bytes}."""
-    result = {}
-
-    def before():
-        install(result)
-        record = Checkpointer.step
-
-        def write(checkpoint):
-            record(checkpoint)
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                (folder / "held.json").write_text(json.dumps(result["held"]))
-
-        Checkpointer.step = write
-
-    flags = settings | {"output_dir": folder / "cpu"}
-    run = fork_script(script, ranks, before, settings={"device": "cpu"}, **flags)
-    assert run.code == 0, run.stderr
-    held = json.loads((folder / "held.json").read_text())
-    return held | {"optimizer": held.pop("optimizer state")}
-
-
 def held_on_null_device(device, script, ranks, folder, settings):
     """What tools.fit says of the same run."""
     arguments = {"ranks": ranks or 0, "steps": 2, "gpus": 8 if ranks else 1}
@@ -86,10 +61,12 @@ def test_ranks_on_cpus_hold_as_much(script, null_device, tmp_path):
     task, ranks, flags = RUNS[script]
     settings = settings_of(task, tmp_path) | flags
     copy = copy_of(script, task, tmp_path)
-    real = held_on_cpus(copy, ranks, tmp_path, settings)
+    run_measured(copy, ranks, tmp_path, settings | {"device": "cpu"})
+    real = json.loads((tmp_path / "rank0.json").read_text())["held"]
     told = held_on_null_device(null_device, copy, ranks, tmp_path, settings)
-    for kind, size in real.items():
-        assert told[kind] == pytest.approx(size, rel=0.01), kind
+    for kind in ("parameters", "gradients"):
+        assert told[kind] == pytest.approx(real[kind], rel=0.01), kind
+    assert told["optimizer"] == pytest.approx(real["optimizer state"], rel=0.01)
 
 
 @pytest.mark.parametrize("fsdp_size", [pytest.param(64, marks=pytest.mark.slow), 8])

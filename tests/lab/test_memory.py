@@ -1,29 +1,30 @@
 """The formulas of lab/memory.py, against the bytes that runs hold."""
 
 import json
+import os
 import re
+from statistics import mean
 
 import pytest
-import torch
 
 from lab.bench.held import install
 from lab.memory import BYTES, MODELS, TECHNIQUES, gathered, gigabytes, share, table
 from tasks.images.small_models import vit_tiny
 from tests.forked import fork_script
+from tests.processes import SMALL
 from tests.recipes import TEXT
 from tools.verify.run import project_with_task
 from utils.checkpoint import Checkpointer
 
-SIZE = 16
-MODEL = vit_tiny(10, SIZE)
-PARAMETERS = sum(p.numel() for p in MODEL.parameters())
+SIZES = {name: p.numel() for name, p in vit_tiny(10, 16).named_parameters()}
+PARAMETERS = sum(SIZES.values())
 IN_SLICES = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "mlp.0.weight", "mlp.0.bias")
 IN_SLICES += ("mlp.3.weight",)
-SPLIT = sum(p.numel() for n, p in MODEL.named_parameters() if n.endswith(IN_SLICES)) / PARAMETERS
+SPLIT = sum(size for name, size in SIZES.items() if name.endswith(IN_SLICES)) / PARAMETERS
 
 
-def measure(folder):
-    """For fork_script(before=...): each rank writes what lab.bench.held records."""
+def run_measured(script, ranks, folder, settings):
+    """A Run, and what lab.bench.held has recorded on each rank."""
 
     def before():
         result = {}
@@ -32,12 +33,13 @@ def measure(folder):
 
         def write(checkpoint):
             record(checkpoint)
-            rank = torch.distributed.get_rank()
-            (folder / f"{rank}.json").write_text(json.dumps(result))
+            (folder / f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(result))
 
         Checkpointer.step = write
 
-    return before
+    run = fork_script(script, ranks, before, settings=settings, output_dir=folder / "run")
+    assert run.code == 0, run.stderr
+    return run, [json.loads(path.read_text()) for path in folder.glob("rank*.json")]
 
 
 @pytest.mark.parametrize(
@@ -51,34 +53,32 @@ def measure(folder):
     ids=str,
 )
 def test_ranks_hold_what_the_formula_says(script, ranks, optimizer, flags, tmp_path):
-    settings = {"model": "vit_tiny", "image_size": SIZE, "synthetic_samples": 12, "epochs": 1}
-    settings |= {"optimizer": optimizer, "lr": 0.001, "output_dir": tmp_path / "run"}
-    run = fork_script(script, ranks, measure(tmp_path), **settings | flags)
-    assert (run.code, run.stderr) == (0, "")
-    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    held = [result["held"] for result in results]
+    settings = SMALL | {"model": "vit_tiny", "synthetic_samples": 12, "epochs": 1, "lr": 0.001}
+    settings |= flags | {"optimizer": optimizer}
+    _, results = run_measured(script, ranks, tmp_path, settings)
+    assert len(results) == ranks
     for result in results:
         assert bool(result["steps"]) == (script == "train_pp.py")
         assert all(total > computing > 0 for total, computing in result["steps"])
-    part = share(script, ranks, flags.get("fsdp_size"), SPLIT)
-    for kind, each in zip(("parameters", "gradients"), (4, 4), strict=True):
-        assert sum(h[kind] for h in held) / ranks == pytest.approx(part * PARAMETERS * each)
-    total = sum(sum(h.values()) for h in held) / ranks
-    assert total == pytest.approx(part * PARAMETERS * BYTES[optimizer])
+    held = [result["held"] for result in results]
+    expected = share(script, ranks, flags.get("fsdp_size"), SPLIT) * PARAMETERS
+    for kind in ("parameters", "gradients"):
+        assert mean(each[kind] for each in held) == pytest.approx(4 * expected)
+    total = mean(sum(each.values()) for each in held)
+    assert total == pytest.approx(BYTES[optimizer] * expected)
 
 
 @pytest.mark.slow
 @pytest.mark.rare
 def test_rank_of_experts_holds_what_the_formula_says(tmp_path):
     project = project_with_task("moe", tmp_path / "project")
-    settings = TEXT | {"text_file": "", "epochs": 1, "output_dir": tmp_path / "run"}
-    settings |= {"dtype": "float32", "context": 8, "global_batch_size": 256}
-    run = fork_script(project / "train_ep.py", 2, measure(tmp_path), settings=settings)
-    assert (run.code, run.stderr) == (0, "")
-    held = [json.loads((tmp_path / f"{rank}.json").read_text())["held"] for rank in range(2)]
+    settings = TEXT | {"epochs": 1, "dtype": "float32", "context": 8}
+    settings["global_batch_size"] = 256
+    run, results = run_measured(project / "train_ep.py", 2, tmp_path, settings)
     (parameters,) = re.findall(r"([\d,]+) trainable parameters", run.stdout)
     expected = share("train_ep.py", 2) * int(parameters.replace(",", "")) * BYTES["adamw"]
-    assert sum(sum(h.values()) for h in held) / 2 == pytest.approx(expected)
+    total = mean(sum(result["held"].values()) for result in results)
+    assert total == pytest.approx(expected)
 
 
 def test_table_has_a_row_per_technique():
