@@ -7,11 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torchvision
+import yaml
 from PIL import Image
 
 from tasks.images import evaluate
@@ -30,19 +30,21 @@ def write_images(root, count=12):
     """Three classes that are easy to distinguish, with unusual and broken files among them: a
     folder for each, a test folder, and a folder to predict."""
     for split in ("", "test"):
-        for label, name in enumerate(CLASSES):
+        for name, color in zip(CLASSES, ("red", "green", "blue"), strict=True):
             for i in range(count):
                 path = root / split / name / f"{i}.jpg"
                 photo(path, (40, 36))
-                color = Image.new("RGB", (40, 36), [(200, 0, 0), (0, 200, 0), (0, 0, 200)][label])
-                Image.blend(Image.open(path), color, 0.8).save(path)
+                plain = Image.new("RGB", (40, 36), color)
+                Image.blend(Image.open(path), plain, 0.8).save(path)
     cat = root / "cat"
     break_file(cat / "3.jpg")
-    (cat / "notes.txt").write_text("not an image")
-    (cat / ".hidden.jpg").write_text("not an image either")
+    (cat / "notes.txt").touch()
+    (cat / ".hidden.jpg").touch()
     first = Image.open(cat / "0.jpg")
-    for name, mode in (("a.PNG", "RGBA"), ("b.webp", "RGB"), ("c.jpg", "CMYK"), ("d.gif", "P")):
-        first.convert(mode).save(cat / name)
+    first.convert("RGBA").save(cat / "a.PNG")
+    first.save(cat / "b.webp")
+    first.convert("CMYK").save(cat / "c.jpg")
+    first.convert("P").save(cat / "d.gif")
     (root / "test" / "dog" / "broken.png").write_bytes(b"\x89PNG")
     root.with_name("new_images").symlink_to(root / "test")
 
@@ -64,16 +66,10 @@ def clone(tmp_path_factory):
     for name in ("Makefile", "train_ddp.py", "utils", "tasks", "sources", "tools"):
         (root / name).symlink_to(ROOT / name)
     text = (ROOT / "configs" / "finetune.yaml").read_text()
-    for line, small in (
-        ("model: resnet50", "model: resnet18"),
-        ("image_size: 0", "image_size: 32"),
-        ("epochs: 10", "epochs: 2"),
-        ("global_batch_size: 64", "global_batch_size: 8"),
-    ):
-        assert text.count(f"\n{line}\n") == 1
-        text = text.replace(line, small)
+    small = {"model": "resnet18", "image_size": 32, "epochs": 2, "global_batch_size": 8}
+    settings = yaml.safe_load(text) | small | {"device": "cpu"}
     (root / "configs").mkdir()
-    (root / "configs" / "finetune.yaml").write_text(text + "device: cpu\n")
+    (root / "configs" / "finetune.yaml").write_text(yaml.safe_dump(settings))
     programs = root / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run ")):
@@ -113,16 +109,14 @@ def shell(clone, command):
 @pytest.fixture(scope="module")
 def results(clone):
     """{command: completed process} of the page's commands; each has succeeded."""
-    assert [line.split()[0] for line in commands()[:2]] == ["git", "cd"]
-    assert len(commands()) == 13
-    # Not everybody has test images, so they come last, after other ways to evaluate.
-    assert ["my_images/test" in line or "--split test" in line for line in commands()].count(1) == 1
-    train, *others = commands()[2:]
-    with ThreadPoolExecutor(2) as pool:  # the others need nothing but the first one's checkpoint
-        ended = [shell(clone, train), *pool.map(lambda command: shell(clone, command), others)]
-    for command, result in zip(commands()[2:], ended, strict=True):
+    clone_it, enter, *steps = commands()
+    assert clone_it.startswith("git clone")
+    assert enter.startswith("cd ")
+    assert len(steps) == 11
+    ended = {command: shell(clone, command) for command in steps}
+    for command, result in ended.items():
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return dict(zip(commands()[2:], ended, strict=True))
+    return ended
 
 
 def test_training_skips_bad_files_and_stores_the_split(clone, results):
@@ -182,12 +176,3 @@ def run(module, monkeypatch, *arguments):
     """Call the main() of a tool with these arguments."""
     monkeypatch.setattr("sys.argv", [module.__name__, *map(str, arguments)])
     return module.main()
-
-
-def test_predictions_end_quietly_when_nobody_reads_them(clone, results):
-    module = ["-m", "tasks.images.predict"]
-    command = [sys.executable, *module, "runs/finetune/best.pt", "new.jpg", "--csv"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    run = subprocess.run(command, cwd=clone, stdout=writer, stderr=subprocess.PIPE, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
