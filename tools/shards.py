@@ -18,7 +18,7 @@ from pathlib import Path
 from PIL import Image
 
 from tasks.images import Settings, synthetic
-from tasks.images.files import find_images
+from tasks.images.files import find_splits
 from utils.config import load_config
 from utils.errors import UserError
 from utils.reports import report_errors
@@ -44,15 +44,15 @@ def write_json_lines(folder, split, values, per_shard=1000):
 
 
 def of_folder(data_dir):
-    """({split: [{"cls": bytes, "jpg": the path}]}, classes) of a folder of images."""
-    samples = {}
-    for split in ("train", "val"):
-        files = find_images(data_dir, split)
-        samples[split] = [
+    """({split: [{"cls": bytes, "jpg": the path}]}, classes) of a folder of images. Raises UserError
+    if the splits' classes differ."""
+    splits, samples = find_splits(data_dir), {}
+    for name, files in zip(("train", "val"), splits, strict=True):
+        samples[name] = [
             {"cls": str(label).encode(), Path(path).suffix[1:].lower(): Path(path)}
             for path, label in zip(files.paths, files.labels, strict=True)
         ]
-    return samples, files.classes
+    return samples, splits[0].classes
 
 
 def of_synthetic(count, size, seed):

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,18 @@ def find_images(data_dir: str | Path, split: str) -> Files:
     if empty := files.empty_classes():
         raise UserError(f"no images in {empty} (expected files {', '.join(EXTENSIONS)})")
     return files
+
+
+def find_splits(data_dir: str | Path) -> list[Files]:
+    """The Files to train with and to validate with. Raises UserError if their classes differ, so
+    that a label would mean two classes."""
+    splits = [find_images(data_dir, name) for name in ("train", "val")]
+    for one, other in permutations(splits, 2):
+        if only := sorted(set(one.classes) - set(other.classes)):
+            raise UserError(
+                f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
+            )
+    return splits
 
 
 def _class_folders(folder):

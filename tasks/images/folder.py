@@ -6,7 +6,6 @@ Decodes the files when they are read, and can keep the decoded images in a cache
 import math
 import random
 from collections.abc import Sequence
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from tasks.images.arrays import ArrayDataset
 from tasks.images.augment import CropFlip
 from tasks.images.cache import cache_folder, decoded_images, is_writable, without_bad
 from tasks.images.decode import decode
-from tasks.images.files import find_images, relative_names, saved_data, split_images
+from tasks.images.files import find_images, find_splits, relative_names, saved_data, split_images
 from tasks.images.pixels import PixelDataset
 from tasks.images.settings import Settings, expected_inputs
-from utils.errors import UserError
 from utils.seeds import derive_seed
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # of pixels in [0, 1]
@@ -35,13 +33,7 @@ def build(cfg: Settings) -> tuple["FolderDataset", "FolderDataset"]:
     Call it in main_process_first(): with on_bad_sample=skip, one process per node reads all files.
     Raises UserError if a split or a class has no images, or if the splits' classes differ.
     """
-    names = ("all",) if cfg.val_fraction else ("train", "val")
-    splits = [find_images(cfg.data_dir, name) for name in names]
-    for one, other in permutations(splits, 2):
-        if only := sorted(set(one.classes) - set(other.classes)):
-            raise UserError(
-                f"{one.folder} has classes that {other.folder} lacks: {', '.join(only)}"
-            )
+    splits = [find_images(cfg.data_dir, "all")] if cfg.val_fraction else find_splits(cfg.data_dir)
     if cfg.on_bad_sample == "skip":
         splits = without_bad(splits, cache_folder(cfg))
     chosen = None

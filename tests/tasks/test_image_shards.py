@@ -105,6 +105,9 @@ def test_damaged_images(tmp_path, capsys):
 
 
 def test_wrong_folders(tmp_path, pair):
+    (pair[0] / "val" / "cat").rename(tmp_path / "cat")
+    with pytest.raises(UserError, match=r"/train has .*/val lacks: cat"):  # cat 0, dog 0 in val
+        of_folder(pair[0])
     with pytest.raises(UserError, match=r"no files .*/train-\*.tar"):
         build_datasets(settings(tmp_path))
     with pytest.raises(UserError, match=r"val_fraction .*dataset=imagefolder"):
