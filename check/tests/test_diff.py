@@ -111,6 +111,7 @@ def test_first_difference_is_named(bug, step, stage, words, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_sync_batch_norm_joins_the_statistics_of_the_ranks(tmp_path):
     """That of PyTorch refuses CPUs. In A it is a BatchNorm."""
     text = textwrap.dedent(SCRIPT).replace("model[1].eval()", "")
@@ -481,6 +482,7 @@ def test_rounding_of_float32_may_grow_in_later_steps(differences, equal):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_float32_that_differs_by_rounding_is_equal(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     command = [*CHECK, "diff", "--dtype", "own", "--", *ONE, "--", *TWO]

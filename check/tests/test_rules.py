@@ -956,6 +956,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_older_class_of_fsdp_runs_without_a_gpu(tmp_path):
     assert found_in(tmp_path, OLDER_CLASS)[0] == []
 
@@ -1017,6 +1018,7 @@ def test_order_of_a_validation_within_an_epoch_is_not_that_of_the_training(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_script_that_spawns_only_where_there_are_several_gpus(tmp_path):
     rules, _, not_checked = found_in(tmp_path, SPAWNS)
     assert rules == [] and "several ranks" not in not_checked
