@@ -35,6 +35,7 @@ from tools.verify.cases import (
     matrix_cases,
 )
 from tools.verify.judge import Evidence, Problem, judge
+from tools.verify.plants import PLANTS
 from tools.verify.run import Verifier, is_trained, run_matrix, write_text
 from utils.checkpoint import FORMAT
 from utils.config import load_config
@@ -128,10 +129,11 @@ def test_cases_have_settings_that_their_scripts_know(suite):
 def test_every_task_has_a_suite_and_every_script_a_case_or_a_reason():
     assert set(SUITES) == {path.stem for path in (ROOT / "tasks").iterdir() if is_task(path)}
     for suite in SUITES.values():
-        reasons = " ".join(suite.left_out)
         scripts = {case.script for case in suite.cases}
-        for script in RUNGS.keys() - scripts - {"train_1gpu.py"}:
-            assert script[len("train_") : -len(".py")] in reasons, (suite.task, script)
+        missing = RUNGS.keys() - scripts - {"train_1gpu.py"}
+        names = {script.removeprefix("train_").removesuffix(".py") for script in missing}
+        reasons = set(re.split(r"\W+", " ".join(suite.left_out)))
+        assert names <= reasons, (suite.task, names - reasons)
 
 
 @pytest.mark.parametrize("script", RUNGS)
@@ -190,14 +192,16 @@ def test_own_copy_that_forgets_an_entry_of_its_state_fails(monkeypatch, tmp_path
     assert f"FAIL: {Problem.STATE.value} (scheduler)" in capsys.readouterr().out
 
 
-def test_mistakes_on_the_command_line(monkeypatch):
-    for arguments in (
-        ["--script", "/no/such.py"],
-        ["--only", "no such case"],
-        ["--", "--lr", "0.1"],  # of a script of one's own, which is not named
+def test_mistakes_on_the_command_line(monkeypatch, capsys):
+    for arguments, named in (
+        (["--script", "/no/such/train_ddp.py"], "/no/such/train_ddp.py"),
+        (["--only", "no such case"], "no such case"),
+        (["--matrix", "--plant", PLANTS[0].name], "--matrix"),
+        (["--", "--lr", "0.1"], "--script"),  # of a script of one's own, which is not named
     ):
         with pytest.raises(SystemExit):
             run_verify(monkeypatch, *arguments)
+        assert named in capsys.readouterr().err
 
 
 # The judge
@@ -233,6 +237,7 @@ GOOD = Evidence(
     best=1,
 )
 CASE = Case("x", "train_ddp.py", 2, {})
+UNEVALUATED = {name: value for name, value in metrics(1).items() if not name.startswith("val")}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +259,7 @@ CASE = Case("x", "train_ddp.py", 2, {})
         ({"metrics": [metrics(0), metrics(1, train_loss=float("nan"))]}, Problem.LOSS),
         ({"metrics": [metrics(0), metrics(1, val_accuracy=0.49)]}, Problem.METRIC),
         ({"metrics": [metrics(0), metrics(1, val_top5=0.9)]}, None),  # a copy measures more
+        ({"metrics": [metrics(0), UNEVALUATED]}, Problem.METRIC),
         ({"best": 2}, Problem.BEST),
     ],
 )
@@ -277,6 +283,8 @@ def test_judge_requires_a_resumed_run_to_resume():
     assert judge(IMAGES, case, GOOD, GOOD).problem is Problem.NOT_RESUMED
     resumed = GOOD._replace(audit=[audit(0, resumed_at_step=3), audit(1)])
     assert judge(IMAGES, case, resumed, GOOD).problem is None
+    started_over = resumed._replace(continues=False)
+    assert judge(IMAGES, case, started_over, GOOD).problem is Problem.NOT_RESUMED
 
 
 def test_weights_are_compared_in_float64_alone():

@@ -160,7 +160,11 @@ def kill_within_second_epoch(process, output_dir, limit=120):
     end = time.monotonic() + limit
     first, last = Path(output_dir) / "epoch-0001.pt", Path(output_dir) / "last.pt"
     while not _is_newer(last, first):
-        assert process.poll() is None, process.communicate()
+        if process.poll() is not None:
+            raise AssertionError(
+                f"the run ended before {last} was saved within the second epoch: "
+                f"{last_line(process.communicate()[1])}"
+            )
         assert time.monotonic() < end, f"{process.args} saved nothing in {limit} s"
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)

@@ -58,6 +58,8 @@ def parse_arguments():
             parser.error(f"there is no file {path}")
         args.own = own_task(path, of_project=bool(args.flags))
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
+    if args.matrix and (args.script or args.only or args.plant):
+        parser.error("--matrix runs all pairs, without --script, --only and --plant")
     if args.script and name not in RUNGS:
         parser.error(f"{name} is not a name of the ladder: pass --like, and the original's name")
     if args.script and not args.own and (lacking := lacking_options(path, name, args)):

@@ -12,7 +12,7 @@ class Problem(Enum):
 
     FAILED = "the run failed"
     STATE = "the checkpoint lacks what a resumed run needs"
-    NOT_RESUMED = "the run was not resumed within the epoch"
+    NOT_RESUMED = "the run was not resumed where it had ended"
     WRITERS = "ranks other than rank 0 wrote files"
     SAMPLES = "samples were missed or counted twice"
     UNTRAINED = "no weight has changed after the first epoch"
@@ -20,7 +20,7 @@ class Problem(Enum):
     LOSS = "a loss differs from the reference"
     METRIC = "a metric differs from the reference"
     WEIGHTS = "weights differ from the reference"
-    BEST = "best.pt is not the epoch with the best validation metric"
+    BEST = "best.pt is missing, or not the epoch with the best validation metric"
 
 
 class Evidence(NamedTuple):
@@ -36,6 +36,7 @@ class Evidence(NamedTuple):
     weights: dict | None = None  # the model in last.pt
     best: int | None = None  # the epochs done in best.pt
     is_trained: bool = True  # a weight has changed after the first epoch
+    continues: bool = True  # its first row is that of the run that its folder held, if any
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def judge(suite, case, run, reference=None):
     if missing := set(STATE_OF.get(case.script, STATE)) - set(run.state):
         problems.append((Problem.STATE, ", ".join(sorted(missing))))
     within = case.resumes and case.moment != EPOCH_END
-    if within and not any(row["resumed_at_step"] for row in run.audit):
+    starts_within = any(row["resumed_at_step"] for row in run.audit)
+    if not run.continues or (within and not starts_within):
         problems.append((Problem.NOT_RESUMED, ""))
     if not row.each_sample_once:
         problems.append((Problem.SAMPLES, ""))
@@ -124,14 +126,16 @@ def _compare(suite, case, run, reference, row):
     """The row with its differences from the reference, and the problems that they are."""
     if run.weights.keys() != reference.weights.keys():
         return row, [(Problem.TENSORS, "")]
-    losses, metrics, exact_metrics, weights = {}, {}, {}, {}
+    losses, metrics, exact_metrics, weights, missing = {}, {}, {}, {}, []
     for ours, theirs in zip(run.metrics, reference.metrics, strict=True):
         epoch = f"of epoch {ours['epoch']}"
-        for name in ours:
+        for name in theirs:  # the script may be a copy with a metric more
             split, _, metric = name.partition("_")
             if split not in ("train", "val", "lr") or metric in ("samples", "seconds"):
                 continue
-            if name not in theirs:  # the script is a copy with a metric more
+            if name not in ours:
+                if split == "val":  # one_file/ logs less of the training
+                    missing.append((Problem.METRIC, f"there is no {name} {epoch}"))
                 continue
             difference = abs(ours[name] / theirs[name] - 1) if theirs[name] else abs(ours[name])
             kind = exact_metrics if metric in suite.exact else metrics
@@ -155,4 +159,4 @@ def _compare(suite, case, run, reference, row):
         for name, difference in differences.items()
         if not difference <= tolerance
     ]
-    return row, problems
+    return row, missing + problems

@@ -22,6 +22,7 @@ from tools.lib.runs import (
     kill_family,
     kill_within_second_epoch,
     last_line,
+    read_rows,
     start_run,
 )
 from tools.shards import of_synthetic, write_json_lines, write_tars
@@ -284,6 +285,7 @@ class Verifier:
     def _train(self, case, output_dir, root, script):
         """Run a script to its end. Returns its Evidence."""
         before = one_file.checkpoint_of(output_dir) or {"step": 0}
+        rows_before = read_rows(output_dir)
         run = self._launch(case, output_dir, root, script, finish_run)
         audit, last = output_dir / "audit.jsonl", output_dir / "last.pt"
         best = output_dir / "best.pt"
@@ -309,6 +311,7 @@ class Verifier:
             weights=weights,
             best=read_checkpoint(best)["epoch"] if best.exists() else None,
             is_trained=is_trained(weights, output_dir / "epoch-0001.pt"),
+            continues=run.rows[:1] == rows_before[:1] or not rows_before,
         )
 
     def _hooks(self, output_dir):
