@@ -33,7 +33,8 @@ FORMAT = 4
 OWN = {"format", "epoch", "config", "data", "guards", "model", "optimizer", "parts"}
 # Keys of an optimizer's groups that are not taken from a file: DDP's SGD is fused, FSDP's is not.
 CHOSEN_BY_SCRIPT = {"params", "fused", "foreach", "capturable", "differentiable"}
-EPOCH_NAME = "epoch-"  # of the files of whole epochs: and the number of epochs
+# Names of files. After a whole epoch: EPOCH_NAME and the number of epochs done.
+EPOCH_NAME, LAST, BEST = "epoch-", "last.pt", "best.pt"
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this job
 
 
@@ -136,7 +137,7 @@ def epoch_checkpoints(folder: Path) -> list[Path]:
 def newest_good_checkpoint(folder: Path) -> tuple[Path, dict[str, Any] | None]:
     """The newest checkpoint that can be read, and its contents, without the tensors of its parts;
     these are None if there is no file. Raises UserError if all are damaged."""
-    paths = [*folder.glob("last.pt"), *reversed(epoch_checkpoints(folder))]
+    paths = [*folder.glob(LAST), *reversed(epoch_checkpoints(folder))]
     for path in paths:
         try:
             return path, read_checkpoint(path, join_parts=False)
@@ -144,7 +145,7 @@ def newest_good_checkpoint(folder: Path) -> tuple[Path, dict[str, Any] | None]:
             warn(f"{error}; trying the checkpoint before it")
     if paths:
         raise UserError(f"no checkpoint in {folder} can be read: pass a different --output-dir")
-    return folder / "last.pt", None
+    return folder / LAST, None
 
 
 class Weights:
@@ -295,8 +296,8 @@ class Checkpointer:
                 self._load(contents)
         for guard in self.guards:
             guard.at_start(self)
-        if is_main_process() and path.name != "last.pt":  # which is damaged, or gone
-            link_atomically(self.folder / "last.pt", path)
+        if is_main_process() and path.name != LAST:  # which is damaged, or gone
+            link_atomically(self.folder / LAST, path)
         return self.epoch
 
     def _load(self, contents):
@@ -383,8 +384,8 @@ class Checkpointer:
             contents = self._contents()
         if is_main_process():
             # best.pt first: a run that is killed before the others have changed repeats the epoch.
-            names = ["best.pt"] * is_best + [f"{EPOCH_NAME}{epoch:04d}.pt"] * (not between_steps)
-            self.pending = self.writer.submit(self._write, contents, *names, "last.pt")
+            names = [BEST] * is_best + [f"{EPOCH_NAME}{epoch:04d}.pt"] * (not between_steps)
+            self.pending = self.writer.submit(self._write, contents, *names, LAST)
         if is_last:
             self.wait()
         for guard in self.guards:

@@ -48,7 +48,7 @@ def test_run_on_shards_and_streams_survives_faults(task, tmp_path):
     run = ChaosRun("train_ddp.py", 2, tmp_path, task=task)
     rows, verdict = run.run(["kill-worker", "term-rank"], 2, seed=2, real_share=0.0)
     assert problems(rows) == verdict == []
-    assert "after epoch 2, step 3" in rows[0].last_line  # the next run begins within an epoch
+    assert "in epoch 2, after step 3" in rows[0].last_line  # the next run begins within an epoch
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_launcher_passes_a_signal_on_and_waits_for_the_save(tmp_path):
         process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert error.count("stopped by a signal after epoch") == 1 and "Traceback" not in error
+    assert error.count("stopped by a signal in epoch") == 1 and "Traceback" not in error
 
 
 def children_of(process):

@@ -63,7 +63,7 @@ def test_signal_to_one_rank_stops_all_at_one_step(number, rank, at, saved, strai
     run = fork_script("train_ddp.py", 2, signalled(number, *at, rank), **flags)
     assert run.code == 75
     assert run.stderr.count("\n") == 1
-    assert f"epoch {saved[0]}, step {saved[1]}, " in run.stderr
+    assert f"in epoch {saved[0]}, after step {saved[1]}, " in run.stderr
     contents = read_checkpoint(tmp_path / "run" / "last.pt")
     assert (contents["epoch"], contents["loader"]["step"]) == saved
     resumed = fork_script("train_ddp.py", 2, **flags)
@@ -88,7 +88,7 @@ def test_signal_to_all_processes_of_a_job(tmp_path):
     finally:
         kill_family(process.run_tag)
     contents = read_checkpoint(tmp_path / "run" / "last.pt")
-    assert f"epoch {contents['epoch']}, step {contents['loader']['step']}, " in run.stderr
+    assert f"epoch {contents['epoch']}, after step {contents['loader']['step']}, " in run.stderr
     assert "DataLoader" not in run.stderr
 
 
@@ -167,7 +167,7 @@ def test_launcher_is_told_that_the_run_has_stopped(tmp_path, monkeypatch):
     assert (tmp_path / "saved").exists()  # or its error would be lost
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["extraInfo"]["outcome"] == "stopped"
-    assert "epoch 1, step 3" in message["message"]
+    assert "epoch 1, after step 3" in message["message"]
 
 
 def test_run_that_is_over_does_not_stop(monkeypatch):

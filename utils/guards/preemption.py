@@ -68,8 +68,8 @@ class SaveOnSignal(Guard):
         if agreed < SIGNAL or checkpoint.epoch == checkpoint.cfg.epochs:
             return
         checkpoint.wait()
-        text = f"stopped by a signal after epoch {checkpoint.epoch}, step "
-        text += f"{checkpoint.state['loader'].step}, and saved: the same command continues the run"
+        place = f"epoch {checkpoint.epoch}, after step {checkpoint.state['loader'].step}"
+        text = f"stopped by a signal in {place}, and saved: the same command continues the run"
         if is_main_process():
             say(text, sys.stderr)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
