@@ -409,7 +409,7 @@ def edited(script, edit, task):
 def table():
     """The edits that keep the promise."""
     rows = [[edit.what, edit.how, "yes" if edit.keeps else ""] for edit in EDITS]
-    return markdown_table(["to", "write", "the weights are those without it"], rows)
+    return markdown_table(["to", "write", "same weights as without the edit"], rows)
 
 
 def refused_table():

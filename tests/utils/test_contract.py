@@ -262,7 +262,7 @@ def test_stream_is_not_compared(monkeypatch):
     check(dataset)
 
 
-def test_samples_of_any_dtype_are_compared():
+def test_samples_may_have_any_dtype_and_be_empty_or_nan():
     extras = [torch.tensor([True, False]), torch.zeros(0, 4)]
     extras += [torch.tensor([1.0, torch.nan]), torch.tensor([1 + 2j])]
     for extra in extras:

@@ -104,6 +104,9 @@ def test_what_is_not_trained_may_be_infinite():
     model.frozen = nn.Parameter(torch.tensor(float("nan")), requires_grad=False)
     checkpoint = SimpleNamespace(model=model, state=with_meter({}, 1.0))
     RefuseNonFinite().before_save(checkpoint, between_steps=False)
+    model.weight.data[0, 0] = torch.inf
+    with pytest.raises(UserError, match="model"):
+        RefuseNonFinite().before_save(checkpoint, between_steps=False)
 
 
 # Hangs

@@ -86,7 +86,7 @@ def test_skipped_step_changes_nothing(one_process):
 @pytest.mark.parametrize(
     "script", ["train_ddp.py", pytest.param("train_fsdp.py", marks=pytest.mark.slow)]
 )
-def test_all_scripts_skip_the_same_steps(script, tmp_path, one_process):
+def test_scripts_skip_the_same_steps(script, tmp_path, one_process):
     """One rank's samples are enough. SGD is not fused for the shards of FSDP."""
     run = skipping(tmp_path, script, 2, rank=1)
     assert run.stderr.count("loss on rank ") == 6  # synchronized BatchNorm spreads it to both
@@ -94,7 +94,7 @@ def test_all_scripts_skip_the_same_steps(script, tmp_path, one_process):
 
 
 @pytest.mark.slow
-def test_all_scripts_skip_the_same_steps_of_a_transformer(tmp_path):
+def test_scripts_skip_the_same_steps_of_a_transformer(tmp_path):
     one = skipping(tmp_path, **VIT)
     accumulating = skipping(tmp_path, "train_ddp_accum.py", 2, rank=1, **VIT, micro_batches=2)
     assert accumulating.stderr.count("loss on rank 1") == 3

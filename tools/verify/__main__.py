@@ -1,6 +1,6 @@
 """Do all scripts train the same model? Prints a table with one row per case.
 
-    python -m tools.verify                               for images, in ten minutes
+    python -m tools.verify                               for images, in ten to twenty minutes
     python -m tools.verify --script mine/train_ddp.py    the cases of train_ddp.py with your copy
     python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
     python -m tools.verify --matrix                      each script resumes the run of each
