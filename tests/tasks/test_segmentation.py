@@ -86,7 +86,7 @@ def test_a_sample_depends_on_seed_and_index_only():
 
 
 @pytest.mark.parametrize("kind", ["synthetic", "folder"])
-def test_half_of_the_training_images_are_flipped_with_their_masks(kind, folder):
+def test_training_images_are_flipped_with_their_masks(kind, folder):
     train_set, val_set = build(folder) if kind == "folder" else task.build_datasets(config())
     seen = {}
     for seed in range(20):
