@@ -168,7 +168,7 @@ def static(script, head, rank, *arguments, nodes=2, **flags):
     return torchrun(script, *place, *address, *arguments, **flags)
 
 
-def finish(processes, output_dir="/nowhere", limit=120):
+def finish(processes, output_dir="/nowhere", limit=240):
     """The Runs of hosts that should all end within `limit` seconds, and leave no process behind."""
     try:
         end = time.monotonic() + limit
@@ -209,7 +209,7 @@ class Gate:
         self.path.with_suffix(".new").write_text(str(step))
         self.path.with_suffix(".new").replace(self.path)
 
-    def wait(self, world_size, processes=(), limit=120):
+    def wait(self, world_size, processes=(), limit=240):
         """Wait until `world_size` ranks are held; a resumed run may be three steps further."""
         end = time.monotonic() + limit
         marks = [Path(f"{self.path}-{self.step + more}-{world_size}") for more in range(4)]
