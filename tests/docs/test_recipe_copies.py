@@ -20,7 +20,7 @@ SCRIPTS["layer-wise-learning-rates"].append("train_fsdp.py")  # has no model.mod
 TEXT = ("hugging-face", "length-buckets", "lora", "mixtures")  # pages for the text task
 OF_A_TASK = ("hugging-face", "lora", "mixup")  # pages that change a task of the project
 OWN = ("gan", "large-models")  # pages that need more of the task
-OFTEN = [("samplers", "own"), ("ema", "plain")]
+OFTEN = [("samplers", "own")]
 
 # {page: the package that it needs}
 PACKAGES = {"hugging-face": "transformers", "large-models": "safetensors"}

@@ -158,6 +158,7 @@ def test_ratio_is_to_the_fastest_peer_on_as_many_processes():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_bare_loop_trains(tmp_path):
     flags = ["--processes=1", "--repeats=1", "--steps=2", "--workers=0", f"--output={tmp_path}"]
     flags += ["--set=global_batch_size=8", "--set=image_size=8", "--set=device=cpu"]
@@ -169,6 +170,7 @@ def test_bare_loop_trains(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["tutorial", "tuned"])
 def test_peer_trains_on_the_same_images(name, tmp_path):
     flags = flag_list(SMALL | {"model": "shufflenet_v2_x0_5", "image_size": 32})

@@ -8,7 +8,7 @@ from lab.check_diff import pairs, row_of
 
 AGREE = [pair for pair in pairs() if pair.group == "agree"]
 # In CI; the others take an hour.
-OFTEN = {"images: amp x2, float16", "text: accum x3"}
+OFTEN = {"text: accum x3"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from lab.communication import RESULT, ROWS, formula, measure, table
 
-OFTEN = ("train_cp.py", "train_ep.py")  # in CI
+OFTEN = ("train_ep.py",)  # in CI
 TWO = [
     pytest.param(*row, marks=[pytest.mark.rare] * (row[1] not in OFTEN))
     for row in ROWS

@@ -9,6 +9,7 @@ from lab.guarantees import READERS, RESULT, measure
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", READERS)
 def test_published_answers_are_measured(name):
     if READERS[name].package:
@@ -18,6 +19,7 @@ def test_published_answers_are_measured(name):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", mixtures.READERS)
 def test_published_answers_about_mixtures_are_measured(name):
     reader = mixtures.READERS[name]

@@ -96,6 +96,7 @@ def test_script_of_a_stranger(own_script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_what_the_allowance_decides_is_said(own_script):
     options = "--gpus", 2, "--memory", 1, "--allowance", 0.95, "--no-search"
     code, text, _ = fit(*options, "--", own_script)
