@@ -197,6 +197,8 @@ def test_mistakes_on_the_command_line(monkeypatch, capsys):
         (["--script", "/no/such/train_ddp.py"], "/no/such/train_ddp.py"),
         (["--only", "no such case"], "no such case"),
         (["--matrix", "--plant", PLANTS[0].name], "--matrix"),
+        (["--script", ROOT / "train_ddp.py", "--plant", PLANTS[0].name], "--script"),
+        (["--matrix", "--only", "ddp"], "--only"),
         (["--", "--lr", "0.1"], "--script"),  # of a script of one's own, which is not named
     ):
         with pytest.raises(SystemExit):

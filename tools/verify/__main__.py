@@ -35,12 +35,13 @@ def parse_arguments():
     parser = argparse.ArgumentParser(prog="python -m tools.verify", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--task", choices=SUITES, default="images", help="what the scripts train")
-    parser.add_argument("--script", metavar="PATH", type=Path, help="your copy of a script")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--script", metavar="PATH", type=Path, help="your copy of a script")
     parser.add_argument("--like", metavar="SCRIPT", help="whose cases to run, if the names differ")
     names = ["list", *(bug.name for bug in PLANTS)]
-    parser.add_argument("--plant", choices=names, metavar="BUG", help="a classic bug, or list")
+    modes.add_argument("--plant", choices=names, metavar="BUG", help="a classic bug, or list")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--matrix", action="store_true", help="each script resumes the run of each")
+    modes.add_argument("--matrix", action="store_true", help="each script resumes the run of each")
     parser.add_argument("--device", default="cpu", help="of all processes, such as cuda:0")
     parser.add_argument(
         "--write", metavar="FILE", help="write FILE (Markdown), and JSON next to it"
@@ -58,8 +59,8 @@ def parse_arguments():
             parser.error(f"there is no file {path}")
         args.own = own_task(path, of_project=bool(args.flags))
     args.cases = [case for case in args.cases if (args.only or "") in case.name]
-    if args.matrix and (args.script or args.only or args.plant):
-        parser.error("--matrix runs all pairs, without --script, --only and --plant")
+    if args.matrix and args.only:
+        parser.error("--matrix runs all pairs, without --only")
     if args.script and name not in RUNGS:
         parser.error(f"{name} is not a name of the ladder: pass --like, and the original's name")
     if args.script and not args.own and (lacking := lacking_options(path, name, args)):
