@@ -18,36 +18,29 @@ from lab.budgets import (
 )
 from tests.null_device import SETTINGS, stop_and_resume
 from tests.processes import planted
+from tests.verifying import parametrize
 from tools.lib.ladder import ROOT, RUNGS
 from tools.null import report
 from tools.null.__main__ import INSIDE
 from tools.verify import one_file
 
 OFTEN = ("train_ddp.py", "train_fsdp.py")
-IN_CI = ("train_1gpu_graph.py", "train_tp.py", "train_pp.py", "ddp, BatchNorm", "amp, bfloat16")
-
-
-def marked(names):
-    """Test parameters: what is not in OFTEN is slow; what is not in IN_CI either is rare."""
-    marks = {name: [pytest.mark.slow] * (name not in OFTEN) for name in names}
-    for name in marks.keys() - {*OFTEN, *IN_CI}:
-        marks[name].append(pytest.mark.rare)
-    return [pytest.param(name, marks=marks[name]) for name in names]
+IN_CI = {"train_1gpu_graph.py", "train_tp.py", "train_pp.py", "ddp, BatchNorm", "amp, bfloat16"}
 
 
 def test_every_script_is_run_or_has_a_reason():
     assert RUNS.keys() | LEFT_OUT.keys() == set(RUNGS) and not RUNS.keys() & LEFT_OUT.keys()
 
 
-@pytest.mark.parametrize("script", marked(RUNS))
-def test_script_is_stopped_and_resumed_and_no_step_waits(script, null_device, tmp_path):
-    nproc, arguments, flags = RUNS[script]
-    run = stop_and_resume(null_device, script, tmp_path, nproc, arguments, **flags)
+@parametrize(RUNS, OFTEN, RUNS.keys() - IN_CI)
+def test_script_is_stopped_and_resumed_and_no_step_waits(name, null_device, tmp_path):
+    nproc, arguments, flags = RUNS[name]
+    run = stop_and_resume(null_device, name, tmp_path, nproc, arguments, **flags)
     assert "wait" not in run.step, run.step["wait"]
     assert "pageable" not in " ".join(run.step["copy"])
     published = json.loads(RESULT.read_text())
     if published["torch"] == torch.__version__:
-        assert counts_of(run.step) == published["scripts"][script], (
+        assert counts_of(run.step) == published["scripts"][name], (
             "a step of the script launches, copies, waits or sends more or less than before: if it "
             "should, run  python -m lab.budgets  and say why in the commit"
         )
@@ -70,7 +63,7 @@ OPTIONS = {
 WAITS_FOR = {"ddp, skipped steps": "options/skipped_steps.py"}  # the step before
 
 
-@pytest.mark.parametrize("name", marked(OPTIONS))
+@parametrize(OPTIONS, OFTEN, OPTIONS.keys() - IN_CI)
 def test_options(name, null_device, tmp_path):
     script, flags = OPTIONS[name]
     nproc, arguments, own = RUNS[script]
