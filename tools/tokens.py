@@ -198,6 +198,8 @@ def main():
     parser.add_argument("--val-every", metavar="N", type=int, default=100, help="(default: 100)")
     parser.add_argument("--processes", metavar="N", type=int, default=os.cpu_count())
     args = parser.parse_args()
+    if {path.suffix for path in args.texts} not in ({".jsonl"}, {".txt"}):
+        raise UserError("pass texts of one kind, .jsonl or .txt")
     with locked(args.folder):
         make_files(args)
 

@@ -159,8 +159,8 @@ def document(number):
     return WORDS[number : number + number % 7]
 
 
-def make(texts, monkeypatch, name, processes=1, val_every=9):
-    arguments = [texts / name, texts / "a.jsonl", texts / "b.jsonl", "--end", "<end>"]
+def make(texts, monkeypatch, name, processes=1, val_every=9, second="b.jsonl"):
+    arguments = [texts / name, texts / "a.jsonl", texts / second, "--end", "<end>"]
     arguments += ["--tokenizer", texts / "tokenizer.json"]
     arguments += ["--processes", processes, "--val-every", val_every]
     monkeypatch.setattr(sys, "argv", ["tools.tokens", *map(str, arguments)])
@@ -185,6 +185,13 @@ def test_files_hold_all_tokens_of_all_documents(texts, monkeypatch, capsys):
     assert names == {"train.bin", "train.idx", "val.bin", "val.idx", ".cache", ".lock"}
     with pytest.raises(UserError, match=r"train\.bin exists: remove it"):
         make(texts, monkeypatch, "x")
+
+
+def test_texts_of_two_kinds_are_refused(texts, monkeypatch):
+    """The lines of JSON would be read as text."""
+    (texts / "b.txt").write_text("w0 w1\n")
+    with pytest.raises(UserError, match="one kind"):
+        make(texts, monkeypatch, "x", second="b.txt")
 
 
 def test_an_interrupted_command_continues(texts, monkeypatch):
