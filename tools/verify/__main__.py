@@ -4,7 +4,7 @@
     python -m tools.verify --script mine/train_ddp.py    the cases of train_ddp.py with your copy
     python -m tools.verify --plant padding-counted       with a classic bug; --plant list: the names
     python -m tools.verify --matrix                      each script resumes the run of each
-    python -m tools.verify --task text                   or segmentation, diffusion
+    python -m tools.verify --task text                   or moe, segmentation, diffusion
     python -m tools.verify --script mine/train_ddp.py -- --lr 0.01     edited, or with your own task
 
 Every case trains the same small run (tools/verify/cases.py). With flags behind `--`, or if its task
