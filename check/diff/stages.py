@@ -19,6 +19,8 @@ BATCHNORM = """\
 Each rank normalizes by the statistics of its share of the batch; SyncBatchNorm joins them. To see
 what else is different, compare B on one process."""
 
+SETTINGS = "settings of the optimizer"  # which are computed from numbers of steps, without rounding
+
 
 @dataclass
 class Result:
@@ -46,6 +48,11 @@ class Result:
     def different(self):
         """The comparisons that found a difference."""
         return [comparison for comparison in self.comparisons if comparison.how]
+
+    @property
+    def most_different(self):
+        """The largest of their differences; inf if what is different is no number."""
+        return max((comparison.difference for comparison in self.different), default=math.inf)
 
 
 @dataclass
@@ -95,7 +102,7 @@ class Comparer:
             stages = self.step(number, a, b)
             if any(EQUAL < result.largest <= self.limit for result in found):
                 for stage in stages:
-                    if 0 < stage.largest <= HALF:
+                    if stage.stage != SETTINGS and stage.most_different <= HALF:
                         stage.drop("which may be rounding that grows from step to step")
             found += stages
             if not all(result.is_equal for result in found):
@@ -310,7 +317,7 @@ class Comparer:
         return result
 
     def _settings(self, a, b):
-        result = Result(0, "settings of the optimizer")
+        result = Result(0, SETTINGS)
         for letter, step in (("A", a), ("B", b)):
             for rank, theirs in enumerate(step.ranks):
                 if letter == "B" or rank:

@@ -442,6 +442,7 @@ def test_folder_runs_without_the_rest_of_the_repository(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_limited_data_shows_a_hang_at_the_uneven_end(tmp_path):
     """The shares of the first steps are even; 33 samples on two ranks make 3 and 2 batches."""
     source = """
