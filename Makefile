@@ -43,7 +43,7 @@ ifeq ($(CONFIG) $(ARGS),configs/quickstart.yaml )
 	    'train_ddp.py adds to train_1gpu.py, and docs/own-task.md is about a task of your own.'
 endif
 
-test: $(dev)  ## the tests, but for the slow ones: about 8 minutes on two cores
+test: $(dev)  ## the tests, but for the slow ones: about 7 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
 test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/, tasks/, sources/
@@ -53,7 +53,7 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 	$(python) -m coverage combine --quiet
 	$(python) -m coverage report
 
-test-check: $(dev)  ## the tests of check/: about 2 minutes on two cores
+test-check: $(dev)  ## the tests of check/: about 3 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" check/tests $(ARGS)
 
 test-oldest:  ## the same with the lowest minor versions of requirements.txt, in .venv-oldest

@@ -42,6 +42,7 @@ def test_killed_and_resumed_run_matches_an_uninterrupted_one(script, nproc, flag
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("script", "flags"), [("train_ddp.py", ADAMW), ("train_fsdp.py", {})])
 def test_run_with_a_frozen_backbone_resumes(script, flags, tmp_path):
     torch.manual_seed(0)

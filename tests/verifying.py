@@ -129,13 +129,9 @@ def kill_session(leader):
 IN_CI = """
 images: ddp x2
 images: shards killed, resumed x3
-images: terms killed, resumed x3
 images: one_file ddp, resumed x3
-images: one_file fsdp, resumed x1
 text: fsdp_tp x4, 2 x 2
 text: killed, resumed by pp x2
-text: cp killed, resumed by fsdp x3
-text: stochastic depth killed, resumed by ddp x3
 moe: ep killed, resumed by tp x2
 diffusion: killed, resumed x3
 """

@@ -97,6 +97,7 @@ def test_copy_with_a_page_trains(name, kind, tmp_path):
         assert "epoch 0: train " in run.stdout
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path):
     make_copy("ema", "train_ddp.py", "own", tmp_path)
     before = {path: path.read_text() for path in tmp_path.rglob("*.py")}

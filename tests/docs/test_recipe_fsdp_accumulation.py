@@ -58,6 +58,7 @@ def test_same_weights_and_one_reduce_scatter_per_step(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_same_lines_for_divided_experts(tmp_path):
     """The page in train_ep.py, and the weights of one process."""
     folder = project_with_task("images", tmp_path / "copy")

@@ -92,7 +92,8 @@ def waits_for_disks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt2", pytest.param("llama", marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_same_weights_as_without_the_page(architecture, project, tmp_path):
     """On one rank; and on two, killed within an epoch, and continued by three."""
     project.choose(architecture)

@@ -114,6 +114,7 @@ def logged_by(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_early_stopping(tmp_path):
     script = applied("early-stopping", tmp_path / "copy") / "train_ddp.py"
     flags = {"model": "resnet20_gn", "epochs": 30, "lr_schedule": "constant", "seed": 1}

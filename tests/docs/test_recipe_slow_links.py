@@ -78,6 +78,7 @@ def test_power_sgd_resumes_within_an_epoch(nproc, power_sgd, tmp_path):
 
 
 @SLOW
+@RARE
 def test_bf16(tmp_path):
     script = script_with("bf16", tmp_path / "copy")
     _, plain = run_to_end("train_ddp.py", 2, tmp_path / "plain")
@@ -89,6 +90,7 @@ def test_bf16(tmp_path):
 
 
 @SLOW
+@RARE
 def test_local_steps(tmp_path):
     """A save between two averages would lose what the other ranks have learned: it is refused."""
     script = script_with("local steps", tmp_path / "copy")

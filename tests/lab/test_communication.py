@@ -6,12 +6,7 @@ import pytest
 
 from lab.communication import RESULT, ROWS, formula, measure, table
 
-OFTEN = ("train_ep.py",)  # in CI
-TWO = [
-    pytest.param(*row, marks=[pytest.mark.rare] * (row[1] not in OFTEN))
-    for row in ROWS
-    if row[2] == 2
-]
+TWO = [row for row in ROWS if row[2] == 2]
 
 
 def test_published_bytes_are_those_of_the_formulas():
@@ -24,6 +19,7 @@ def test_published_bytes_are_those_of_the_formulas():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(("task", "script", "ranks"), TWO)
 def test_bytes_of_a_step_are_those_of_the_formula(task, script, ranks, tmp_path):
     assert measure(task, script, ranks, tmp_path) == formula(task, script, ranks)

@@ -69,7 +69,8 @@ def test_ranks_on_cpus_hold_as_much(script, null_device, tmp_path):
     assert told["optimizer"] == pytest.approx(real["optimizer state"], rel=0.01)
 
 
-@pytest.mark.parametrize("fsdp_size", [pytest.param(64, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp_size", [8, pytest.param(64, marks=pytest.mark.rare)])
 def test_formulas_hold_for_ranks_that_no_machine_has(fsdp_size, null_device, tmp_path):
     settings = settings_of("tasks.text", tmp_path, samples=4 * 64)
     settings |= {"width": 512, "context": 64, "global_batch_size": 64, "fsdp_size": fsdp_size}

@@ -30,7 +30,6 @@ def published(*starts):
 
 
 ON_EVERY_NODE = published("torchrun", "python -m tools.launch")
-ELASTIC = next(words for words in ON_EVERY_NODE if "--nnodes=1:4" in words)
 STARTS = ("torchrun", "python -m tools.launch", "python -m tools.doctor", "sbatch", "kubectl")
 
 
@@ -86,11 +85,8 @@ def test_batch_script_requeues_after_a_signal_or_a_lost_node(job, tmp_path):
 
 @needs_namespaces
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param(words, marks=[pytest.mark.rare] * (words != ELASTIC)) for words in ON_EVERY_NODE],
-    ids=lambda words: " ".join(words)[:45],
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("words", ON_EVERY_NODE, ids=lambda words: " ".join(words)[:45])
 def test_command_trains_on_two_nodes(words, tmp_path):
     with hosts(2) as machines:
         first, second = machines

@@ -172,6 +172,7 @@ def test_exported_models_run_without_the_project(trained, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_export_that_differs_is_not_written(trained, monkeypatch, tmp_path):
     """Planted: an exporter that changes a bias."""
 

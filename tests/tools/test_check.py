@@ -65,15 +65,8 @@ def test_own_bugs_are_all_planted_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ddp x2",
-        pytest.param("accum x2", marks=pytest.mark.rare),
-        pytest.param("fsdp x2", marks=pytest.mark.rare),
-        pytest.param("one_file ddp x2", marks=pytest.mark.rare),
-    ],
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["ddp x2", "accum x2", "fsdp x2", "one_file ddp x2"])
 def test_own_script_yields_no_alarm_and_is_checked(name):
     """SyncBatchNorm, seeds in each step, lists of micro-batches, keys of (epoch, index), next()."""
     row = own.row_of(OWN[f"images: {name}"], check)

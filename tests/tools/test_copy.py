@@ -15,7 +15,7 @@ from tools.verify.cases import SUITES, scripts_of
 SCRIPTS = [rung.script for rung in LADDER]
 FAST = ("train_ddp.py", "images")
 # The others import what one of these does, or those above, and at most one module more.
-OFTEN = [("train_1gpu.py", "text"), ("train_fsdp_tp.py", "images")]
+OFTEN = [("train_fsdp_tp.py", "text")]
 PAIRS = [
     (script, task) for script in SCRIPTS for task in TASKS if script in scripts_of(SUITES[task])
 ]

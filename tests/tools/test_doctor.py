@@ -37,6 +37,7 @@ def test_sound_machine_passes(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @needs_mounts
 def test_small_file_systems(tmp_path):
     command = "mount -t tmpfs -o size=64m none /dev/shm && "

@@ -175,6 +175,7 @@ def test_waits_are_counted_with_the_line_that_waits(null_device, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_command_reports_as_text_and_as_json(null_device, tmp_path):
     script, counts = tmp_path / "script.py", tmp_path / "counts.json"
     # Before PyTorch is imported and changed, as Transformers does.

@@ -109,9 +109,8 @@ STREAMS += ["train_fsdp_tp.py", "train_pp.py"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [*STREAMS[:1], *[pytest.param(name, marks=pytest.mark.rare) for name in STREAMS[1:]]]
-)
+@pytest.mark.rare
+@pytest.mark.parametrize("script", STREAMS)
 def test_no_stream_uses_what_a_different_one_has_yet_to_write(script, null_device, tmp_path):
     nproc, arguments, flags = RUNS[script]
     flags = SETTINGS | flags | {"output_dir": tmp_path / "run"}

@@ -77,12 +77,13 @@ def test_guards_are_named_by_their_modules(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("script", "names"),
     [
-        *(pytest.param("train_ddp.py", name, marks=pytest.mark.rare) for name in WITHOUT),
+        *(("train_ddp.py", name) for name in WITHOUT),
         ("train_ddp.py", ",".join(WITHOUT)),
-        pytest.param("train_fsdp.py", ",".join(WITHOUT), marks=pytest.mark.rare),
+        ("train_fsdp.py", ",".join(WITHOUT)),
     ],
 )
 def test_copy_without_guards_trains_the_same_weights(script, names, tmp_path, monkeypatch, capsys):

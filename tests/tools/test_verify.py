@@ -103,6 +103,7 @@ def test_case_passes(name, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_scripts_continue_each_other(tmp_path, server):
     """Two of the scripts, one with sharded checkpoints; --matrix runs all pairs."""
     scripts = ["train_1gpu.py", "train_fsdp.py"]

@@ -94,6 +94,7 @@ def test_scripts_skip_the_same_steps(script, tmp_path, one_process):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_scripts_skip_the_same_steps_of_a_transformer(tmp_path):
     one = skipping(tmp_path, **VIT)
     accumulating = skipping(tmp_path, "train_ddp_accum.py", 2, rank=1, **VIT, micro_batches=2)

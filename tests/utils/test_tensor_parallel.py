@@ -164,6 +164,7 @@ def test_groups_of_a_mesh_have_the_timeout():
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_killed_and_resumed_run_matches_an_uninterrupted_one(tmp_path):
     flags = {"model": "vit_tiny", "epochs": 1, "save_sharded": True, "audit": True}
     assert_resumes(tmp_path, "train_tp.py", 2, **flags)
