@@ -12,7 +12,7 @@ python := .venv/bin/python
 env := .venv/.train
 dev := .venv/.dev
 peers := .venv/.peers
-shared := -n auto --dist loadfile
+shared := -n auto --dist loadfile --no-loadscope-reorder
 endif
 
 oldest := .venv-oldest/bin/python
@@ -54,7 +54,7 @@ test-all: $(dev)  ## all tests, including the slow ones, with the coverage of ut
 	$(python) -m coverage report
 
 test-check: $(dev)  ## the tests of check/: about 3 minutes on two cores
-	$(python) -m pytest $(shared) -m "not slow" check/tests $(ARGS)
+	$(python) -m pytest $(shared:loadfile=worksteal) -m "not slow" check/tests $(ARGS)
 
 test-oldest:  ## the same with the lowest minor versions of requirements.txt, in .venv-oldest
 	test -x $(oldest) || python3 -m venv .venv-oldest

@@ -13,6 +13,9 @@ from utils.distributed import cores_per_rank
 # Their failed assertions show values as well.
 pytest.register_assert_rewrite("tests.forked", "tests.processes", "tests.namespaces")
 
+# Files of few tests that take minutes.
+LONGEST = ("test_verify", "test_chaos", "test_nodes", "test_verify_bugs", "test_own_task")
+
 torch.set_num_threads(1)  # a pool of OpenMP threads would not survive the forks of run_ranks()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the ranks, so that torchrun does not warn
 # The cache of torch.compile does not know ATEN_CPU_CAPABILITY: with code that has been compiled for
@@ -34,6 +37,11 @@ def pytest_configure(config):
     """Hide the GPUs from all tests but those of tests/gpu (make test-gpu)."""
     if not any("tests/gpu" in path for path in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items):
+    """With `--no-loadscope-reorder`, what takes longest comes first."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 @pytest.hookimpl(optionalhook=True)

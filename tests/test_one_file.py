@@ -144,6 +144,7 @@ def test_signal_saves_although_loader_processes_receive_it(script, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("script", ALIKE)
 def test_killed_launcher_ends_the_ranks(script, tmp_path):
     process = start(script, tmp_path, epochs=10**6)

@@ -128,7 +128,6 @@ def kill_session(leader):
 # train every script with images, without interruption and with one.
 IN_CI = """
 images: ddp x2
-images: shards killed, resumed x3
 images: one_file ddp, resumed x3
 text: fsdp_tp x4, 2 x 2
 text: killed, resumed by pp x2

@@ -7,7 +7,6 @@ import pytest
 from tests.forked import ROUNDING, killed_at
 from tests.recipes import applied, run_to_end
 
-pytest.importorskip("torchmetrics")
 NAMES = ("val_auc", "val_f1", "val_loss", "val_accuracy", "val_samples")
 
 
@@ -17,6 +16,7 @@ def numbers(run):
 
 @pytest.mark.slow
 def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path):
+    pytest.importorskip("torchmetrics")
     script = applied("metrics", tmp_path / "copy") / "train_ddp.py"
     train = partial(run_to_end, synthetic_samples=155, global_batch_size=12)
     one = numbers(train(script, 1, tmp_path / "one")[0])

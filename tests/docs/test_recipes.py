@@ -72,13 +72,10 @@ def averages(checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     "flags",
-    [
-        {"optimizer": "sgd"},
-        pytest.param({"optimizer": "sgd", "momentum": 0.0}, marks=pytest.mark.rare),
-        pytest.param({"optimizer": "adamw"}, marks=pytest.mark.rare),
-    ],
+    [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adamw"}],
     ids=str,
 )
 def test_exponential_moving_average(flags, tmp_path):

@@ -105,6 +105,7 @@ def test_what_the_allowance_decides_is_said(own_script):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_what_stops_it_is_said(own_script):
     options = "--gpus", 3, "--no-search"
     code, text, errors = fit(*options, "--", own_script)
