@@ -2,6 +2,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """With `--no-loadscope-reorder`, what takes longest comes first."""
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    """With `--no-loadscope-reorder`: the longest files first, then those of many tests."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.stem not in LONGEST, -counts[item.path]))
 
 
 @pytest.hookimpl(optionalhook=True)
