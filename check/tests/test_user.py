@@ -210,7 +210,7 @@ def test_remedies_for_data_that_is_missing_and_folders_that_are_not_writable():
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=(pytest.mark.slow, pytest.mark.rare)),
         pytest.param(signal.SIGHUP, marks=(pytest.mark.slow, pytest.mark.rare)),
     ],
 )
@@ -470,6 +470,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_module_in_a_folder_with_a_space(tmp_path):
     source = TRAINS + "pathlib.Path(__file__).with_name('written').touch()\n"
     folder = project(tmp_path / "a folder", source, "package/train.py")
@@ -481,6 +482,7 @@ def test_module_in_a_folder_with_a_space(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_rank_that_fails_is_quoted(tmp_path):
     source = RANKS + "if dist.get_rank() == 1: raise Exception('of rank one')\n" + TRAINS
     source += "dist.barrier()\n"
