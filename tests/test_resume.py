@@ -122,6 +122,7 @@ def test_nothing_left_to_do(finished):
     assert (finished / "last.pt").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_default_run_prints_no_warning(tmp_path):
     """As a user starts it, with torchrun; resnet18 has 1x1 convolutions, in channels_last."""
     flags = {"model": "resnet18", "image_size": 32, "synthetic_samples": 24, "epochs": 1}
