@@ -254,7 +254,7 @@ class Loader:
         whether that is more than before."""
         before = self.step, self.epoch_of_step
         if self.step and self.epoch != self.epoch_of_step:
-            raise UserError("call checkpoint.save() in each epoch: --save-epochs leaves some out")
+            raise UserError("set_epoch() began an epoch before checkpoint.save() (--save-epochs)")
         if self.iterations and self.trained not in self.iterations:  # the first step of an epoch
             self.trained = [*self.iterations][-1]  # an older one is a look that is kept
         self.read, self.indices = self.iterations.get(self.trained, (self.read, self.indices))

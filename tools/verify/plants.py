@@ -720,7 +720,7 @@ BUGS = [
         "set_epoch(epoch)",
         "set_epoch(epoch - start_epoch)",
         "killed, resumed x2",
-        (Problem.FAILED, "samples more than once"),
+        (Problem.FAILED, "set_epoch() began an epoch"),
         "A resumed run counts its epochs from 0, so that the sampler repeats earlier orders.",
         "Within the epoch of the restart, some samples are used twice and others never.",
         "The sampler gets the number of the epoch in the whole run, which `checkpoint.load()` "
