@@ -43,7 +43,7 @@ ifeq ($(CONFIG) $(ARGS),configs/quickstart.yaml )
 	    'train_ddp.py adds to train_1gpu.py, and docs/own-task.md is about a task of your own.'
 endif
 
-test: $(dev)  ## the tests, but for the slow ones: about 7 minutes on two cores
+test: $(dev)  ## the tests, but for the slow ones: about 6 minutes on two cores
 	$(python) -m pytest $(shared) -m "not slow" $(ARGS)
 
 test-all: $(dev)  ## all tests, including the slow ones, with the coverage of utils/, tasks/, sources/
