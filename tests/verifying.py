@@ -124,7 +124,7 @@ def kill_session(leader):
         time.sleep(0.01)
 
 
-# The rows of CI; all others run before releases. tests/test_same_curve.py and tests/test_resume.py
+# The rows of CI; make test-all has the others. tests/test_same_curve.py and tests/test_resume.py
 # train every script with images, without interruption and with one.
 IN_CI = """
 images: ddp x2

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.copies import copied, copy, refused, run_alone
+from tests.verifying import marks_of
 from tools.copy import TASKS, files_to_copy, task_module, texts, with_task
 from tools.lib.closure import options, small_flags
 from tools.lib.ladder import LADDER, ROOT
@@ -14,22 +15,15 @@ from tools.verify.cases import SUITES, scripts_of
 
 SCRIPTS = [rung.script for rung in LADDER]
 FAST = ("train_ddp.py", "images")
-# The others import what one of these does, or those above, and at most one module more.
-OFTEN = [("train_fsdp_tp.py", "text")]
+OFTEN = ("train_fsdp_tp.py", "text")  # in CI, besides
 PAIRS = [
     (script, task) for script in SCRIPTS for task in TASKS if script in scripts_of(SUITES[task])
 ]
 
 
-def marks_of(pair):
-    if pair == FAST:
-        return []
-    is_rare = pair not in OFTEN
-    return [pytest.mark.slow, *[pytest.mark.rare] * is_rare]
-
-
 @pytest.mark.parametrize(
-    ("script", "task"), [pytest.param(*pair, marks=marks_of(pair)) for pair in PAIRS]
+    ("script", "task"),
+    [pytest.param(*pair, marks=marks_of(pair, {FAST}, {*PAIRS} - {OFTEN})) for pair in PAIRS],
 )
 def test_copy_runs_its_default_command(script, task, tmp_path):
     folder = tmp_path / "mine"
