@@ -99,7 +99,13 @@ def test_runs_that_agree_are_equal_in_each_stage(tmp_path):
         pytest.param("scale", 1, "loss", "B is 2 times A: ", marks=pytest.mark.rare),
         ("bypass", 1, "gradients", "rank 1"),
         pytest.param("one", 1, "gradients", "3.weight: B is 2 times A", marks=pytest.mark.rare),
-        pytest.param("rate", 2, SETTINGS, "lr is 0.2 in B, 0.1 in A", marks=pytest.mark.rare),
+        pytest.param(
+            "rate",
+            2,
+            "settings of the optimizer",
+            "lr is 0.2 in B, 0.1 in A",
+            marks=pytest.mark.rare,
+        ),
     ],
 )
 def test_first_difference_is_named(bug, step, stage, words, tmp_path):
